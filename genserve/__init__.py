@@ -1,0 +1,44 @@
+"""genserve: text generation from a model repository in Triton's format, in one Python process.
+
+Importing this package loads nothing heavy; each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from genserve.client import AsyncClient, Client
+    from genserve.errors import GenserveError
+    from genserve.llm import LLM
+    from genserve.request import Completion, Delta, FinishReason, Message, SamplingParams, Usage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "Delta",
+    "FinishReason",
+    "GenserveError",
+    "Message",
+    "SamplingParams",
+    "Usage",
+    "__version__",
+]
+
+_HOME = {
+    "LLM": "genserve.llm",
+    "AsyncClient": "genserve.client",
+    "Client": "genserve.client",
+    "GenserveError": "genserve.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'genserve' has no attribute {name!r}")
+    return getattr(import_module(_HOME.get(name, "genserve.request")), name)

@@ -1,0 +1,146 @@
+"""Errors: every failure that a person may see, each with a code, a message and a remedy.
+
+    GenserveError
+    ├── InvalidRequest            the caller can mend it; `field` names the place
+    │   └── ContextLengthExceeded the prompt does not fit into the model's context
+    ├── ModelNotFound             no such model, or no such version of it
+    ├── ModelNotReady             the model is there and is not loaded, or its load failed
+    ├── Overloaded                the queue is full, or the server drains; try again later
+    ├── ModelFailed               a model or a decoding loop raised, or answered nonsense
+    ├── RepositoryError           a model repository cannot be used as it stands
+    │   └── ConfigError           one place of one config.pbtxt; file, line and column
+    ├── ExportError               a checkpoint could not be turned into a repository model
+    ├── MissingDependency         an optional package is not installed
+    ├── Unreachable               client: no answer came from the server
+    ├── StreamBroken              client: a stream ended before its last event
+    └── Closed                    the object was used after `close()`
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "Closed",
+    "ConfigError",
+    "ContextLengthExceeded",
+    "ExportError",
+    "GenserveError",
+    "InvalidRequest",
+    "MissingDependency",
+    "ModelFailed",
+    "ModelNotFound",
+    "ModelNotReady",
+    "Overloaded",
+    "RepositoryError",
+    "StreamBroken",
+    "Unreachable",
+]
+
+
+class GenserveError(Exception):
+    """The root of the tree: catch it to catch everything that genserve raises on purpose.
+
+    Attributes:
+        code: stable, lower_snake_case; what programs compare.
+        message: one sentence that names the thing and the place.
+        remedy: what to do about it; may be empty.
+        field: the request field at fault, as a path (`messages[0].content`), or None.
+    """
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, remedy: str = "", field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+
+class InvalidRequest(GenserveError):
+    """The request is wrong and would be wrong again; `field` says where."""
+
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and answer together, are longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(GenserveError):
+    """No model of this name, or not this version of it."""
+
+    code = "model_not_found"
+
+
+class ModelNotReady(GenserveError):
+    """The model is in the repository and cannot serve now."""
+
+    code = "model_not_ready"
+
+
+class Overloaded(GenserveError):
+    """The server refuses new work for the moment; nothing was done, a retry is safe.
+
+    Attributes:
+        retry_after_s: a guess of when to come back, in whole seconds, at least 1.
+    """
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.retry_after_s = max(1, retry_after_s)
+
+
+class ModelFailed(GenserveError):
+    """A model's graph or its Python code raised, or its output is unusable (NaN, wrong shape)."""
+
+    code = "model_failed"
+
+
+class RepositoryError(GenserveError):
+    """The model repository, or one model in it, cannot be used as it stands."""
+
+    code = "repository_error"
+
+
+class ConfigError(RepositoryError):
+    """One place of one config.pbtxt is wrong; the message starts with file:line:column."""
+
+    code = "config_error"
+
+
+class ExportError(GenserveError):
+    """A checkpoint could not be read, converted, or verified."""
+
+    code = "export_error"
+
+
+class MissingDependency(GenserveError):
+    """An optional package is needed; the remedy is the pip command that brings it."""
+
+    code = "missing_dependency"
+
+
+class Unreachable(GenserveError):
+    """The client could not reach the server, or the answer never came."""
+
+    code = "unreachable"
+
+
+class StreamBroken(GenserveError):
+    """The client saw a stream end without its last event: what came before is incomplete."""
+
+    code = "stream_broken"
+
+
+class Closed(GenserveError):
+    """The object was closed before this call."""
+
+    code = "closed"

@@ -1,0 +1,120 @@
+"""Request: what a caller asks of generation, and what comes back.
+
+The small frozen records that every face (HTTP, SDK, command line, decoding loop) shares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from genserve.errors import InvalidRequest
+
+__all__ = ["Completion", "Delta", "FinishReason", "Message", "Role", "SamplingParams", "Usage"]
+
+Role = Literal["system", "user", "assistant"]
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to pick tokens and when to stop; checked once, when it is made.
+
+    Raises:
+        InvalidRequest: a value is out of range; `field` is the name of the parameter.
+    """
+
+    max_tokens: int | None = None           # generated tokens only; None: all the room the context leaves
+    temperature: float = 0.0                # 0: greedy, ties go to the lowest id
+    top_k: int = 0                          # keep the k best tokens; 0: all
+    top_p: float = 1.0                      # keep the smallest set that reaches this probability; 1: all
+    stop: tuple[str, ...] = ()              # the text ends before the first of these
+    stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
+    ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
+    seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
+    logprobs: bool = False                  # report the log-probability of each picked token
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
+            "temperature",
+            "must be between 0 and 100",
+        )
+        _require(self.top_k >= 0, "top_k", "must be 0 (off) or more")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
+        for index, text in enumerate(self.stop):
+            _require(
+                0 < len(text) <= MAX_STOP_STRING_CHARS,
+                f"stop[{index}]",
+                f"must have 1 to {MAX_STOP_STRING_CHARS} characters",
+            )
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"takes at most {MAX_STOP_TOKEN_IDS} ids",
+        )
+        _require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", "ids must be 0 or more")
+        _require(
+            self.seed is None or 0 <= self.seed < 2**64, "seed", "must be between 0 and 2^64 - 1"
+        )
+
+
+class FinishReason(StrEnum):
+    """Why the text of a request ended."""
+
+    END_OF_SEQUENCE = "eos_token"     # the model said so, or one of `stop_token_ids` did
+    STOP_STRING = "stop_sequence"     # one of `stop` appeared
+    LENGTH = "length"                 # `max_tokens`, or the end of the context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens counted for one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step adds to the answer of a request; a stream is a row of these.
+
+    The last one, and only the last one, has a `finish_reason` and a `usage`.
+    """
+
+    text: str                                   # whole characters; may be empty while some are held back
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The whole answer to a request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
+
+
+def _require(holds: bool, field: str, rule: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{field} {rule}", field=field)
