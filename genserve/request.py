@@ -5,14 +5,28 @@ The small frozen records that every face (HTTP, SDK, command line, decoding loop
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, TypedDict, get_args
 
-from genserve.errors import InvalidRequest
+from genserve.errors import InvalidRequest, StreamBroken
 
-__all__ = ["Completion", "Delta", "FinishReason", "Message", "Role", "SamplingParams", "Usage"]
+__all__ = [
+    "Completion",
+    "Delta",
+    "FinishReason",
+    "Message",
+    "Role",
+    "SamplingOptions",
+    "SamplingParams",
+    "Usage",
+    "join_deltas",
+    "read_messages",
+    "sampling_params",
+]
 
 Role = Literal["system", "user", "assistant"]
 
@@ -23,10 +37,18 @@ MAX_STOP_TOKEN_IDS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a chat."""
+    """One turn of a chat.
+
+    Raises:
+        InvalidRequest: an unknown role, or content that is not text.
+    """
 
     role: Role
     content: str
+
+    def __post_init__(self) -> None:
+        _require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
+        _require(isinstance(self.content, str), "content", "must be text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +96,63 @@ class SamplingParams:
         )
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM` and of the clients: `SamplingParams`, taken loosely."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    seed: int | None
+    logprobs: bool
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Make parameters from loose options; `stop` may be one string.
+
+    Raises:
+        InvalidRequest: an unknown name, with the nearest known one, or a value out of range.
+    """
+    known = [field.name for field in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
+    values = dict(options)
+    stop = values.get("stop", ())
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    return SamplingParams(**values)
+
+
+def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tuple[Message, ...]:
+    """Make messages from loose ones: a text alone is one turn of the user.
+
+    Raises:
+        InvalidRequest: none at all, or one whose keys are not role and content, or are wrong; `field`
+            has its index.
+    """
+    if isinstance(messages, str):
+        return (Message(role="user", content=messages),)
+    _require(len(messages) > 0, "messages", "must not be empty")
+    return tuple(_read_message(message, index) for index, message in enumerate(messages))
+
+
+def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
+    if isinstance(message, Message):
+        return message
+    place = f"messages[{index}]"
+    _require(set(message) == {"role", "content"}, place, "must have the keys role and content")
+    try:
+        return Message(role=message["role"], content=message["content"])  # type: ignore[arg-type]  # it checks
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}.{error.message}", field=f"{place}.{error.field}") from None
+
+
 class FinishReason(StrEnum):
     """Why the text of a request ended."""
 
@@ -99,7 +178,7 @@ class Delta:
 
     text: str                                   # whole characters; may be empty while some are held back
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
+    logprobs: tuple[float, ...] = ()            # natural log, one per token id; nan: a loop's own pick
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 
@@ -113,6 +192,25 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
+
+
+def join_deltas(deltas: Iterable[Delta]) -> Completion:
+    """Join the deltas of a whole stream.
+
+    Raises:
+        StreamBroken: the last one does not finish the answer.
+    """
+    parts = list(deltas)
+    last = parts[-1] if parts else None
+    if last is None or last.finish_reason is None or last.usage is None:
+        raise StreamBroken("the answer ended before its last part")
+    return Completion(
+        text="".join(delta.text for delta in parts),
+        token_ids=tuple(token_id for delta in parts for token_id in delta.token_ids),
+        logprobs=tuple(logprob for delta in parts for logprob in delta.logprobs),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+    )
 
 
 def _require(holds: bool, field: str, rule: str) -> None:

@@ -1,0 +1,1 @@
+"""Backends: how one model is run, one file each."""

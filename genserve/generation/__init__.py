@@ -1,0 +1,1 @@
+"""Generation: the token engine. No text, no web, no runtime."""

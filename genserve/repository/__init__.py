@@ -1,0 +1,1 @@
+"""Repository: which models there are, and which are loaded."""

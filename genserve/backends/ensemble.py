@@ -1,0 +1,127 @@
+"""Ensemble: the stages tokenizer, logits and decoder of one model, chained from text to text."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from genserve.errors import ContextLengthExceeded, InvalidRequest
+from genserve.generation.loop import EngineLoop
+from genserve.generation.token_sequence import TokenSequence
+from genserve.request import Message, SamplingParams
+from genserve.text.detokenizer import Detokenizer
+from genserve.text.stop_strings import StopStrings
+from genserve.text.tokenizer import Tokenizer
+
+__all__ = ["GenerationEnsemble", "StoppableText"]
+
+
+class GenerationEnsemble:
+    """A loaded model that answers text with text. Its methods are safe from any thread.
+
+    Attributes:
+        name: of the ensemble in the repository.
+        tokenizer: its tokenizer stage.
+        loop: the engine over its logits and decoder stages.
+        max_length: tokens of prompt and answer together.
+        num_slots: requests that run together; more wait.
+        kv_cache_bytes: the memory of all slots, if each is used to its end.
+        precision: of the weights, as the exporter wrote it.
+        loaded_s: wall-clock time of the load, seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        tokenizer: Tokenizer,
+        loop: EngineLoop,
+        max_length: int,
+        num_slots: int,
+        vocab_size: int,
+        kv_cache_bytes: int,
+        precision: str,
+        loaded_s: float,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.loop = loop
+        self.max_length = max_length
+        self.num_slots = num_slots
+        self.kv_cache_bytes = kv_cache_bytes
+        self.precision = precision
+        self.loaded_s = loaded_s
+        self._vocab_size = vocab_size
+
+    def prepare(self, prompt: str | Sequence[Message], params: SamplingParams) -> TokenSequence:
+        """Turn a prompt or a chat into a token sequence, ready to submit to `loop`.
+
+        Takes time in proportion to the prompt: keep it off an event loop.
+
+        Raises:
+            InvalidRequest: an empty prompt, bad text or messages, ids outside the vocabulary;
+                `field` is `prompt`, `messages` or the parameter's name.
+            ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
+        """
+        if isinstance(prompt, str):
+            field, token_ids = "prompt", self.tokenizer.encode(prompt)
+        else:
+            field, token_ids = "messages", self.tokenizer.encode_chat(prompt)
+        self._check_lengths(len(token_ids), params, field=field)
+        if any(token_id >= self._vocab_size for token_id in params.stop_token_ids):
+            raise InvalidRequest(
+                f"stop_token_ids must be below the vocabulary's size, {self._vocab_size}", field="stop_token_ids"
+            )
+        return TokenSequence(
+            token_ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            text=StoppableText(Detokenizer(self.tokenizer), StopStrings(params.stop)),
+            max_length=self.max_length,
+            vocab_size=self._vocab_size,
+        )
+
+    def close(self) -> None:
+        """End all requests and the engine's thread."""
+        self.loop.close()
+
+    def _check_lengths(self, num_prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
+        if num_prompt_tokens == 0:
+            raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
+        if num_prompt_tokens >= self.max_length:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens; "
+                f"the context of {self.name} is {self.max_length}, answer included",
+                field=field,
+                remedy="shorten the prompt, or raise max_sequence_length in the logits stage's config.pbtxt",
+            )
+        room = self.max_length - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
+                f"of the context of {self.max_length}",
+                field="max_tokens",
+                remedy="ask for fewer tokens, or for none in particular to get what fits",
+            )
+
+
+class StoppableText:
+    """The text of an answer: whole characters, never past a stop string; `generation.AnswerText`."""
+
+    def __init__(self, detokenizer: Detokenizer, stop_strings: StopStrings) -> None:
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+        return self._stop_strings.matched is not None
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that is now safe to show."""
+        return self._stop_strings.push(self._detokenizer.push(token_id))
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        return self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()

@@ -1,0 +1,230 @@
+"""Loop: the thread that owns an engine, and the door to it from every other thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
+from genserve.generation.engine import Engine, StepResult
+from genserve.generation.token_sequence import TokenSequence
+from genserve.metrics import GenerationMetrics
+from genserve.request import Delta
+
+__all__ = ["EngineLoop", "Outbox", "Parcel"]
+
+logger = logging.getLogger(__name__)
+
+# An error is the last parcel of its sequence, as a delta with a finish reason is.
+Parcel: TypeAlias = tuple[TokenSequence, Delta | GenserveError]
+
+
+class Outbox(Protocol):
+    """Where the parcels of one step go: one call per step and outbox, not one per token."""
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Take over the parcels; called on the engine's thread, must not block."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ticket:
+    """What the loop knows of a token sequence that has not ended."""
+
+    outbox: Outbox
+    submitted_s: float
+    first_token_s: float | None = None
+
+
+class EngineLoop:
+    """The thread that owns an engine.
+
+    `submit`, `cancel`, `close` and the properties are safe from any thread. Every sequence that
+    `submit` accepts ends with exactly one last parcel, unless it is cancelled: then none follows.
+    """
+
+    def __init__(
+        self, engine: Engine, *, name: str, num_slots: int, max_waiting: int, metrics: GenerationMetrics
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._capacity = num_slots + max_waiting
+        self._changed = threading.Condition()
+        # Guarded by the condition.
+        self._arriving: list[tuple[TokenSequence, Outbox]] = []
+        self._cancelled: set[TokenSequence] = set()
+        self._num_accepted = 0
+        self._closing = False
+        # The thread's own.
+        self._tickets: dict[TokenSequence, _Ticket] = {}
+        self._ended_s: deque[float] = deque(maxlen=64)
+        self._num_steps = 0
+        self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; False after `close` or a failure that nothing caught."""
+        return self._thread.is_alive() and not self._closing
+
+    @property
+    def num_running(self) -> int:
+        """Token sequences that hold a slot now."""
+        return self._engine.num_running
+
+    @property
+    def num_accepted(self) -> int:
+        """Token sequences accepted and not ended, those that wait for a slot included."""
+        return self._num_accepted
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards run so far."""
+        return self._num_steps
+
+    def submit(self, sequence: TokenSequence, *, outbox: Outbox) -> None:
+        """Accept a token sequence; its parcels go to `outbox`.
+
+        Raises:
+            Closed: the loop was closed.
+            Overloaded: as many as may wait are waiting.
+        """
+        with self._changed:
+            if self._closing:
+                raise Closed("the model is being unloaded or the server stops")
+            if self._num_accepted >= self._capacity:
+                raise Overloaded(
+                    f"{self._num_accepted} requests are running or waiting, the limit is {self._capacity}",
+                    retry_after_s=self._retry_after_s(),
+                    remedy="try again later, or raise --max-queue",
+                )
+            self._num_accepted += 1
+            self._arriving.append((sequence, outbox))
+            self._changed.notify()
+
+    def cancel(self, sequence: TokenSequence) -> None:
+        """Drop a token sequence before the next step; fine if it has ended already."""
+        with self._changed:
+            self._cancelled.add(sequence)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End everything with `Closed`, and the thread; a second call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._take_arrivals()
+                self._step()
+            self._end_all(Closed("the server stopped before the answer was complete"))
+        except Exception:
+            logger.exception("engine thread died")
+            with self._changed:
+                self._closing = True
+            self._end_all(ModelFailed("the engine failed; its model must be loaded again"))
+
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to do; False once the loop closes."""
+        with self._changed:
+            while not (self._tickets or self._arriving or self._closing):
+                self._cancelled.clear()
+                self._changed.wait()
+            return not self._closing
+
+    def _take_arrivals(self) -> None:
+        with self._changed:
+            arriving, self._arriving = self._arriving, []
+            cancelled, self._cancelled = self._cancelled, set()
+        now = time.monotonic()
+        for sequence, outbox in arriving:
+            self._tickets[sequence] = _Ticket(outbox=outbox, submitted_s=now)
+            self._engine.add(sequence)
+        cancelled &= self._tickets.keys()
+        self._engine.remove(cancelled)
+        for sequence in cancelled:
+            self._metrics.request_cancelled()
+            self._end(sequence)
+
+    def _step(self) -> None:
+        started_s = time.monotonic()
+        result = self._engine.step()
+        if result is None:
+            return
+        self._num_steps += 1
+        now = time.monotonic()
+        self._metrics.step(
+            seconds=now - started_s,
+            prompt_tokens=result.num_prompt_tokens,
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+        )
+        self._hand_over(self._parcels(result), now=now)
+
+    def _parcels(self, result: StepResult) -> list[Parcel]:
+        parcels: list[Parcel] = [*result.failed.items()]
+        for sequence in result.advanced:
+            delta = sequence.take_delta()
+            if delta is not None:
+                parcels.append((sequence, delta))
+        return parcels
+
+    def _hand_over(self, parcels: Sequence[Parcel], *, now: float) -> None:
+        batches: defaultdict[Outbox, list[Parcel]] = defaultdict(list)
+        for sequence, content in parcels:
+            ticket = self._tickets[sequence]
+            batches[ticket.outbox].append((sequence, content))
+            self._note(sequence, content, ticket, now=now)
+        for outbox, batch in batches.items():
+            try:
+                outbox.deliver(batch)
+            except RuntimeError:  # its event loop is closed: nobody will read these any more
+                for sequence, _ in batch:
+                    self.cancel(sequence)
+
+    def _note(
+        self, sequence: TokenSequence, content: Delta | GenserveError, ticket: _Ticket, *, now: float
+    ) -> None:
+        if isinstance(content, GenserveError):
+            self._metrics.request_failed()
+            self._end(sequence)
+            return
+        self._metrics.generated(len(content.token_ids))
+        if ticket.first_token_s is None:
+            ticket.first_token_s = now
+            self._metrics.first_token(seconds=now - ticket.submitted_s)
+        if content.finish_reason is not None:
+            self._metrics.request_finished(
+                content.finish_reason,
+                seconds=now - ticket.submitted_s,
+                decode_seconds=now - ticket.first_token_s,
+                new_tokens=sequence.num_new_tokens,
+            )
+            self._end(sequence)
+
+    def _end(self, sequence: TokenSequence) -> None:
+        del self._tickets[sequence]
+        self._ended_s.append(time.monotonic())
+        with self._changed:
+            self._num_accepted -= 1
+
+    def _end_all(self, error: GenserveError) -> None:
+        self._take_arrivals()
+        self._engine.remove(self._tickets)
+        self._hand_over([(sequence, error) for sequence in self._tickets], now=time.monotonic())
+
+    def _retry_after_s(self) -> int:
+        """Guess when a place becomes free, from how often one did lately."""
+        ended = list(self._ended_s)
+        if len(ended) < 2:
+            return 1
+        seconds_per_ending = (ended[-1] - ended[0]) / (len(ended) - 1)
+        return min(60, math.ceil(seconds_per_ending))

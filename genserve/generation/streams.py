@@ -1,0 +1,151 @@
+"""Streams: the deltas of one request, handed from the engine's thread to whoever reads them.
+
+The only place where the engine's thread meets other threads' queues and event loops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from genserve.errors import GenserveError
+from genserve.generation.loop import EngineLoop, Parcel
+from genserve.generation.token_sequence import TokenSequence
+from genserve.request import Delta
+
+__all__ = ["AsyncStream", "EventLoopOutbox", "ThreadStream"]
+
+
+class ThreadStream:
+    """An iterator over the deltas of one request, for one ordinary thread.
+
+    Close it, or use it as a context manager: a stream left early goes on occupying its slot.
+    """
+
+    def __init__(self, loop: EngineLoop, sequence: TokenSequence) -> None:
+        """Submit the sequence; raises what `EngineLoop.submit` raises."""
+        self._loop = loop
+        self._sequence = sequence
+        # Bounded by the longest answer: one delta per token at the most.
+        self._arrived: SimpleQueue[Delta | GenserveError] = SimpleQueue()
+        self._ended = False
+        loop.submit(sequence, outbox=self)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Take over parcels; the `Outbox` protocol."""
+        for _, content in parcels:
+            self._arrived.put(content)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._ended:
+            raise StopIteration
+        content = self._arrived.get()
+        if isinstance(content, GenserveError):
+            self._ended = True
+            raise content
+        self._ended = content.finish_reason is not None
+        return content
+
+    def close(self) -> None:
+        """Stop the request if it still runs; a second call does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._loop.cancel(self._sequence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventLoopOutbox:
+    """Hands parcels to the streams of one event loop: one wake-up of that loop per step."""
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._event_loop = event_loop
+        self._streams: dict[TokenSequence, AsyncStream] = {}
+
+    def open(self, loop: EngineLoop, sequence: TokenSequence) -> AsyncStream:
+        """Submit a sequence and return its stream; raises what `EngineLoop.submit` raises."""
+        loop.submit(sequence, outbox=self)
+        stream = AsyncStream(loop, sequence, outbox=self)
+        self._streams[sequence] = stream
+        return stream
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Take over parcels; the `Outbox` protocol. RuntimeError once the event loop is closed."""
+        self._event_loop.call_soon_threadsafe(self._dispatch, parcels)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Drop what still arrives for a sequence; for the stream."""
+        self._streams.pop(sequence, None)
+
+    def _dispatch(self, parcels: Sequence[Parcel]) -> None:
+        for sequence, content in parcels:
+            stream = self._streams.get(sequence)
+            if stream is not None:
+                stream.put(content)
+
+
+class AsyncStream:
+    """An asynchronous iterator over the deltas of one request; made by `EventLoopOutbox.open`.
+
+    Close it, or use it as a context manager: a stream left early goes on occupying its slot.
+    """
+
+    def __init__(self, loop: EngineLoop, sequence: TokenSequence, *, outbox: EventLoopOutbox) -> None:
+        self._loop = loop
+        self._sequence = sequence
+        self._outbox = outbox
+        # Bounded by the longest answer: one delta per token at the most.
+        self._arrived: deque[Delta | GenserveError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+
+    def put(self, content: Delta | GenserveError) -> None:
+        """Add what arrived; for the outbox, on the event loop."""
+        self._arrived.append(content)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._ended:
+            raise StopAsyncIteration
+        while not self._arrived:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        content = self._arrived.popleft()
+        if isinstance(content, GenserveError) or content.finish_reason is not None:
+            self._ended = True
+            self._outbox.forget(self._sequence)
+        if isinstance(content, GenserveError):
+            raise content
+        return content
+
+    def close(self) -> None:
+        """Stop the request if it still runs; a second call does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._outbox.forget(self._sequence)
+            self._loop.cancel(self._sequence)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,185 @@
+"""Token sequence: one growing list of ids, what it still wants, and how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from enum import Enum, auto
+from types import coroutine
+from typing import Any, Protocol
+
+from genserve.errors import ModelFailed
+from genserve.generation.logits_model import FloatArray
+from genserve.request import Delta, FinishReason, SamplingParams, Usage
+
+__all__ = ["AnswerText", "TokenSequence", "Want"]
+
+
+class Want(Enum):
+    """What a decoding loop waits for; both come from the same forward."""
+
+    SAMPLE = auto()     # a token, picked by the vectorised sampler for everyone who waits
+    LOGITS = auto()     # the row of logits itself
+
+
+class AnswerText(Protocol):
+    """The text of an answer as it grows: whole characters, never past a stop string."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has appeared."""
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that is now safe to show."""
+
+    def flush(self) -> str:
+        """Return what was held back; called once, when the tokens ended."""
+
+
+class TokenSequence:
+    """One prompt and its growing answer; what a repository's `decode(self, sequence)` is given.
+
+    The decoding loop may read everything here, await `sample()` or `logits()`, and call `append`.
+    Belongs to the engine's thread.
+
+    Attributes:
+        token_ids: prompt and answer together; read only.
+        num_prompt_tokens: how many of them are the prompt.
+        num_computed: how many of them are in the KV cache; written by the engine alone.
+        params: the sampling parameters of the request.
+        seed: the request's own, or one drawn for it.
+        picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
+        finish_reason: None while it runs.
+    """
+
+    __slots__ = (
+        "_delta_logprobs",
+        "_eos_token_ids",
+        "_max_length",
+        "_num_delivered",
+        "_stop_token_ids",
+        "_text",
+        "_text_delta",
+        "_vocab_size",
+        "finish_reason",
+        "num_computed",
+        "num_prompt_tokens",
+        "params",
+        "picked_logprob",
+        "seed",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        params: SamplingParams,
+        seed: int,
+        eos_token_ids: frozenset[int],
+        text: AnswerText,
+        max_length: int,
+        vocab_size: int,
+    ) -> None:
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed = 0
+        self.params = params
+        self.seed = seed
+        self.picked_logprob: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._text = text
+        self._text_delta = ""
+        self._delta_logprobs: list[float] = []
+        self._num_delivered = self.num_prompt_tokens
+        self._vocab_size = vocab_size
+        room = max_length - self.num_prompt_tokens
+        new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._max_length = self.num_prompt_tokens + new_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def num_pending(self) -> int:
+        """How many tokens are not in the KV cache yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether part of the prompt is still to be computed."""
+        return self.num_computed < self.num_prompt_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """How many tokens the answer has."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @coroutine
+    def sample(self) -> Generator[Want, Any, int]:
+        """Wait for the next token, picked by the request's sampling parameters."""
+        token_id: int = yield Want.SAMPLE
+        return token_id
+
+    @coroutine
+    def logits(self) -> Generator[Want, Any, FloatArray]:
+        """Wait for the logits after the last token: [vocab_size] float32.
+
+        The array is a view of the step's buffer: it may be changed, and is gone at the next await.
+        """
+        row: FloatArray = yield Want.LOGITS
+        return row
+
+    def append(self, token_id: int) -> None:
+        """Add one token to the answer and apply the stopping rules.
+
+        Raises:
+            ModelFailed: the sequence has ended already, or the vocabulary has no such id.
+        """
+        if self.finish_reason is not None:
+            raise ModelFailed("the decoding loop appended to a sequence that has ended")
+        if not 0 <= token_id < self._vocab_size:
+            raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
+        self.token_ids.append(token_id)
+        if self.params.logprobs:
+            self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
+            self.picked_logprob = None
+        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
+            self.finish(FinishReason.END_OF_SEQUENCE)
+            return
+        self._text_delta += self._text.push(token_id)
+        if self._text.stopped:
+            self.finish_reason = FinishReason.STOP_STRING
+        elif len(self.token_ids) >= self._max_length:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the answer here."""
+        self._text_delta += self._text.flush()
+        if self._text.stopped:  # the held-back rest completed a stop string
+            reason = FinishReason.STOP_STRING
+        self.finish_reason = reason
+
+    def take_delta(self) -> Delta | None:
+        """Return what came since the last call; None if nothing did."""
+        token_ids = tuple(self.token_ids[self._num_delivered :])
+        if not token_ids and not self.finished:
+            return None
+        delta = Delta(
+            text=self._text_delta,
+            token_ids=token_ids,
+            logprobs=tuple(self._delta_logprobs),
+            finish_reason=self.finish_reason,
+            usage=self._usage() if self.finished else None,
+        )
+        self._num_delivered = len(self.token_ids)
+        self._text_delta = ""
+        self._delta_logprobs.clear()
+        return delta
+
+    def _usage(self) -> Usage:
+        return Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=self.num_new_tokens)

@@ -1,0 +1,143 @@
+"""LLM: a model of a repository, used in this process without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from genserve.generation.streams import ThreadStream
+from genserve.repository.repository import Repository
+from genserve.request import (
+    Completion,
+    Delta,
+    Message,
+    SamplingOptions,
+    join_deltas,
+    read_messages,
+    sampling_params,
+)
+
+__all__ = ["LLM", "Stream"]
+
+
+class Stream:
+    """The deltas of one answer as they come; close it, or use it as a context manager.
+
+    What was read is kept, so that `final` can be asked at any point.
+    """
+
+    def __init__(self, deltas: ThreadStream) -> None:
+        self._deltas = deltas
+        self._read: list[Delta] = []
+
+    @property
+    def text_stream(self) -> Iterator[str]:
+        """The texts alone, as they come; empty ones are left out."""
+        return (delta.text for delta in self if delta.text)
+
+    def final(self) -> Completion:
+        """Read what is still to come, and return the whole answer."""
+        for _ in self:
+            pass
+        return join_deltas(self._read)
+
+    def close(self) -> None:
+        """Stop the answer and free its slot; a second call does nothing."""
+        self._deltas.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        delta = next(self._deltas)
+        self._read.append(delta)
+        return delta
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LLM:
+    """One generation model in this process; the methods are those of `genserve.Client`.
+
+        with LLM("model_repository", "smollm2") as llm:
+            print(llm.chat("What is a triton?", max_tokens=64).text)
+
+    Safe to use from several threads at once: their requests share the steps of one engine.
+    """
+
+    def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
+        """Load a model.
+
+        Args:
+            model_repository: the folder.
+            model: its name; None where the repository holds one generation model.
+
+        Raises:
+            RepositoryError: the folder, or the model in it, cannot be used.
+            ModelNotFound: there is no such model.
+        """
+        self._repository = Repository([Path(model_repository)])
+        self._repository.load([model] if model else [])
+        for error in self._repository.errors.values():
+            raise error
+        self._model = self._repository.get(model)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self._model.name
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._model.max_length
+
+    def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> Completion:
+        """Complete a prompt. Options are those of `SamplingParams`.
+
+        Raises:
+            InvalidRequest: the prompt is empty or too long, or an option is wrong.
+            Overloaded: too many requests wait.
+            ModelFailed: the model could not go on.
+        """
+        with self.stream(prompt, **options) as stream:
+            return stream.final()
+
+    def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
+        """Complete a prompt, delta by delta. Raises what `generate` raises."""
+        params = sampling_params(options)
+        return Stream(ThreadStream(self._model.loop, self._model.prepare(prompt, params)))
+
+    def chat(
+        self, messages: str | Sequence[Message | Mapping[str, str]], **options: Unpack[SamplingOptions]
+    ) -> Completion:
+        """Answer a chat; a text alone is one turn of the user. Raises what `generate` raises."""
+        with self.chat_stream(messages, **options) as stream:
+            return stream.final()
+
+    def chat_stream(
+        self, messages: str | Sequence[Message | Mapping[str, str]], **options: Unpack[SamplingOptions]
+    ) -> Stream:
+        """Answer a chat, delta by delta. Raises what `generate` raises."""
+        params = sampling_params(options)
+        return Stream(ThreadStream(self._model.loop, self._model.prepare(read_messages(messages), params)))
+
+    def close(self) -> None:
+        """Unload the model; a second call does nothing."""
+        self._repository.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

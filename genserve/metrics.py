@@ -1,0 +1,125 @@
+"""Metrics: counters, gauges and histograms of generation, for Prometheus.
+
+The vocabulary is vLLM's under our prefix, in base units (seconds); the label set is fixed, so that
+no request can make a new series. `docs` of the names: `reference` in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from genserve.request import FinishReason
+
+__all__ = ["GenerationMetrics", "Metrics"]
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+
+
+class Metrics:
+    """All series of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        model = ("model",)
+        self.requests = Counter(
+            "genserve_requests",
+            "Requests that ended, by how they ended.",
+            ("model", "ending"),
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "genserve_prompt_tokens", "Prompt tokens computed.", model, registry=self.registry
+        )
+        self.generation_tokens = Counter(
+            "genserve_generation_tokens", "Tokens generated.", model, registry=self.registry
+        )
+        self.running = Gauge(
+            "genserve_num_requests_running", "Requests that hold a slot.", model, registry=self.registry
+        )
+        self.waiting = Gauge(
+            "genserve_num_requests_waiting", "Requests that wait for a slot.", model, registry=self.registry
+        )
+        self.step_seconds = Histogram(
+            "genserve_step_seconds",
+            "Duration of one step: plan, forward, pick, commit.",
+            ("model", "kind"),
+            buckets=_PER_TOKEN_S,
+            registry=self.registry,
+        )
+        self.time_to_first_token = Histogram(
+            "genserve_time_to_first_token_seconds",
+            "From admission to the first token.",
+            model,
+            buckets=_LATENCY_S,
+            registry=self.registry,
+        )
+        self.time_per_output_token = Histogram(
+            "genserve_request_time_per_output_token_seconds",
+            "Mean time between the tokens of one request.",
+            model,
+            buckets=_PER_TOKEN_S,
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "genserve_e2e_request_latency_seconds",
+            "From admission to the last token.",
+            model,
+            buckets=_LATENCY_S,
+            registry=self.registry,
+        )
+
+    def for_model(self, name: str) -> GenerationMetrics:
+        """Return the series of one model, looked up once."""
+        return GenerationMetrics(self, name)
+
+
+class GenerationMetrics:
+    """What the engine of one model reports; the engine's thread calls it."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._endings = {
+            ending: metrics.requests.labels(model, ending)
+            for ending in (*(reason.value for reason in FinishReason), "failed", "cancelled")
+        }
+        self._prompt_tokens = metrics.prompt_tokens.labels(model)
+        self._generation_tokens = metrics.generation_tokens.labels(model)
+        self._running = metrics.running.labels(model)
+        self._waiting = metrics.waiting.labels(model)
+        self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
+        self._decode_seconds = metrics.step_seconds.labels(model, "decode")
+        self._first_token = metrics.time_to_first_token.labels(model)
+        self._per_token = metrics.time_per_output_token.labels(model)
+        self._request_seconds = metrics.request_seconds.labels(model)
+
+    def step(self, *, seconds: float, prompt_tokens: int, running: int, waiting: int) -> None:
+        """Report one step; `prompt_tokens` 0 means a decode."""
+        (self._prefill_seconds if prompt_tokens else self._decode_seconds).observe(seconds)
+        self._prompt_tokens.inc(prompt_tokens)
+        self._running.set(running)
+        self._waiting.set(waiting)
+
+    def generated(self, count: int) -> None:
+        """Report new tokens of one request."""
+        self._generation_tokens.inc(count)
+
+    def first_token(self, *, seconds: float) -> None:
+        """Report the time from submission to the first token."""
+        self._first_token.observe(seconds)
+
+    def request_finished(
+        self, reason: FinishReason, *, seconds: float, decode_seconds: float, new_tokens: int
+    ) -> None:
+        """Report a whole answer."""
+        self._endings[reason.value].inc()
+        self._request_seconds.observe(seconds)
+        if new_tokens > 1:
+            self._per_token.observe(decode_seconds / (new_tokens - 1))
+
+    def request_failed(self) -> None:
+        """Report a request that a failure ended."""
+        self._endings["failed"].inc()
+
+    def request_cancelled(self) -> None:
+        """Report a request whose client left."""
+        self._endings["cancelled"].inc()

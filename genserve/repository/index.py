@@ -1,0 +1,73 @@
+"""Index: which models a repository holds, read from its folders; nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.config.model_config import ModelConfig
+from genserve.config.parse import read_model_config
+from genserve.errors import RepositoryError
+
+__all__ = ["ModelEntry", "scan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """One model folder."""
+
+    name: str
+    path: Path
+    config: ModelConfig | None              # None: unreadable, `error` says why
+    error: RepositoryError | None = None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The version folders, ascending: those named by a number that does not begin with 0."""
+        names = (p.name for p in self.path.iterdir() if p.is_dir())
+        return tuple(sorted(int(n) for n in names if n.isascii() and n.isdigit() and not n.startswith("0")))
+
+    def latest_version(self) -> Path:
+        """Return the folder of the highest version, Triton's default policy.
+
+        Raises:
+            RepositoryError: there is none.
+        """
+        versions = self.versions
+        if not versions:
+            raise RepositoryError(
+                f"model {self.name!r} has no version folder in {self.path}",
+                remedy="its weights are missing: `genserve pull` or `genserve export` brings them",
+            )
+        return self.path / str(versions[-1])
+
+
+def scan(roots: Iterable[Path]) -> dict[str, ModelEntry]:
+    """Read the folders of one or more repositories; hidden folders are passed over.
+
+    Returns:
+        The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed
+        with its error. Where two roots hold the same name, the first root's counts.
+
+    Raises:
+        RepositoryError: a root is not a folder.
+    """
+    entries: dict[str, ModelEntry] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise RepositoryError(
+                f"there is no model repository at {root}",
+                remedy="name one with --model-repository, or make one: `genserve pull smollm2`",
+            )
+        for path in root.iterdir():
+            if path.is_dir() and not path.name.startswith(".") and path.name not in entries:
+                entries[path.name] = _read_entry(path)
+    return dict(sorted(entries.items()))
+
+
+def _read_entry(path: Path) -> ModelEntry:
+    try:
+        return ModelEntry(name=path.name, path=path, config=read_model_config(path / "config.pbtxt"))
+    except RepositoryError as error:
+        return ModelEntry(name=path.name, path=path, config=None, error=error)
