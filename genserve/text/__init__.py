@@ -1,0 +1,10 @@
+"""Text: words to token ids and back."""
+
+from __future__ import annotations
+
+from genserve.text.chat_template import ChatTemplate
+from genserve.text.detokenizer import Detokenizer
+from genserve.text.stop_strings import StopStrings
+from genserve.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]

@@ -1,0 +1,168 @@
+"""Tokenizer: text and chat messages to token ids, and ids back to text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Self
+
+from genserve.errors import InvalidRequest
+from genserve.request import Message
+from genserve.text.detokenizer import Detokenizer
+from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
+
+__all__ = ["Tokenizer"]
+
+# Stand-ins for special tokens that somebody wrote into a message: these code points are not characters,
+# so that no message and no template has one.
+SURROGATES = range(0xD800, 0xE000)
+
+
+class Tokenizer:
+    """The tokenizer of one model. Nothing changes after it is made: safe from any thread.
+
+    Texts go through the batch calls of `tokenizers` alone, because they release the GIL. A long text still
+    takes its time, so call `encode` and `encode_chat` off the event loop.
+
+    Attributes:
+        vocab_size: number of tokens, the added ones included.
+        eos_token_ids: each of them ends a text; empty if the model has none.
+        bos_token: text of the token that begins a text, or None.
+        eos_token: text of the token that ends a text, or None.
+        chat_template: None for a model that does not chat.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._backend = files.backend
+        self._add_bos_token = files.add_bos_token
+        self.vocab_size: int = self._backend.get_vocab_size()
+        self.eos_token_ids = files.eos_token_ids
+        self.bos_token = files.special_tokens.get("bos_token")
+        self.eos_token = files.special_tokens.get("eos_token")
+        self.chat_template = files.chat_template
+        bos_id = self._backend.token_to_id(self.bos_token) if self.bos_token else None
+        self._bos_id: int | None = bos_id if files.add_bos_token else None
+        added = self._backend.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._as_text = self._special_tokens_as_text()
+        longest_first = sorted(self._as_text, key=len, reverse=True)
+        self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        byte_tokens = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self._byte_fallback = {token_id for token_id in byte_tokens if token_id is not None}
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Self:
+        """The tokenizer whose files lie in `path`.
+
+        Raises:
+            RepositoryError: a file is missing or broken; names it.
+        """
+        return cls(read_tokenizer_files(path))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
+        """The ids of a prompt. Text of special tokens in it means these tokens: the caller did the templating.
+
+        Args:
+            text: any length.
+            add_special_tokens: begin with the model's bos token, if it wants one.
+            field: the request field that an error names.
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        _refuse_surrogates(text, field=field)
+        add = add_special_tokens and self._add_bos_token is not False
+        [ids] = self._encode([text], add_special_tokens=add)
+        if not add or self._bos_id is None or ids[:1] == [self._bos_id]:
+            return ids
+        return [self._bos_id, *ids]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of the prompt for the assistant's next turn, by the model's chat template.
+
+        Text of special tokens inside a message stays text: no message can end its own turn. (Tokens count as
+        special if tokenizer.json says so; `<think>` and its like usually do not.)
+
+        Raises:
+            InvalidRequest: there is no template, it refuses the messages, or one is not valid Unicode.
+            ModelFailed: the template is at fault.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template",
+                remedy="send a prompt to /generate, or put chat_template.jinja into its tokenizer stage",
+                field="messages",
+            )
+        for index, message in enumerate(messages):
+            _refuse_surrogates(message.content, field=f"messages[{index}].content")
+        written = sorted({text for m in messages for text in self._special_text.findall(m.content)})
+        if len(written) > len(SURROGATES):
+            raise InvalidRequest("the messages hold too many special tokens", field="messages")
+        stand_ins = dict(zip(written, map(chr, SURROGATES), strict=False))
+        prompt = self.chat_template.render([self._with_stand_ins(m, stand_ins) for m in messages])
+        return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        [text] = self._backend.decode_batch([token_ids], skip_special_tokens=True)
+        return str(text)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh detokenizer for one token sequence."""
+        return Detokenizer(self)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the token never adds to a text: it is special, or not in the vocabulary."""
+        return token_id in self._special or self._backend.id_to_token(token_id) is None
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Whether the token stands for one byte (`<0x0A>`) and is decoded with the bytes around it."""
+        return token_id in self._byte_fallback
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def _encode_prompt(self, prompt: str, *, stands_for: dict[str, str]) -> list[int]:
+        # The template writes its own bos token, so nothing is added, just as in transformers.
+        if not stands_for:
+            return self._encode([prompt])[0]
+        pieces = re.split(f"([{''.join(stands_for)}])", prompt)
+        of_template = self._encode(pieces[0::2])
+        of_messages: list[list[int]] = [self._as_text[stands_for[char]] for char in pieces[1::2]]
+        in_turn = chain.from_iterable(zip_longest(of_template, of_messages, fillvalue=[]))
+        return [*chain.from_iterable(in_turn)]
+
+    def _with_stand_ins(self, message: Message, stand_ins: dict[str, str]) -> Message:
+        content = self._special_text.sub(lambda match: stand_ins[match[0]], message.content)
+        return replace(message, content=content)
+
+    def _special_tokens_as_text(self) -> dict[str, list[int]]:
+        """What each special token's text is as ordinary text."""
+        texts = list(self._special.values())
+        self._backend.encode_special_tokens = True  # for this moment: nobody else has the tokenizer yet
+        try:
+            encoded = zip(texts, self._encode(texts), strict=True)
+            return {text: self._ordinary_ids(text, ids) for text, ids in encoded}
+        finally:
+            self._backend.encode_special_tokens = False
+
+    def _ordinary_ids(self, text: str, ids: list[int]) -> list[int]:
+        # Some models know the token as a word of their own vocabulary; its single characters are harmless.
+        if self._special.keys().isdisjoint(ids):
+            return ids
+        return [*chain.from_iterable(self._encode(list(text)))]
+
+
+def _refuse_surrogates(text: str, *, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field} is not valid Unicode: character {error.start} is half of a surrogate pair",
+            remedy="send the text as UTF-8, or escape both halves",
+            field=field,
+        ) from None

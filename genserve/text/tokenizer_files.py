@@ -1,0 +1,114 @@
+"""Tokenizer files: what the folder of a tokenizer stage says, under the names Hugging Face uses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from genserve.errors import RepositoryError
+from genserve.text.chat_template import ChatTemplate
+
+__all__ = ["TokenizerFiles", "read_tokenizer_files"]
+
+REMEDY = "copy the file from the model's checkpoint, or export the model again with --overwrite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """What the files say, checked against each other."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]          # `bos_token`, `eos_token` ... to their text
+    add_bos_token: bool | None              # None: tokenizer.json alone decides
+    eos_token_ids: frozenset[int]           # empty: a text ends by its length alone
+    chat_template: ChatTemplate | None
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read tokenizer.json, tokenizer_config.json and, if present, chat_template.jinja and generation_config.json.
+
+    Raises:
+        RepositoryError: a file is missing or broken; names it.
+    """
+    backend = _read_backend(folder / "tokenizer.json")
+    config_file = folder / "tokenizer_config.json"
+    config = _read_json(config_file)
+    special_tokens = _special_tokens(config)
+    for key in ("bos_token", "eos_token"):
+        text = special_tokens.get(key)
+        if text is not None and backend.token_to_id(text) is None:
+            raise RepositoryError(f"{config_file}: {key} {text!r} is not in the vocabulary", remedy=REMEDY)
+    return TokenizerFiles(
+        backend=backend,
+        special_tokens=special_tokens,
+        add_bos_token=config.get("add_bos_token"),
+        eos_token_ids=_eos_token_ids(folder, backend=backend, eos_token=special_tokens.get("eos_token")),
+        chat_template=_chat_template(folder, config=config, special_tokens=special_tokens),
+    )
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    text = _read_text(file)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
+    # The file may carry settings of the training run, which would cut prompts in silence.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    text = _read_text(file)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RepositoryError(f"{file} cannot be read: {error}", remedy=REMEDY) from None
+    if not isinstance(value, dict):
+        raise RepositoryError(f"{file} must hold a JSON object", remedy=REMEDY)
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = ((key, value) for key, value in config.items() if key.endswith("_token"))
+    texts = ((key, value.get("content") if isinstance(value, dict) else value) for key, value in named)
+    return {key: text for key, text in texts if isinstance(text, str)}
+
+
+def _eos_token_ids(folder: Path, *, backend: tokenizers.Tokenizer, eos_token: str | None) -> frozenset[int]:
+    """The ids that generation_config.json names, and the tokenizer's own, which ends a turn of a chat."""
+    file = folder / "generation_config.json"
+    named = _read_json(file).get("eos_token_id") if file.exists() else None
+    ids = named if isinstance(named, list) else [named] if named is not None else []
+    if not all(type(token_id) is int for token_id in ids):
+        raise RepositoryError(f"{file}: eos_token_id must be an integer or a list of integers", remedy=REMEDY)
+    own = backend.token_to_id(eos_token) if eos_token is not None else None
+    return frozenset(ids if own is None else [*ids, own])
+
+
+def _chat_template(
+    folder: Path, *, config: dict[str, Any], special_tokens: dict[str, str]
+) -> ChatTemplate | None:
+    file = folder / "chat_template.jinja"
+    source: Any
+    if file.exists():
+        source = _read_text(file)
+    else:
+        file, source = folder / "tokenizer_config.json", config.get("chat_template")
+        if isinstance(source, list):  # several by name, as older checkpoints have them
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is None:
+        return None
+    return ChatTemplate(source, special_tokens=special_tokens, name=str(file))
