@@ -63,7 +63,7 @@ class Tokenizer:
         return cls(read_tokenizer_files(path))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
-        """The ids of a prompt. Text of special tokens in it means these tokens: the caller did the templating.
+        """The ids of a prompt. Text of special tokens in it means these tokens: the caller meant them.
 
         Args:
             text: any length.

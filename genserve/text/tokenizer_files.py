@@ -29,7 +29,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read tokenizer.json, tokenizer_config.json and, if present, chat_template.jinja and generation_config.json.
+    """Read tokenizer.json, tokenizer_config.json and, if any, chat_template.jinja and generation_config.json.
 
     Raises:
         RepositoryError: a file is missing or broken; names it.

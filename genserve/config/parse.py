@@ -1,0 +1,169 @@
+"""Parse: the text of one config.pbtxt to a ModelConfig."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from google.protobuf import descriptor_pool, text_format
+
+from genserve.config.model_config import (
+    AllVersions,
+    EnsembleStep,
+    LatestVersions,
+    ModelConfig,
+    SpecificVersions,
+    StateSpec,
+    TensorSpec,
+    VersionPolicy,
+)
+from genserve.config.schema import new_model_config
+from genserve.errors import ConfigError
+
+__all__ = ["parse_model_config", "read_model_config"]
+
+# What protobuf puts in front of its messages: the place, and the line that it is in.
+PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
+UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read the config.pbtxt at `path`, which lies in the folder of its model.
+
+    Raises:
+        ConfigError: the file cannot be read, or see `parse_model_config`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}:1:1: cannot be read: {error}", remedy="a model folder holds a config.pbtxt in UTF-8"
+        ) from None
+    return parse_model_config(text, source=path)
+
+
+def parse_model_config(text: str, *, source: Path) -> ModelConfig:
+    """Read the text of one config.pbtxt.
+
+    Args:
+        text: protobuf text format, by Triton's schema.
+        source: the file it is from; its folder has the name of the model.
+
+    Raises:
+        ConfigError: not the schema, or not a model; the message begins with `source:line:column: `.
+    """
+    try:
+        proto = text_format.Parse(text, new_model_config())
+    except text_format.ParseError as error:
+        raise _syntax_error(error, source=source) from None
+    _check(proto, text=text, source=source)
+    return _from_proto(proto, name=source.parent.name)
+
+
+def _syntax_error(error: Any, *, source: Path) -> ConfigError:
+    message = PREFIX.sub("", str(error)).rstrip(".")
+    unknown = UNKNOWN_NAME.match(message)
+    return ConfigError(
+        f"{source}:{error.GetLine()}:{error.GetColumn()}: {message}",
+        remedy=_nearest(unknown) if unknown else "",
+    )
+
+
+def _nearest(unknown: re.Match[str]) -> str:
+    pool = descriptor_pool.Default()
+    if unknown["kind"] == "Enum":
+        names = list(pool.FindEnumTypeByName(unknown["type"]).values_by_name)
+    else:
+        names = list(pool.FindMessageTypeByName(unknown["type"]).fields_by_name)
+    close = get_close_matches(unknown["name"], names, n=1)
+    return f"did you mean {close[0]}?" if close else f"known there: {', '.join(names)}"
+
+
+def _check(proto: Any, *, text: str, source: Path) -> None:
+    folder = source.parent.name
+    if proto.name and proto.name != folder:
+        raise ConfigError(
+            f"{source}:{_place(text, 'name')}: the model is named {proto.name!r} and its folder {folder!r}",
+            remedy="give both the same name, or leave `name` out",
+        )
+    if not proto.platform and not proto.backend:
+        raise ConfigError(
+            f"{source}:1:1: neither `backend` nor `platform` says how to run the model",
+            remedy='add `backend: "onnxruntime"`, "python" or "tokenizer", or `platform: "ensemble"`',
+        )
+    if proto.platform == "ensemble" and not proto.ensemble_scheduling.step:
+        raise ConfigError(
+            f"{source}:{_place(text, 'platform')}: the ensemble has no steps",
+            remedy="add `ensemble_scheduling { step [ { model_name: ... } ] }`",
+        )
+
+
+def _place(text: str, field: str) -> str:
+    """The line:column of a field of the outermost message."""
+    tokenizer, depth = text_format.Tokenizer(text.splitlines()), 0
+    while not tokenizer.AtEnd() and (depth or tokenizer.token != field):
+        depth += (tokenizer.token in "{[<") - (tokenizer.token in "}]>")
+        tokenizer.NextToken()
+    here = tokenizer.ParseError("")
+    return f"{here.GetLine()}:{here.GetColumn()}"
+
+
+def _from_proto(proto: Any, *, name: str) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        platform=proto.platform,
+        backend=proto.backend,
+        max_batch_size=proto.max_batch_size,
+        inputs=tuple(_tensor(tensor, optional=tensor.optional) for tensor in proto.input),
+        outputs=tuple(_tensor(tensor, optional=False) for tensor in proto.output),
+        version_policy=_version_policy(proto.version_policy),
+        default_model_filename=proto.default_model_filename,
+        decoupled=proto.model_transaction_policy.decoupled,
+        iterative_sequence=proto.sequence_batching.iterative_sequence,
+        states=tuple(map(_state, proto.sequence_batching.state)),
+        ensemble_steps=tuple(map(_ensemble_step, proto.ensemble_scheduling.step)),
+        parameters=MappingProxyType({key: value.string_value for key, value in proto.parameters.items()}),
+    )
+
+
+def _tensor(proto: Any, *, optional: bool) -> TensorSpec:
+    return TensorSpec(
+        name=proto.name, data_type=_data_type(proto), dims=tuple(proto.dims), optional=optional
+    )
+
+
+def _state(proto: Any) -> StateSpec:
+    return StateSpec(
+        input_name=proto.input_name,
+        output_name=proto.output_name,
+        data_type=_data_type(proto),
+        dims=tuple(proto.dims),
+        same_buffer=proto.use_same_buffer_for_input_output,
+    )
+
+
+def _data_type(proto: Any) -> str:
+    values = proto.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+    return str(values[proto.data_type].name)
+
+
+def _ensemble_step(proto: Any) -> EnsembleStep:
+    return EnsembleStep(
+        model_name=proto.model_name,
+        model_version=proto.model_version,
+        input_map=MappingProxyType(dict(proto.input_map)),
+        output_map=MappingProxyType(dict(proto.output_map)),
+    )
+
+
+def _version_policy(proto: Any) -> VersionPolicy:
+    match proto.WhichOneof("policy_choice"):
+        case "all":
+            return AllVersions()
+        case "specific":
+            return SpecificVersions(versions=tuple(proto.specific.versions))
+        case _:
+            return LatestVersions(count=max(1, proto.latest.num_versions))
