@@ -131,10 +131,14 @@ def test_a_version_policy_is_read_and_the_latest_version_is_the_default(text: st
             "sequence_batching { zzz: 1 }",
             '1:21: Message type "inference.ModelSequenceBatching" has no field named "zzz"',
             "known there: direct, oldest, max_sequence_idle_microseconds, control_input, state, "
-            "generative_sequence, iterative_sequence",
+            "iterative_sequence",
         ),
         ('max_batch_size: "a"', '1:17: Couldn\'t parse integer: "a"', ""),
-        ('name: "a" name: "b"', '1:17: Message type "inference.ModelConfig" should not have multiple "name" fields', ""),
+        (
+            'name: "a" name: "b"',
+            '1:17: Message type "inference.ModelConfig" should not have multiple "name" fields',
+            "",
+        ),
         ("input { dims: [ 1, 2 }", '1:22: Expected ","', ""),
         ("input {", '1:7: Expected "}"', ""),
         ('name: "abc', "1:7: String missing ending quote: '\"abc'", ""),
