@@ -213,6 +213,6 @@ def join_deltas(deltas: Iterable[Delta]) -> Completion:
     )
 
 
-def _require(holds: bool, field: str, rule: str) -> None:
+def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
     if not holds:
         raise InvalidRequest(f"{field} {rule}", field=field)

@@ -70,7 +70,8 @@ class GenerationEnsemble:
         self._check_lengths(len(token_ids), params, field=field)
         if any(token_id >= self._vocab_size for token_id in params.stop_token_ids):
             raise InvalidRequest(
-                f"stop_token_ids must be below the vocabulary's size, {self._vocab_size}", field="stop_token_ids"
+                f"stop_token_ids must be below the vocabulary's size, {self._vocab_size}",
+                field="stop_token_ids",
             )
         return TokenSequence(
             token_ids,

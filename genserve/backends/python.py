@@ -26,7 +26,8 @@ def load_decode(path: Path, *, name: str) -> DecodeFunction:
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
     module_name = f"genserve_model_repository.{name}"
     spec = spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None  # a .py file has both
+    assert spec is not None  # as for every file that ends in .py
+    assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[module_name] = module
     try:

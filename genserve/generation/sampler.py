@@ -36,7 +36,8 @@ class SamplingRows:
 
 def greedy(logits: FloatArray) -> TokenArray:
     """Return the best token of each row; ties go to the lowest id. [R, V] float32 -> [R] int64."""
-    return np.argmax(logits, axis=1)
+    best: TokenArray = np.argmax(logits, axis=1)
+    return best
 
 
 def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
@@ -68,10 +69,12 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
         totals = weights.sum(axis=1)
         heads = _heads(scaled)
         for index in np.flatnonzero(filtered):
-            keep = _Keep(top_k=int(rows.top_k[index]), top_p=float(rows.top_p[index]), total=float(totals[index]))
-            level = _kept_level(scaled[index], heads[index], keep)
-            kept = np.flatnonzero(scaled[index] >= level)
-            token_ids[index] = kept[_invert(np.cumsum(weights[index, kept], dtype=np.float64), uniform[index])]
+            keep = _Keep(
+                top_k=int(rows.top_k[index]), top_p=float(rows.top_p[index]), total=float(totals[index])
+            )
+            kept = np.flatnonzero(scaled[index] >= _kept_level(scaled[index], heads[index], keep))
+            cumulative = np.cumsum(weights[index, kept], dtype=np.float64)
+            token_ids[index] = kept[_invert(cumulative, uniform[index])]
     return token_ids
 
 
@@ -88,7 +91,8 @@ def log_probabilities(logits: FloatArray, token_ids: TokenArray) -> FloatArray:
     shifted = logits - logits.max(axis=1, keepdims=True)
     chosen = np.take_along_axis(shifted, token_ids[:, None], axis=1)[:, 0]
     total = np.exp(np.maximum(shifted, LOWEST_EXPONENT)).sum(axis=1, dtype=np.float64)
-    return (chosen - np.log(total)).astype(np.float32)
+    logprobs: FloatArray = (chosen - np.log(total)).astype(np.float32)
+    return logprobs
 
 
 def uniforms(seed: NDArray[np.uint64], step: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -153,25 +157,25 @@ def _heads(scaled: FloatArray) -> list[FloatArray]:
     return [np.sort(row[row >= value])[::-1] for row, value in zip(scaled, reached, strict=True)]
 
 
-def _kept_level(row: FloatArray, head: FloatArray, keep: _Keep) -> np.float32:
+def _kept_level(row: FloatArray, head: FloatArray, keep: _Keep) -> float:
     """Return the smallest value of `row` that is kept."""
     level = _level_within(head, keep)
     if level is None and len(head) < len(row):
         head = np.sort(row)[::-1]
         level = _level_within(head, keep)
-    return head[-1] if level is None else level
+    return float(head[-1]) if level is None else level
 
 
-def _level_within(head: FloatArray, keep: _Keep) -> np.float32 | None:
+def _level_within(head: FloatArray, keep: _Keep) -> float | None:
     """Return the smallest value kept, or None where that is not in `head`."""
     if keep.top_k > len(head):
         return None
     best = head[: keep.top_k] if keep.top_k else head
     if keep.top_p == 1.0:
-        return best[-1]
+        return float(best[-1])
     cumulative = np.cumsum(_exp(best), dtype=np.float64)
     total = cumulative[-1] if keep.top_k else keep.total
     count = int(np.searchsorted(cumulative, keep.top_p * total, side="left"))
     if count < len(best):
-        return best[count]
-    return best[-1] if keep.top_k else None
+        return float(best[count])
+    return float(best[-1]) if keep.top_k else None

@@ -32,7 +32,9 @@ class Repository:
     `load` runs on one thread; everything else is safe from any.
     """
 
-    def __init__(self, roots: Iterable[Path], *, max_queue: int = 256, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, roots: Iterable[Path], *, max_queue: int = 256, metrics: Metrics | None = None
+    ) -> None:
         """Read the folders; nothing is loaded yet.
 
         Raises:

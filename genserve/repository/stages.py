@@ -102,7 +102,8 @@ def _load_logits(entry: ModelEntry) -> OnnxLogits:
     path = entry.latest_version() / (config.default_model_filename or "model.onnx")
     if not path.exists():
         raise RepositoryError(
-            f"{path} is missing", remedy="its weights are not here: `genserve pull` or `genserve export` brings them"
+            f"{path} is missing",
+            remedy="its weights are not here: `genserve pull` or `genserve export` brings them",
         )
     return OnnxLogits(
         path,

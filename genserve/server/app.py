@@ -1,0 +1,37 @@
+"""App: the routes of a server as one ASGI application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+
+import genserve
+from genserve.server.faults import add_fault_handlers
+from genserve.server.gate import Gate
+from genserve.server.routes import health, openai, tgi
+from genserve.server.services import Services
+from genserve.server.sse import ClientLeft
+
+__all__ = ["create_app"]
+
+_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies' logs use this number
+
+
+def create_app(services: Services) -> FastAPI:
+    """Return the application over `services`; whoever calls it loads and closes the repository."""
+    app = FastAPI(
+        title="genserve",
+        version=genserve.__version__,
+        description="Text generation from a model repository in Triton's format.",
+    )
+    app.state.services = services
+    for router in (tgi.router, openai.router, health.router):
+        app.include_router(router)
+    add_fault_handlers(app)
+    app.add_exception_handler(ClientLeft, _on_client_left)
+    if services.settings.api_key:
+        app.add_middleware(Gate, api_key=services.settings.api_key)
+    return app
+
+
+async def _on_client_left(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,168 @@
+"""Faults: errors to HTTP answers, in the dialect of the route."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from genserve.errors import (
+    Closed,
+    GenserveError,
+    InvalidRequest,
+    MissingDependency,
+    ModelFailed,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    RepositoryError,
+)
+from genserve.server.body import BodyTooLarge
+
+__all__ = ["add_fault_handlers", "openai_error", "renamed", "tgi_error"]
+
+logger = logging.getLogger(__name__)
+
+# By class, nearest ancestor first.
+_STATUS: Mapping[type[GenserveError], int] = {
+    BodyTooLarge: 413,
+    InvalidRequest: 400,
+    ModelNotFound: 404,
+    ModelNotReady: 503,
+    Overloaded: 503,
+    Closed: 503,
+    ModelFailed: 500,
+    RepositoryError: 500,
+    MissingDependency: 500,
+    GenserveError: 500,
+}
+# TGI's own statuses and words, which its clients compare.
+_TGI: Mapping[type[GenserveError], tuple[int, str]] = {
+    BodyTooLarge: (413, "validation"),
+    InvalidRequest: (422, "validation"),
+    ModelNotFound: (404, "validation"),
+    ModelNotReady: (503, "overloaded"),
+    Overloaded: (429, "overloaded"),
+    Closed: (503, "overloaded"),
+    ModelFailed: (424, "generation"),
+    GenserveError: (500, "incomplete_generation"),
+}
+_OPENAI_TYPES = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error"}
+
+
+def openai_error(error: GenserveError) -> dict[str, Any]:
+    """Return the body of OpenAI's dialect, with the remedy beside."""
+    status = _lookup(_STATUS, error)
+    return {
+        "error": {
+            "message": error.message,
+            "type": _OPENAI_TYPES.get(status, "server_error"),
+            "param": error.field,
+            "code": error.code,
+            "remedy": error.remedy,
+        }
+    }
+
+
+def tgi_error(error: GenserveError) -> dict[str, Any]:
+    """Return the body of TGI's dialect, with code, field and remedy beside."""
+    return {
+        "error": error.message,
+        "error_type": _lookup(_TGI, error)[1],
+        "code": error.code,
+        "field": error.field,
+        "remedy": error.remedy,
+    }
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return the error with its field, and the message's mention of it, in a dialect's own names."""
+    field = error.field or ""
+    name, bracket, rest = field.partition("[")
+    if name not in names:
+        return error
+    message = error.message
+    if message.startswith(name):
+        message = names[name] + message.removeprefix(name)
+    return type(error)(message, remedy=error.remedy, field=names[name] + bracket + rest)
+
+
+def add_fault_handlers(app: FastAPI) -> None:
+    """Make every failure of `app` an answer of the route's dialect; none quotes what the client sent."""
+    app.add_exception_handler(GenserveError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def _lookup(table: Mapping[type[GenserveError], Any], error: GenserveError) -> Any:
+    return next(table[kind] for kind in type(error).__mro__ if kind in table)
+
+
+def _answer(request: Request, error: GenserveError) -> JSONResponse:
+    headers = {}
+    if isinstance(error, Overloaded):
+        headers = {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
+    elif isinstance(error, InvalidRequest):
+        headers = {"x-should-retry": "false"}
+    if _speaks_openai(request):
+        return JSONResponse(openai_error(error), status_code=_lookup(_STATUS, error), headers=headers)
+    return JSONResponse(tgi_error(error), status_code=_lookup(_TGI, error)[0], headers=headers)
+
+
+def _speaks_openai(request: Request) -> bool:
+    return request.url.path.startswith("/v1/")
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, GenserveError)
+    return _answer(request, error)
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    if not await request.body():
+        return _answer(request, InvalidRequest("the body is empty", remedy="send a JSON object"))
+    if problems[0]["type"] == "missing" and len(problems[0]["loc"]) == 1:
+        return _answer(request, InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE))
+    field = _path(problems[0]["loc"][1:])
+    return _answer(request, _invalid(field, problems[0]))
+
+
+_CONTENT_TYPE = "send the header `Content-Type: application/json`"
+
+
+def _invalid(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
+    if not field:
+        return InvalidRequest("the body must be a JSON object")
+    if problem["type"] == "extra_forbidden":
+        return InvalidRequest(f"there is no field {field[:128]!r}", field=field[:128])
+    return InvalidRequest(f"{field}: {problem['msg'][:200]}", field=field)
+
+
+def _path(parts: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = {404: "there is no such route", 405: "this route takes another method"}.get(
+        error.status_code, str(error.detail)
+    )
+    fault = InvalidRequest(message, remedy="GET /docs lists the routes")
+    body = openai_error(fault) if _speaks_openai(request) else tgi_error(fault)
+    return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    logger.error("request failed", exc_info=error)
+    return _answer(request, ModelFailed("the server failed; its log has the reason"))

@@ -1,0 +1,34 @@
+"""Gate: the API key that every route needs, but the health check."""
+
+from __future__ import annotations
+
+import hmac
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["Gate"]
+
+_OPEN_PATHS = frozenset({"/health"})
+
+
+class Gate:
+    """ASGI middleware that asks for `Authorization: Bearer KEY`, compared in constant time."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer 401."""
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._knows(scope):
+            await self._app(scope, receive, send)
+            return
+        error = {"message": "the API key is missing or wrong", "type": "authentication_error", "code": None}
+        response = JSONResponse({"error": error}, status_code=401, headers={"WWW-Authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given = Headers(scope=scope).get("authorization", "")
+        return hmac.compare_digest(given.encode(), self._expected)

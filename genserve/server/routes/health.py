@@ -1,0 +1,37 @@
+"""Health and metrics: what probes and Prometheus ask."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from genserve.server.services import SharedServices
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/health")
+async def health(services: SharedServices) -> JSONResponse:
+    """200 if every model answers and the server does not drain, else 503 with the reason."""
+    if services.draining:
+        return JSONResponse({"status": "draining"}, status_code=503)
+    if services.repository.healthy:
+        return JSONResponse({"status": "ok"})
+    failed = services.repository.errors
+    status = "failed" if failed else "loading"
+    return JSONResponse({"status": status, "models": sorted(failed)}, status_code=503)
+
+
+@router.get("/metrics")
+async def metrics(services: SharedServices) -> Response:
+    """All series, in Prometheus' text format."""
+    return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def root() -> RedirectResponse:
+    """Send a browser to the description of the routes."""
+    return RedirectResponse("/docs")

@@ -1,0 +1,258 @@
+"""TGI's dialect: `/generate`, `/generate_stream`, `/` and `/info`, with TGI's statuses and error words.
+
+`model` in the body, `ignore_eos` and `stop_token_ids` in the parameters are ours; a parameter of TGI's
+that we do not honour is refused by name, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+import genserve
+from genserve.errors import GenserveError, InvalidRequest
+from genserve.request import Delta, SamplingParams, join_deltas
+from genserve.server.body import Body, StrictRoute
+from genserve.server.faults import renamed, tgi_error
+from genserve.server.services import Open, Services, SharedServices
+from genserve.server.sse import EventStream, event, read_all
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=StrictRoute, tags=["TGI"])
+
+# Our names of what can be wrong, and this dialect's.
+_NAMES = {
+    "prompt": "inputs",
+    "max_tokens": "parameters.max_new_tokens",
+    "temperature": "parameters.temperature",
+    "top_k": "parameters.top_k",
+    "top_p": "parameters.top_p",
+    "stop": "parameters.stop",
+    "stop_token_ids": "parameters.stop_token_ids",
+    "seed": "parameters.seed",
+}
+# Known and not honoured: the values with which a client asks for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "adapter_id": (None,),
+    "best_of": (None, 1),
+    "decoder_input_details": (None, False),
+    "frequency_penalty": (None, 0),
+    "grammar": (None,),
+    "repetition_penalty": (None, 1),
+    "top_n_tokens": (None, 0),
+    "truncate": (None,),
+    "typical_p": (None, 1),
+    "watermark": (None, False),
+}
+
+
+class Parameters(Body):
+    """TGI's parameters."""
+
+    adapter_id: str | None = None
+    best_of: int | None = None
+    decoder_input_details: bool | None = None
+    details: bool | None = None
+    do_sample: bool | None = None
+    frequency_penalty: float | None = None
+    grammar: dict[str, Any] | None = None
+    max_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    return_full_text: bool | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    temperature: float | None = Field(default=None, gt=0.0)
+    top_k: int | None = Field(default=None, gt=0)
+    top_n_tokens: int | None = None
+    top_p: float | None = None
+    truncate: int | None = None
+    typical_p: float | None = None
+    watermark: bool | None = None
+    # Ours, by vLLM's names.
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+
+    def sampling(self) -> bool:
+        """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
+        return bool(self.do_sample) or self.top_k is not None or not (
+            self.temperature in (None, 1.0) and self.top_p in (None, 1.0)
+        )
+
+    def params(self, *, logprobs: bool) -> SamplingParams:
+        """The sampling parameters.
+
+        Raises:
+            InvalidRequest: out of range, or asks for something that TGI has and we do not.
+        """
+        for name, neutral in _NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                field = f"parameters.{name}"
+                raise InvalidRequest(f"{field} is not supported", field=field, remedy="leave it out")
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(
+            max_tokens=self.max_new_tokens,
+            temperature=temperature if self.sampling() else 0.0,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            seed=self.seed,
+            logprobs=logprobs,
+        )
+
+
+class GenerateBody(Body):
+    """Body of `POST /generate` and `POST /generate_stream`."""
+
+    inputs: str
+    parameters: Parameters = Parameters()
+    model: str | None = None
+
+
+class CompatibleBody(GenerateBody):
+    """Body of `POST /`."""
+
+    stream: bool = False
+
+
+@router.post("/generate")
+async def generate(body: GenerateBody, services: SharedServices, request: Request) -> Response:
+    """Complete a prompt and answer with the whole text."""
+    return JSONResponse(*await _generate(body, services, request))
+
+
+@router.post("/generate_stream")
+async def generate_stream(body: GenerateBody, services: SharedServices) -> Response:
+    """Complete a prompt and answer token by token, as server-sent events."""
+    opened = await _open(body, services, logprobs=True)
+    return EventStream(opened.stream, TokenFrames(opened, body))
+
+
+@router.post("/")
+async def generate_or_stream(body: CompatibleBody, services: SharedServices, request: Request) -> Response:
+    """Do as `/generate_stream` if `stream` is true, else as `/generate` with the answer in a list."""
+    if body.stream:
+        return await generate_stream(body, services)
+    answer, status, headers = await _generate(body, services, request)
+    return JSONResponse([answer], status, headers)
+
+
+@router.get("/info")
+async def info(services: SharedServices) -> dict[str, Any]:
+    """Describe the server and its first model."""
+    model = services.repository.ready[0] if services.repository.ready else None
+    return {
+        "model_id": model.name if model else None,
+        "max_concurrent_requests": (model.num_slots if model else 0) + services.settings.max_queue,
+        "max_stop_sequences": 16,
+        "max_best_of": 1,
+        "max_input_tokens": model.max_length - 1 if model else 0,
+        "max_total_tokens": model.max_length if model else 0,
+        "max_batch_size": model.num_slots if model else 0,
+        "router": "genserve",
+        "version": genserve.__version__,
+    }
+
+
+class TokenFrames:
+    """The events of a streamed generation: one per token, and no `[DONE]`."""
+
+    def __init__(self, opened: Open, body: GenerateBody) -> None:
+        self._opened = opened
+        self._sampling = body.parameters.sampling()
+        self._text: list[str] = [body.inputs] if body.parameters.return_full_text else []
+        self._num_tokens = 0
+
+    def start(self) -> bytes:
+        """See `Frames`."""
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        """See `Frames`. Where a delta has several tokens, the last one carries the text."""
+        self._text.append(delta.text)
+        events = b""
+        tokens = _tokens(delta, self._opened)
+        for index, token in enumerate(tokens):
+            self._num_tokens += 1
+            last = delta.finish_reason is not None and index == len(tokens) - 1
+            ending = self._ending(delta) if last else '"generated_text": null, "details": null'
+            events += event(f'{{"index": {self._num_tokens}, "token": {json.dumps(token)}, {ending}}}')
+        return events
+
+    def error(self, error: GenserveError) -> bytes:
+        """See `Frames`."""
+        return event(json.dumps(tgi_error(error)))
+
+    def end(self) -> bytes:
+        """See `Frames`."""
+        return b""
+
+    def _ending(self, delta: Delta) -> str:
+        details = {
+            "finish_reason": delta.finish_reason,
+            "generated_tokens": self._num_tokens,
+            "input_length": self._opened.num_prompt_tokens,
+            "seed": self._opened.seed if self._sampling else None,
+        }
+        return f'"generated_text": {json.dumps("".join(self._text))}, "details": {json.dumps(details)}'
+
+
+async def _open(body: GenerateBody, services: Services, *, logprobs: bool) -> Open:
+    try:
+        return await services.open(body.model, body.inputs, body.parameters.params(logprobs=logprobs))
+    except InvalidRequest as error:
+        raise renamed(error, _NAMES) from None
+
+
+async def _generate(
+    body: GenerateBody, services: Services, request: Request
+) -> tuple[dict[str, Any], int, dict[str, str]]:
+    started_s = time.monotonic()
+    details = bool(body.parameters.details)
+    opened = await _open(body, services, logprobs=details)
+    deltas = await read_all(opened.stream, request)
+    completion = join_deltas(deltas)
+    prefix = body.inputs if body.parameters.return_full_text else ""
+    answer: dict[str, Any] = {"generated_text": prefix + completion.text}
+    if details:
+        answer["details"] = {
+            "finish_reason": completion.finish_reason,
+            "generated_tokens": completion.usage.completion_tokens,
+            "seed": opened.seed if body.parameters.sampling() else None,
+            "prefill": [],
+            "tokens": [token for delta in deltas for token in _tokens(delta, opened)],
+        }
+    headers = {
+        "x-compute-type": "cpu",
+        "x-total-time": str(round((time.monotonic() - started_s) * 1000)),
+        "x-prompt-tokens": str(completion.usage.prompt_tokens),
+        "x-generated-tokens": str(completion.usage.completion_tokens),
+    }
+    return answer, 200, headers
+
+
+def _tokens(delta: Delta, opened: Open) -> list[dict[str, Any]]:
+    """Return TGI's token objects; the text of a delta goes to its last token."""
+    special = opened.model.tokenizer.eos_token_ids
+    tokens: list[dict[str, Any]] = [
+        {
+            "id": token_id,
+            "text": "",
+            # JSON has no NaN: a decoding loop that picks for itself leaves no probability.
+            "logprob": None if math.isnan(logprob) else logprob,
+            "special": token_id in special,
+        }
+        for token_id, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
+    ]
+    if tokens:
+        tokens[-1]["text"] = delta.text
+    return tokens

@@ -1,0 +1,164 @@
+"""Serve: run a server from its settings until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvicorn
+
+from genserve.errors import GenserveError, RepositoryError
+from genserve.metrics import Metrics
+from genserve.repository.repository import Repository
+from genserve.server.app import create_app
+from genserve.server.services import Services
+from genserve.settings import ServerSettings
+
+__all__ = ["ModelInfo", "ServerInfo", "serve"]
+
+logger = logging.getLogger(__name__)
+
+# After the drain, streams get a moment to write their error event before their tasks are cancelled.
+_FAREWELL_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model that answers."""
+
+    name: str
+    max_length: int             # tokens of prompt and answer together
+    num_slots: int
+    kv_cache_bytes: int         # if every slot is used to its end
+    precision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """A server that is ready."""
+
+    url: str
+    models: tuple[ModelInfo, ...]
+    errors: tuple[GenserveError, ...]       # of models that could not be loaded
+
+
+def serve(settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | None = None) -> None:
+    """Load the models and answer requests until SIGTERM or SIGINT; then drain, and return.
+
+    Args:
+        settings: see `ServerSettings`.
+        on_ready: called once, on the server's thread, when the models are loaded.
+
+    Raises:
+        RepositoryError: there is no repository, or no model of it could be loaded.
+        ModelNotFound: `load_model` names a model that is not there.
+        GenserveError: the port is taken.
+    """
+    logging.basicConfig(
+        level=logging.INFO if settings.log_verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    metrics = Metrics()
+    repository = Repository(settings.model_repository, max_queue=settings.max_queue, metrics=metrics)
+    services = Services(settings=settings, repository=repository, metrics=metrics)
+    with _bind(settings) as listener:
+        server = _Server(services, on_ready=on_ready)
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the models' life inside its own: load after the port is open, close after the drain.
+
+    The port opens first, so that a probe sees `loading` while large weights are read.
+    """
+
+    def __init__(self, services: Services, *, on_ready: Callable[[ServerInfo], None] | None) -> None:
+        settings = services.settings
+        super().__init__(
+            uvicorn.Config(
+                create_app(services),
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=round(settings.drain_s + _FAREWELL_S),
+            )
+        )
+        self._services = services
+        self._on_ready = on_ready
+        self._loading: asyncio.Task[None] | None = None
+        self.failure: GenserveError | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        assert sockets
+        self._loading = asyncio.create_task(self._load(_url(sockets[0])))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._services.draining = True
+        repository = self._services.repository
+        event_loop = asyncio.get_running_loop()
+        # Closing the engines ends the streams that still run, each with an error event.
+        deadline = event_loop.call_later(
+            self._services.settings.drain_s, event_loop.run_in_executor, None, repository.close
+        )
+        await super().shutdown(sockets=sockets)
+        deadline.cancel()
+        if self._loading is not None:
+            await self._loading
+        await event_loop.run_in_executor(None, repository.close)
+
+    async def _load(self, url: str) -> None:
+        settings, repository = self._services.settings, self._services.repository
+        try:
+            await asyncio.to_thread(repository.load, settings.load_model)
+            if not repository.ready:
+                raise next(iter(repository.errors.values()), _nothing_to_load(settings))
+        except GenserveError as error:
+            self.failure = error
+            self.should_exit = True
+            return
+        if self._on_ready is not None:
+            self._on_ready(_describe(url, repository))
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        return socket.create_server((settings.host, settings.http_port), family=family, backlog=2048)
+    except OSError as error:
+        raise GenserveError(
+            f"cannot listen on {settings.host}:{settings.http_port}: {error.strerror}",
+            remedy="choose another port with --http-port; 0 takes a free one",
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _describe(url: str, repository: Repository) -> ServerInfo:
+    models = tuple(
+        ModelInfo(
+            name=model.name,
+            max_length=model.max_length,
+            num_slots=model.num_slots,
+            kv_cache_bytes=model.kv_cache_bytes,
+            precision=model.precision,
+        )
+        for model in repository.ready
+    )
+    return ServerInfo(url=url, models=models, errors=tuple(repository.errors.values()))
+
+
+def _nothing_to_load(settings: ServerSettings) -> RepositoryError:
+    roots = ", ".join(str(root) for root in settings.model_repository)
+    return RepositoryError(
+        f"there is no generation model in {roots}", remedy="bring one: `genserve pull smollm2`"
+    )

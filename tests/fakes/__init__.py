@@ -1,0 +1,1 @@
+"""Fakes: small working classes that stand in for the heavy ones."""

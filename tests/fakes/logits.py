@@ -1,0 +1,70 @@
+"""A logits model over a real, tiny KV cache: what it answers depends on what lies in the slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from genserve.generation.logits_model import FloatArray, TokenArray
+
+VOCAB_SIZE = 64
+
+
+def logits_after(token_ids: Sequence[int]) -> FloatArray:
+    """The row that any correct engine must see after these tokens; another history, another row."""
+    return np.random.default_rng(list(token_ids)).standard_normal(VOCAB_SIZE).astype(np.float32)
+
+
+def greedy_answer(prompt: Sequence[int], *, num_tokens: int) -> list[int]:
+    """The answer of a plain loop without any engine."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(np.argmax(logits_after(token_ids))))
+    return token_ids[len(prompt) :]
+
+
+class CachedLogits:
+    """Implements `LogitsModel`; the cache of a slot is the tokens that were written into it."""
+
+    def __init__(self, *, num_slots: int = 4, max_length: int = 64) -> None:
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.vocab_size = VOCAB_SIZE
+        self.forwards: list[str] = []           # "prefill RxS" or "decode B", in order
+        self.moves: list[tuple[int, int]] = []
+        self.poison: dict[int, str] = {}        # token id that, in a slot, makes its row "nan" or the forward "raise"
+        self._cache = np.full((num_slots, max_length), -1)
+        self._buffer = np.zeros((num_slots, VOCAB_SIZE), dtype=np.float32)
+
+    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
+        assert len(chunks) == 1 or past == 0, "GroupQueryAttention refuses this"
+        width = max(map(len, chunks))
+        self.forwards.append(f"prefill {len(chunks)}x{width}")
+        for row, chunk in enumerate(chunks):
+            slot = first_slot + row
+            self._cache[slot, past : past + width] = -1     # padding overwrites
+            self._cache[slot, past : past + len(chunk)] = chunk
+            self._buffer[row] = self._row(slot, past + len(chunk))
+        return self._buffer[: len(chunks)]
+
+    def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
+        self.forwards.append(f"decode {len(token_ids)}")
+        for slot, (token_id, length) in enumerate(zip(token_ids, past, strict=True)):
+            self._cache[slot, length] = token_id
+            self._buffer[slot] = self._row(slot, length + 1)
+        return self._buffer[: len(token_ids)]
+
+    def move(self, *, source: int, target: int, length: int) -> None:
+        self.moves.append((source, target))
+        self._cache[target, :length] = self._cache[source, :length]
+
+    def _row(self, slot: int, length: int) -> FloatArray:
+        history = self._cache[slot, :length].tolist()
+        for token_id, effect in self.poison.items():
+            if token_id in history and effect == "raise":
+                raise RuntimeError("poisoned")
+            if token_id in history:
+                return np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
+        assert min(history) >= 0, "a gap in the cache"
+        return logits_after(history)

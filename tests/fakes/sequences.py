@@ -1,0 +1,53 @@
+"""Token sequences for engine tests: text is the ids in angle brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from genserve.generation.token_sequence import TokenSequence
+from genserve.request import SamplingParams
+from tests.fakes.logits import VOCAB_SIZE
+
+
+class IdText:
+    """`AnswerText` over `<id>` for each token; stops at one given id."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stopped = False
+        self._stop_at = stop_at
+
+    def push(self, token_id: int) -> str:
+        if token_id == self._stop_at:
+            self.stopped = True
+            return ""
+        return f"<{token_id}>"
+
+    def flush(self) -> str:
+        return ""
+
+
+def sequence_of(
+    prompt: Sequence[int],
+    *,
+    max_length: int = 64,
+    eos_token_ids: Sequence[int] = (),
+    stop_at: int | None = None,
+    **params: Any,
+) -> TokenSequence:
+    sampling = SamplingParams(**params)
+    return TokenSequence(
+        prompt,
+        params=sampling,
+        seed=sampling.seed or 0,
+        eos_token_ids=frozenset(eos_token_ids),
+        text=IdText(stop_at),
+        max_length=max_length,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+async def sample_loop(sequence: TokenSequence) -> None:
+    """What the shipped decoder stage does."""
+    while not sequence.finished:
+        sequence.append(await sequence.sample())

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from genserve.errors import ModelFailed
+from genserve.generation.engine import Engine
+from genserve.generation.planner import PrefillBudget
+from genserve.generation.token_sequence import TokenSequence
+from genserve.request import FinishReason
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.sequences import sample_loop, sequence_of
+
+
+POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
+
+
+def run(engine: Engine) -> dict[TokenSequence, ModelFailed]:
+    failed = {}
+    while (result := engine.step()) is not None:
+        engine.check_integrity()
+        failed.update(result.failed)
+    return failed
+
+
+def answer(sequence: TokenSequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def test_one_prompt_is_answered_as_by_a_loop_without_cache():
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    sequence = sequence_of([5, 6, 7], max_tokens=10)
+    engine.add(sequence)
+    run(engine)
+    assert answer(sequence) == greedy_answer([5, 6, 7], num_tokens=10)
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_company_arrivals_and_departures_never_change_an_answer(seed):
+    """Random prompts, lengths, arrival steps and cancellations, over few slots and small chunks."""
+    rng = random.Random(seed)
+    model = CachedLogits(num_slots=rng.choice([1, 2, 4]))
+    engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=8, beside_decoding=4))
+    arrivals = sorted(
+        ((rng.randrange(40), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]) for _ in range(12)),
+        key=lambda arrival: arrival[0],
+    )
+    sequences: list[TokenSequence] = []
+    cancelled: set[TokenSequence] = set()
+    step = 0
+    while arrivals or engine.num_running or engine.num_waiting:
+        while arrivals and arrivals[0][0] <= step:
+            sequences.append(sequence_of(arrivals.pop(0)[1], max_tokens=rng.randint(1, 15)))
+            engine.add(sequences[-1])
+        if sequences and rng.random() < 0.05:
+            victim = rng.choice(sequences)
+            if not victim.finished:
+                cancelled.add(victim)
+            engine.remove([victim])
+        result = engine.step()
+        assert result is None or not result.failed
+        engine.check_integrity()
+        step += 1
+    for sequence in set(sequences) - cancelled:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert answer(sequence) == greedy_answer(prompt, num_tokens=sequence.params.max_tokens)
+
+
+def test_rows_at_different_positions_share_one_forward():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    engine.add(sequence_of([1, 2, 3], max_tokens=20))
+    for _ in range(5):
+        engine.step()
+    engine.add(sequence_of([4], max_tokens=20))
+    run(engine)
+    assert "decode 2" in model.forwards
+
+
+def test_short_prompts_are_prefilled_together():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    for prompt in ([1, 2, 3], [4], [5, 6]):
+        engine.add(sequence_of(prompt, max_tokens=2))
+    engine.step()
+    assert model.forwards == ["prefill 3x3"]
+
+
+def test_a_long_prompt_is_chunked_and_others_decode_between_the_chunks():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=8, beside_decoding=4))
+    engine.add(sequence_of([1, 2], max_tokens=30))
+    engine.step()
+    engine.add(sequence_of(list(range(12)), max_tokens=2))
+    for _ in range(6):
+        engine.step()
+    assert model.forwards[1:7] == ["decode 1", "prefill 1x4", "decode 1", "prefill 1x4", "decode 1", "prefill 1x4"]
+
+
+def test_more_requests_than_slots_wait_and_are_served():
+    engine = Engine(CachedLogits(num_slots=2), decode=sample_loop)
+    sequences = [sequence_of([i], max_tokens=3) for i in range(5)]
+    for sequence in sequences:
+        engine.add(sequence)
+    run(engine)
+    assert [answer(s) for s in sequences] == [greedy_answer([i], num_tokens=3) for i in range(5)]
+
+
+def test_all_leaving_at_once_moves_nothing():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    for i in range(4):
+        engine.add(sequence_of([i], max_tokens=3))
+    run(engine)
+    assert model.moves == []
+
+
+def test_a_cancelled_sequence_frees_its_slot_at_once():
+    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    first, second = sequence_of([1], max_tokens=50), sequence_of([2], max_tokens=3)
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.remove([first])
+    assert engine.num_running == 0
+    run(engine)
+    assert second.finished
+    assert not first.finished
+
+
+def test_a_row_of_nan_fails_that_sequence_alone():
+    model = CachedLogits()
+    model.poison[POISON] = "nan"
+    engine = Engine(model, decode=sample_loop)
+    good, bad = sequence_of([1], max_tokens=4), sequence_of([POISON], max_tokens=4)
+    engine.add(good)
+    engine.add(bad)
+    failed = run(engine)
+    assert list(failed) == [bad]
+    assert "not finite" in failed[bad].message
+    assert answer(good) == greedy_answer([1], num_tokens=4)
+
+
+def test_a_forward_that_raises_fails_its_sequences_and_the_engine_goes_on():
+    model = CachedLogits()
+    model.poison[POISON] = "raise"
+    engine = Engine(model, decode=sample_loop)
+    bad, later = sequence_of([POISON], max_tokens=4), sequence_of([1], max_tokens=4)
+    engine.add(bad)
+    assert list(run(engine)) == [bad]
+    engine.add(later)
+    assert run(engine) == {}
+    assert answer(later) == greedy_answer([1], num_tokens=4)
+
+
+def test_a_loop_of_ones_own_gets_the_logits_as_a_view_and_shares_the_forward():
+    """The second best token each time, beside a sequence that samples."""
+    views = []
+
+    async def second_best(sequence: TokenSequence) -> None:
+        while not sequence.finished:
+            logits = await sequence.logits()
+            views.append(logits)
+            sequence.append(int(np.argsort(logits)[-2]))
+
+    async def either(sequence: TokenSequence) -> None:
+        await (second_best(sequence) if sequence.token_ids[0] == 9 else sample_loop(sequence))
+
+    model = CachedLogits()
+    engine = Engine(model, decode=either)
+    own, plain = sequence_of([9], max_tokens=3), sequence_of([1], max_tokens=3)
+    engine.add(own)
+    engine.add(plain)
+    run(engine)
+    expected = [9]
+    for _ in range(3):
+        expected.append(int(np.argsort(logits_after(expected))[-2]))
+    assert answer(own) == expected[1:]
+    assert answer(plain) == greedy_answer([1], num_tokens=3)
+    assert all(np.shares_memory(view, model._buffer) for view in views)
+    assert "decode 2" in model.forwards
+
+
+def test_a_loop_may_append_several_tokens_at_a_time():
+    async def forced(sequence: TokenSequence) -> None:
+        sequence.append(await sequence.sample())
+        sequence.append(11)
+        sequence.append(12)
+        await sample_loop(sequence)
+
+    engine = Engine(CachedLogits(), decode=forced)
+    sequence = sequence_of([3], max_tokens=6)
+    engine.add(sequence)
+    run(engine)
+    first = greedy_answer([3], num_tokens=1)
+    assert answer(sequence) == [*first, 11, 12, *greedy_answer([3, *first, 11, 12], num_tokens=3)]
+
+
+def test_a_loop_that_returns_early_ends_the_answer():
+    async def two_tokens(sequence: TokenSequence) -> None:
+        sequence.append(await sequence.sample())
+        sequence.append(await sequence.sample())
+
+    engine = Engine(CachedLogits(), decode=two_tokens)
+    sequence = sequence_of([3], max_tokens=6)
+    engine.add(sequence)
+    run(engine)
+    assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
+    assert len(answer(sequence)) == 2
+
+
+async def _raises(sequence: TokenSequence) -> None:
+    await sequence.sample()
+    raise KeyError("oops")
+
+
+async def _never_appends(sequence: TokenSequence) -> None:
+    while True:
+        await sequence.sample()
+
+
+async def _outside_the_vocabulary(sequence: TokenSequence) -> None:
+    await sequence.sample()
+    sequence.append(VOCAB_SIZE)
+
+
+async def _sleeps(sequence: TokenSequence) -> None:
+    class Sleep:
+        def __await__(self):
+            yield "zzz"
+
+    await Sleep()
+
+
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        (_raises, "raised KeyError"),
+        (_never_appends, "without appending"),
+        (_outside_the_vocabulary, "outside the vocabulary"),
+        (_sleeps, "awaited a str"),
+    ],
+)
+def test_a_broken_loop_fails_its_own_sequence_with_the_reason(decode, words):
+    async def either(sequence: TokenSequence) -> None:
+        await (decode(sequence) if sequence.token_ids[0] == 9 else sample_loop(sequence))
+
+    engine = Engine(CachedLogits(), decode=either)
+    bad, good = sequence_of([9], max_tokens=4), sequence_of([1], max_tokens=4)
+    engine.add(bad)
+    engine.add(good)
+    failed = run(engine)
+    assert list(failed) == [bad]
+    assert words in failed[bad].message
+    assert answer(good) == greedy_answer([1], num_tokens=4)
+
+
+def test_logprobs_are_those_of_the_picked_tokens():
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    sequence = sequence_of([5], max_tokens=3, logprobs=True)
+    engine.add(sequence)
+    run(engine)
+    delta = sequence.take_delta()
+    history = [5]
+    for token_id, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
+        row = logits_after(history).astype(np.float64)
+        assert logprob == pytest.approx(row[token_id] - np.log(np.exp(row).sum()), abs=1e-5)
+        history.append(token_id)
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_company():
+    def one(company: int) -> list[int]:
+        engine = Engine(CachedLogits(num_slots=8), decode=sample_loop)
+        for i in range(company):
+            engine.add(sequence_of([i], max_tokens=7 + i, temperature=1.0, seed=100 + i))
+        engine.step()
+        sequence = sequence_of([50], max_tokens=12, temperature=1.0, top_k=20, seed=7)
+        engine.add(sequence)
+        run(engine)
+        return answer(sequence)
+
+    assert one(0) == one(5)

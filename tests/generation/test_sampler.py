@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from genserve.generation import sampler
+from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample, uniforms
+
+VOCAB_SIZE = 40_000     # more blocks than HEAD, so that the prefilter is at work
+
+
+def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingRows:
+    return SamplingRows(
+        temperature=np.full(num, temperature, dtype=np.float32),
+        top_k=np.full(num, top_k, dtype=np.int64),
+        top_p=np.full(num, top_p, dtype=np.float32),
+        seed=np.full(num, seed, dtype=np.uint64),
+        step=np.arange(first_step, first_step + num, dtype=np.uint64),
+    )
+
+
+def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The distribution that transformers' own processors leave."""
+    scores = torch.from_numpy(logits[None].astype(np.float64))
+    scores = TemperatureLogitsWarper(temperature)(None, scores)
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1.0:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return torch.softmax(scores, dim=-1)[0].numpy()
+
+
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"temperature": 0.7, "top_k": 20, "top_p": 1.0},
+        {"temperature": 1.0, "top_k": 0, "top_p": 0.5},
+        {"temperature": 0.3, "top_k": 0, "top_p": 0.95},
+        {"temperature": 0.9, "top_k": 50, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 1, "top_p": 1.0},
+        {"temperature": 1.5, "top_k": VOCAB_SIZE, "top_p": 0.999},
+    ],
+)
+def test_what_is_drawn_lies_in_the_support_that_transformers_keeps_and_reaches_all_of_it(rules, spread):
+    logits = (np.random.default_rng(3).standard_normal(VOCAB_SIZE) * spread).astype(np.float32)
+    expected = reference(logits, **rules)
+    # Invert evenly spaced numbers instead of random ones: then the draws must cover the support by mass.
+    num = 512
+    drawn = np.concatenate(
+        [sample(np.tile(logits, (64, 1)), rows_of(64, first_step=i, **rules)) for i in range(0, num, 64)]
+    )
+    assert (expected[drawn] > 0).all()
+    likely = np.flatnonzero(expected > 0.05)
+    assert set(likely) <= set(drawn)
+
+
+def test_frequencies_pass_a_chi_square_test():
+    logits = np.random.default_rng(5).standard_normal(30).astype(np.float32)
+    rules = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
+    expected = reference(logits, **rules)
+    num = 20_000
+    counts = np.bincount(sample(np.tile(logits, (num, 1)), rows_of(num, **rules)), minlength=30)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    chi2 = ((counts[kept] - num * expected[kept]) ** 2 / (num * expected[kept])).sum()
+    # 99.9 % quantile of chi-square with at most 11 degrees of freedom.
+    assert chi2 < 31.3
+
+
+def test_an_unfiltered_draw_inverts_the_whole_distribution():
+    logits = np.random.default_rng(5).standard_normal(1000).astype(np.float32)
+    weights = np.exp(logits.astype(np.float64))
+    cumulative = np.cumsum(weights) / weights.sum()
+    rows = rows_of(500)
+    drawn = sample(np.tile(logits, (500, 1)), rows)
+    expected = np.searchsorted(cumulative, uniforms(rows.seed, rows.step), side="right")
+    # float32 weights may move a number that lies on a border to the neighbour.
+    assert (np.abs(drawn - expected) <= 1).all()
+    assert (drawn == expected).mean() > 0.99
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    logits = np.random.default_rng(1).standard_normal((5, VOCAB_SIZE)).astype(np.float32)
+    rows = SamplingRows(
+        temperature=np.array([1.0, 0.5, 2.0, 0.7, 1.0], dtype=np.float32),
+        top_k=np.array([0, 10, 0, 50, 0]),
+        top_p=np.array([1.0, 1.0, 0.9, 0.5, 0.3], dtype=np.float32),
+        seed=np.arange(5, dtype=np.uint64),
+        step=np.arange(5, dtype=np.uint64),
+    )
+    together = sample(logits, rows)
+    for i in range(5):
+        alone = SamplingRows(**{name: getattr(rows, name)[i : i + 1] for name in SamplingRows.__slots__})
+        assert sample(logits[i : i + 1], alone)[0] == together[i]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-38])
+def test_a_temperature_near_zero_is_greedy(temperature):
+    logits = np.random.default_rng(1).standard_normal((3, VOCAB_SIZE)).astype(np.float32)
+    assert sample(logits, rows_of(3, temperature=temperature)).tolist() == greedy(logits).tolist()
+
+
+def test_a_tiny_top_p_keeps_the_best_token():
+    logits = np.random.default_rng(1).standard_normal((3, VOCAB_SIZE)).astype(np.float32)
+    assert sample(logits, rows_of(3, top_p=1e-9)).tolist() == greedy(logits).tolist()
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+    assert greedy(np.array([[0.0, 2.0, 2.0]], dtype=np.float32)).tolist() == [1]
+
+
+def test_log_probabilities_equal_torchs():
+    logits = (np.random.default_rng(2).standard_normal((4, 5000)) * 5).astype(np.float32)
+    ids = np.array([0, 17, 4999, 3])
+    expected = torch.log_softmax(torch.from_numpy(logits), dim=-1)[torch.arange(4), torch.from_numpy(ids)]
+    np.testing.assert_allclose(log_probabilities(logits, ids), expected.numpy(), atol=1e-5)
+
+
+def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
+    steps = np.arange(100_000, dtype=np.uint64)
+    numbers = uniforms(np.full_like(steps, 3), steps)
+    assert 0 <= numbers.min()
+    assert numbers.max() < 1
+    counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
+    assert ((counts - 1000) ** 2 / 1000).sum() < 149  # 99.9 % quantile, 99 degrees of freedom
+    other = uniforms(np.full_like(steps, 4), steps)
+    assert abs(np.corrcoef(numbers, other)[0, 1]) < 0.02
+    assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
+
+
+def test_the_prefilter_is_at_work_in_these_tests():
+    assert sampler.BLOCK * sampler.HEAD < VOCAB_SIZE

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from genserve.errors import ModelFailed
+from genserve.request import FinishReason, Usage
+from tests.fakes.logits import VOCAB_SIZE
+from tests.fakes.sequences import sequence_of
+
+
+def test_the_end_of_sequence_token_is_counted_and_has_no_text():
+    sequence = sequence_of([1, 2], eos_token_ids=[3])
+    sequence.append(5)
+    sequence.append(3)
+    delta = sequence.take_delta()
+    assert delta.text == "<5>"
+    assert delta.token_ids == (5, 3)
+    assert delta.finish_reason is FinishReason.END_OF_SEQUENCE
+    assert delta.usage == Usage(prompt_tokens=2, completion_tokens=2)
+
+
+def test_ignore_eos_goes_on_but_stop_token_ids_still_end():
+    sequence = sequence_of([1], eos_token_ids=[3], ignore_eos=True, stop_token_ids=(4,))
+    sequence.append(3)
+    assert not sequence.finished
+    sequence.append(4)
+    assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
+
+
+def test_a_stop_string_ends_with_its_own_reason():
+    sequence = sequence_of([1], stop_at=6)
+    sequence.append(5)
+    sequence.append(6)
+    assert sequence.finish_reason is FinishReason.STOP_STRING
+    assert sequence.take_delta().text == "<5>"
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(3, 3), (None, 6), (6, 6)])
+def test_the_answer_ends_at_max_tokens_or_at_the_end_of_the_context(max_tokens, expected):
+    sequence = sequence_of([1, 2], max_length=8, max_tokens=max_tokens)
+    while not sequence.finished:
+        sequence.append(5)
+    assert sequence.num_new_tokens == expected
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+
+def test_deltas_come_once_and_join_to_the_answer():
+    sequence = sequence_of([1], max_tokens=3)
+    assert sequence.take_delta() is None
+    sequence.append(5)
+    first = sequence.take_delta()
+    assert sequence.take_delta() is None
+    sequence.append(6)
+    sequence.append(7)
+    rest = sequence.take_delta()
+    assert first.text + rest.text == "<5><6><7>"
+    assert first.finish_reason is None
+    assert first.usage is None
+    assert rest.token_ids == (6, 7)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_an_id_outside_the_vocabulary_is_refused(token_id):
+    with pytest.raises(ModelFailed, match="outside the vocabulary"):
+        sequence_of([1]).append(token_id)
+
+
+def test_nothing_is_appended_after_the_end():
+    sequence = sequence_of([1], max_tokens=1)
+    sequence.append(5)
+    with pytest.raises(ModelFailed, match="has ended"):
+        sequence.append(5)
