@@ -1,0 +1,120 @@
+"""Calls: each operation of the clients, as the request to send and the way to read its reply; no I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from genserve.client import openai_chat, tgi_generate
+from genserve.client.delta_decoder import DeltaDecoder
+from genserve.client.failures import not_understood
+from genserve.request import Completion, Message, SamplingParams, read_messages, sampling_params
+
+__all__ = ["Call", "Request", "StreamCall", "chat", "chat_stream", "generate", "generate_stream", "models"]
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What goes out."""
+
+    method: Literal["GET", "POST"]
+    path: str                   # begins with /
+    body: bytes = b""           # JSON, or nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[Answer]):
+    """One exchange: `read` takes the headers, looked up in lower case, and the body of a good reply."""
+
+    request: Request
+    read: Callable[[Mapping[str, str], bytes], Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCall:
+    """One request that is answered by events; `decoder` makes what turns their bytes into deltas."""
+
+    request: Request
+    decoder: Callable[[], DeltaDecoder]
+
+
+def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> Call[Completion]:
+    """Complete a prompt.
+
+    Raises:
+        InvalidRequest: an option is unknown or out of range.
+    """
+    params = sampling_params(options)
+    body = tgi_generate.request_body(prompt, model=model, params=params)
+
+    def read(headers: Mapping[str, str], reply: bytes) -> Completion:
+        with not_understood():
+            return tgi_generate.read_completion(
+                json.loads(reply), prompt_tokens=int(headers["x-prompt-tokens"]), params=params
+            )
+
+    return Call(request=_post("/generate", body), read=read)
+
+
+def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamCall:
+    """Complete a prompt, delta by delta. Raises what `generate` raises."""
+    params = sampling_params(options)
+    body = tgi_generate.request_body(prompt, model=model, params=params)
+    return StreamCall(
+        request=_post("/generate_stream", body),
+        decoder=lambda: DeltaDecoder(tgi_generate.AnswerEvents(params)),
+    )
+
+
+def chat(
+    messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
+) -> Call[Completion]:
+    """Answer a chat.
+
+    Raises:
+        InvalidRequest: a message is malformed, or an option is unknown or out of range.
+    """
+    params, body = _chat_body(messages, model=model, options=options)
+
+    def read(headers: Mapping[str, str], reply: bytes) -> Completion:
+        with not_understood():
+            return openai_chat.read_completion(json.loads(reply), params=params)
+
+    return Call(request=_post("/v1/chat/completions", body), read=read)
+
+
+def chat_stream(
+    messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
+) -> StreamCall:
+    """Answer a chat, delta by delta. Raises what `chat` raises."""
+    params, body = _chat_body(messages, model=model, options=options)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return StreamCall(
+        request=_post("/v1/chat/completions", body),
+        decoder=lambda: DeltaDecoder(openai_chat.AnswerEvents(params)),
+    )
+
+
+def models() -> Call[list[str]]:
+    """List the names of the models that answer."""
+
+    def read(headers: Mapping[str, str], reply: bytes) -> list[str]:
+        with not_understood():
+            return [str(row["id"]) for row in json.loads(reply)["data"]]
+
+    return Call(request=Request(method="GET", path="/v1/models"), read=read)
+
+
+def _chat_body(
+    messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
+) -> tuple[SamplingParams, dict[str, Any]]:
+    params = sampling_params(options)
+    return params, openai_chat.request_body(read_messages(messages), model=model, params=params)
+
+
+def _post(path: str, body: Mapping[str, Any]) -> Request:
+    return Request(method="POST", path=path, body=json.dumps(body).encode())

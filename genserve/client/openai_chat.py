@@ -1,0 +1,99 @@
+"""OpenAI chat: the bodies of /v1/chat/completions, written and read.
+
+`top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids` and `stop_reason` are vLLM's additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from genserve.request import Completion, Delta, FinishReason, Message, SamplingParams, Usage
+
+__all__ = ["AnswerEvents", "read_completion", "request_body"]
+
+
+def request_body(messages: Sequence[Message], *, model: str | None, params: SamplingParams) -> dict[str, Any]:
+    """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
+    fields = {
+        "model": model,
+        "messages": [asdict(message) for message in messages],
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_k": params.top_k or None,
+        "top_p": params.top_p if params.top_p < 1 else None,
+        "stop": list(params.stop) or None,
+        "stop_token_ids": list(params.stop_token_ids) or None,
+        "ignore_eos": params.ignore_eos or None,
+        "seed": params.seed,
+        "logprobs": params.logprobs or None,
+        "return_token_ids": True,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Completion:
+    """Read a reply that is not streamed.
+
+    Raises:
+        LookupError, TypeError, ValueError: the reply has another shape.
+    """
+    choice = reply["choices"][0]
+    return Completion(
+        text=choice["message"]["content"],
+        token_ids=_token_ids(choice),
+        logprobs=_logprobs(choice, params),
+        finish_reason=_finish_reason(choice),
+        usage=_usage(reply["usage"]),
+    )
+
+
+class AnswerEvents:
+    """Reads the chunks of one streamed answer, in their order.
+
+    The reason of the end comes in one chunk and the usage in a later one; the last delta has both.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._finish_reason: FinishReason | None = None
+
+    def read(self, chunk: Mapping[str, Any]) -> Delta | None:
+        """Return what the chunk adds, None if nothing. Raises what `read_completion` raises."""
+        # The chunk with the usage has no choice.
+        choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
+        if choice.get("finish_reason"):
+            self._finish_reason = _finish_reason(choice)
+        delta = Delta(
+            text=choice["delta"].get("content") or "",
+            token_ids=_token_ids(choice),
+            logprobs=_logprobs(choice, self._params),
+        )
+        if self._finish_reason and chunk.get("usage"):
+            return replace(delta, finish_reason=self._finish_reason, usage=_usage(chunk["usage"]))
+        return delta if delta.text or delta.token_ids else None
+
+
+def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(choice.get("token_ids") or ())
+
+
+def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float, ...]:
+    found = choice.get("logprobs")
+    if not params.logprobs or not found:
+        return ()
+    # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
+    return tuple(float("nan") if e["logprob"] is None else e["logprob"] for e in found["content"])
+
+
+def _finish_reason(choice: Mapping[str, Any]) -> FinishReason:
+    if choice["finish_reason"] == "length":
+        return FinishReason.LENGTH
+    # The string, or the id of the token, that ended the text; null after the end of the sequence.
+    stopped_by = choice.get("stop_reason")
+    return FinishReason.STOP_STRING if isinstance(stopped_by, str) else FinishReason.END_OF_SEQUENCE
+
+
+def _usage(usage: Mapping[str, Any]) -> Usage:
+    return Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])

@@ -1,0 +1,95 @@
+"""TGI generate: the bodies of /generate and /generate_stream, written and read.
+
+The shapes are those of Text Generation Inference; `ignore_eos`, `stop_token_ids` and `model` are
+genserve's additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from genserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
+
+__all__ = ["AnswerEvents", "read_completion", "request_body"]
+
+
+def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
+    """Return the body of either route. What is off is not sent, for TGI has no value that means off."""
+    parameters = {
+        "details": True,
+        "do_sample": params.temperature > 0,
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature or None,
+        "top_k": params.top_k or None,
+        "top_p": params.top_p if params.top_p < 1 else None,
+        "stop": list(params.stop) or None,
+        "stop_token_ids": list(params.stop_token_ids) or None,
+        "ignore_eos": params.ignore_eos or None,
+        "seed": params.seed,
+    }
+    body = {"inputs": prompt, "parameters": {k: v for k, v in parameters.items() if v is not None}}
+    return body if model is None else body | {"model": model}
+
+
+def read_completion(reply: Mapping[str, Any], *, prompt_tokens: int, params: SamplingParams) -> Completion:
+    """Read the reply of /generate.
+
+    Args:
+        reply: with `details`.
+        prompt_tokens: from the header x-prompt-tokens; the body has no such figure.
+        params: what was asked for.
+
+    Raises:
+        LookupError, TypeError, ValueError: the reply has another shape.
+    """
+    details = reply["details"]
+    return Completion(
+        text=reply["generated_text"],
+        token_ids=tuple(token["id"] for token in details["tokens"]),
+        logprobs=_logprobs(details["tokens"], params),
+        finish_reason=FinishReason(details["finish_reason"]),
+        usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=details["generated_tokens"]),
+    )
+
+
+class AnswerEvents:
+    """Reads the events of one answer of /generate_stream, in their order."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._num_chars = 0
+
+    def read(self, event: Mapping[str, Any]) -> Delta | None:
+        """Return what the event adds. Raises what `read_completion` raises."""
+        token = event["token"]
+        tokens = [] if token is None else [token]
+        whole_text = event["generated_text"]
+        finish_reason, usage = None, None
+        if whole_text is None:
+            # TGI sends the text of special tokens too, and leaves it out of the whole text.
+            text = "".join(token["text"] for token in tokens if not token["special"])
+        else:
+            text = whole_text[self._num_chars :]
+            finish_reason = FinishReason(event["details"]["finish_reason"])
+            usage = Usage(
+                prompt_tokens=event["details"]["input_length"],
+                completion_tokens=event["details"]["generated_tokens"],
+            )
+        self._num_chars += len(text)
+        return Delta(
+            text=text,
+            token_ids=tuple(token["id"] for token in tokens),
+            logprobs=_logprobs(tokens, self._params),
+            finish_reason=finish_reason,
+            usage=usage,
+        )
+
+
+def _logprobs(tokens: list[Mapping[str, Any]], params: SamplingParams) -> tuple[float, ...]:
+    # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
+    return tuple(_number(token["logprob"]) for token in tokens) if params.logprobs else ()
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from genserve.client.failures import error_of_event, error_of_reply
+from genserve.errors import (
+    ContextLengthExceeded,
+    GenserveError,
+    InvalidRequest,
+    ModelFailed,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    Unreachable,
+)
+
+
+def error_of(body: object, *, status: int, headers: dict[str, str] | None = None) -> GenserveError:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return error_of_reply(status=status, headers=headers or {}, body=raw, url="http://host/generate")
+
+
+def test_a_refusal_in_tgi_s_dialect_keeps_field_and_remedy() -> None:
+    error = error_of(
+        {"error": "top_k must be 0 or more", "error_type": "validation", "code": "invalid_request",
+         "field": "top_k", "remedy": "leave it out"},
+        status=422,
+    )
+    assert type(error) is InvalidRequest
+    assert (error.message, error.field, error.remedy) == ("top_k must be 0 or more", "top_k", "leave it out")
+
+
+def test_a_refusal_in_openai_s_dialect_keeps_field_and_remedy() -> None:
+    error = error_of(
+        {"error": {"message": "too long", "type": "invalid_request_error", "param": "messages",
+                   "code": "context_length_exceeded", "remedy": "send less"}},
+        status=400,
+    )
+    assert type(error) is ContextLengthExceeded
+    assert (error.message, error.field, error.remedy) == ("too long", "messages", "send less")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (404, {"error": "?", "error_type": "validation", "code": "model_not_found"}, ModelNotFound),
+        (503, {"error": "?", "error_type": "overloaded", "code": "model_not_ready"}, ModelNotReady),
+        (422, {"error": "?", "error_type": "validation"}, InvalidRequest),
+        (424, {"error": "?", "error_type": "generation"}, ModelFailed),
+        (429, {"error": "?", "error_type": "overloaded"}, Overloaded),
+        (500, {"error": "?", "error_type": "incomplete_generation"}, ModelFailed),
+        (503, {"error": {"message": "?", "code": "server_is_overloaded"}}, Overloaded),
+        (401, {"error": {"message": "?", "type": "authentication_error", "code": None}}, InvalidRequest),
+        (400, {"error": {"message": "?", "code": 400}}, InvalidRequest),
+        (503, b"<html>Service Unavailable</html>", Overloaded),
+        (502, b"", Unreachable),
+        (404, b'"not found"', Unreachable),
+        (301, b"", Unreachable),
+        (500, b"[]", ModelFailed),
+    ],
+)
+def test_code_then_type_then_status_say_which_error_it_is(
+    status: int, body: object, kind: type[GenserveError]
+) -> None:
+    assert type(error_of(body, status=status)) is kind
+
+
+def test_a_reply_that_says_nothing_is_named_by_its_url_and_status() -> None:
+    assert error_of(b"", status=500).message == "http://host/generate answered with status 500"
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("0", 1), ("Wed, 21 Oct 2026", 1), ("", 1)])
+def test_an_overload_says_when_to_come_back(header: str, seconds: int) -> None:
+    body = {"error": "full", "error_type": "overloaded"}
+    error = error_of(body, status=429, headers={"retry-after": header})
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == seconds
+
+
+def test_an_event_with_an_error_is_read_like_a_reply() -> None:
+    assert isinstance(error_of_event({"error": "nan", "error_type": "generation"}), ModelFailed)
+    assert isinstance(error_of_event({"error": {"message": "nan", "code": "model_failed"}}), ModelFailed)
