@@ -37,7 +37,6 @@ class Tokenizer:
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._backend = files.backend
-        self._add_bos_token = files.add_bos_token
         self.vocab_size: int = self._backend.get_vocab_size()
         self.eos_token_ids = files.eos_token_ids
         self.bos_token = files.special_tokens.get("bos_token")
@@ -74,9 +73,8 @@ class Tokenizer:
             InvalidRequest: the text is not valid Unicode.
         """
         _refuse_surrogates(text, field=field)
-        add = add_special_tokens and self._add_bos_token is not False
-        [ids] = self._encode([text], add_special_tokens=add)
-        if not add or self._bos_id is None or ids[:1] == [self._bos_id]:
+        [ids] = self._encode([text], add_special_tokens=add_special_tokens)
+        if not add_special_tokens or self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids
         return [self._bos_id, *ids]
 

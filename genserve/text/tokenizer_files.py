@@ -23,7 +23,7 @@ class TokenizerFiles:
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]          # `bos_token`, `eos_token` ... to their text
-    add_bos_token: bool | None              # None: tokenizer.json alone decides
+    add_bos_token: bool                     # begin prompts with it even if tokenizer.json does not
     eos_token_ids: frozenset[int]           # empty: a text ends by its length alone
     chat_template: ChatTemplate | None
 
@@ -45,7 +45,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(
         backend=backend,
         special_tokens=special_tokens,
-        add_bos_token=config.get("add_bos_token"),
+        add_bos_token=config.get("add_bos_token") is True,
         eos_token_ids=_eos_token_ids(folder, backend=backend, eos_token=special_tokens.get("eos_token")),
         chat_template=_chat_template(folder, config=config, special_tokens=special_tokens),
     )
@@ -102,13 +102,14 @@ def _chat_template(
     folder: Path, *, config: dict[str, Any], special_tokens: dict[str, str]
 ) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
-    source: Any
     if file.exists():
-        source = _read_text(file)
-    else:
-        file, source = folder / "tokenizer_config.json", config.get("chat_template")
-        if isinstance(source, list):  # several by name, as older checkpoints have them
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return ChatTemplate(_read_text(file), special_tokens=special_tokens, name=str(file))
+    file = folder / "tokenizer_config.json"
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((t.get("template") for t in source if t.get("name") == "default"), None)
     if source is None:
         return None
+    if not isinstance(source, str):
+        raise RepositoryError(f"{file}: chat_template must be a text", remedy=REMEDY)
     return ChatTemplate(source, special_tokens=special_tokens, name=str(file))

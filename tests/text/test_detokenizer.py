@@ -1,0 +1,86 @@
+"""The incremental text of a token sequence against its full decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genserve.text.detokenizer import Detokenizer
+from genserve.text.tokenizer import Tokenizer
+from tests.text.vocabularies import FAMILIES, tokenizer_of
+
+TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}
+NUM_UNKNOWN_IDS = 5  # as in a model whose embedding has more rows than the vocabulary
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    detokenizer = tokenizer.detokenizer()
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+@given(data=st.data())
+def test_the_joined_pieces_are_the_full_decode(family: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[family]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1 + NUM_UNKNOWN_IDS), max_size=60))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+@given(data=st.data())
+def test_no_order_of_few_difficult_tokens_breaks_the_pieces(family: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[family]
+    texts = ["\N{GRINNING FACE}", "\u20ac", "a", " a", "  ", "\N{REPLACEMENT CHARACTER}", "\n"]
+    usual = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
+    ids = data.draw(st.lists(st.sampled_from(sorted(usual | {0, 2})), max_size=60))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(text=st.text(max_size=30))
+def test_text_comes_in_whole_characters_and_as_soon_as_they_are_whole(text: str) -> None:
+    tokenizer = TOKENIZERS["byte_level_bpe"]
+    ids = tokenizer.encode(text.replace("\N{REPLACEMENT CHARACTER}", ""))
+    *streamed, rest = pieces(tokenizer, ids)
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(streamed)
+    assert rest == ""
+
+
+def test_a_character_that_stays_unfinished_is_a_replacement_character_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte_level_bpe"]
+    ids = tokenizer.encode("a\N{GRINNING FACE}")
+    assert pieces(tokenizer, ids[:-1]) == ["a", "", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_run_of_byte_tokens_waits_for_its_end_because_a_bad_byte_spoils_it_whole() -> None:
+    tokenizer = TOKENIZERS["sentencepiece_bpe"]
+    newline, bad_byte, a = (tokenizer._backend.token_to_id(token) for token in ("<0x0A>", "<0xFF>", "a"))
+    assert pieces(tokenizer, [newline, newline, a]) == ["", "", "\n\na", ""]
+    assert pieces(tokenizer, [newline, bad_byte, a]) == ["", "", "\N{REPLACEMENT CHARACTER}" * 2 + "a", ""]
+
+
+class CountingVocabulary:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.is_silent = tokenizer.is_silent
+        self.is_byte_fallback = tokenizer.is_byte_fallback
+        self.num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+def test_the_cost_of_a_token_does_not_grow_whatever_the_tokens_are(family: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    for token_id in range(tokenizer.vocab_size + 1):
+        vocabulary = CountingVocabulary(tokenizer)
+        detokenizer = Detokenizer(vocabulary)
+        text = "".join(detokenizer.push(token_id) for _ in range(200)) + detokenizer.flush()
+        assert text == tokenizer.decode([token_id] * 200)
+        assert vocabulary.num_decoded <= 200 * 12
