@@ -1,0 +1,13 @@
+"""Export: a checkpoint of a language model turned into the stages of a model repository.
+
+Importing this package loads nothing heavy; `export_model` loads torch, transformers and onnx when called.
+"""
+
+from __future__ import annotations
+
+from genserve.export.exporter import export_model
+from genserve.export.progress import Progress, SilentProgress
+from genserve.export.pulling import pull
+from genserve.export.report import ExportReport, Precision
+
+__all__ = ["ExportReport", "Precision", "Progress", "SilentProgress", "export_model", "pull"]

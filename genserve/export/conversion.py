@@ -1,0 +1,116 @@
+"""Conversion: one checkpoint on its way to the files of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from genserve.config.parse import parse_model_config, read_model_config
+from genserve.errors import ExportError
+from genserve.export.architectures import family_of
+from genserve.export.checkpoint import Checkpoint, FloatArray, read_checkpoint
+from genserve.export.family import Dimensions, Family
+from genserve.export.graph import Graph
+from genserve.export.layers import Layers
+from genserve.export.layout import stage_files
+from genserve.export.precision import FORMATS
+from genserve.export.report import Precision
+from genserve.export.stages import Stages
+
+__all__ = ["Conversion"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What is to be written: a checkpoint, in a precision, under a name."""
+
+    stages: Stages
+    precision: Precision
+    checkpoint: Checkpoint
+    family: Family
+    dimensions: Dimensions
+
+    @classmethod
+    def of(cls, source: str, *, stages: Stages, precision: Precision) -> Self:
+        """Open the checkpoint at `source` (see `read_checkpoint`).
+
+        Raises:
+            ExportError: it cannot be read, or has something that no family builds.
+        """
+        checkpoint = read_checkpoint(source)
+        family = family_of(checkpoint.config, source=checkpoint.source)
+        return cls(
+            stages=stages,
+            precision=precision,
+            checkpoint=checkpoint,
+            family=family,
+            dimensions=family.dimensions(checkpoint.config),
+        )
+
+    def require_agreeing_config(self, repository: Path) -> None:
+        """Refuse a config.pbtxt of the logits stage that stays there and tells of another model."""
+        part = f"{self.stages.logits}/config.pbtxt"
+        path = repository / part
+        if not path.exists():
+            return
+        found = read_model_config(path)
+        made = parse_model_config(self._files()[part], source=path)
+        if (found.outputs, found.states) != (made.outputs, made.states):
+            raise ExportError(
+                f"{path} declares other outputs or states than {self.checkpoint.source} in {self.precision}",
+                remedy="--overwrite writes a new one; or export under another --name",
+            )
+
+    def write_files(self, folder: Path) -> None:
+        """Write everything but the graph: configs, model.py, and the tokenizer's files."""
+        files = {part: content.encode() for part, content in self._files().items()}
+        for name, content in self.checkpoint.tokenizer_files.items():
+            files[f"{self.stages.tokenizer}/1/{name}"] = content
+        for part, content in files.items():
+            path = folder / part
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def write_graph(self, folder: Path, *, advance: Callable[[int], None]) -> Path:
+        """Write the graph and its weights; returns their folder. `advance` is called with 1 after each layer.
+
+        Raises:
+            ExportError: the checkpoint lacks a tensor, or has one that the family knows nothing of.
+        """
+        version = folder / self.stages.logits / "1"
+        used: set[str] = set()
+
+        def load(name: str) -> FloatArray:
+            used.add(name)
+            return self.checkpoint.load(name)
+
+        with Graph(version) as graph:
+            layers = Layers(graph, FORMATS[self.precision])
+            self.family.write(replace(self.checkpoint, load=load), layers, advance)
+            self._require_all(used)
+            graph.save(metadata=self._metadata())
+        return version
+
+    def _files(self) -> dict[str, str]:
+        return stage_files(self.stages, dimensions=self.dimensions, numbers=FORMATS[self.precision])
+
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "genserve.family": self.family.name,
+            "genserve.precision": self.precision,
+            "genserve.context_length": str(self.dimensions.context_length),
+            "genserve.source": self.checkpoint.source,
+        }
+
+    def _require_all(self, used: set[str]) -> None:
+        # Recomputed from the config, or a copy of the tied embedding.
+        harmless = ("rotary_emb.inv_freq", "lm_head.weight")
+        unknown = sorted(name for name in self.checkpoint.tensor_names - used if not name.endswith(harmless))
+        if unknown:
+            raise ExportError(
+                f"{self.checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "
+                f"does not know, {unknown[0]!r} first",
+                remedy="it is not the plain architecture that its config names; nothing was installed",
+            )

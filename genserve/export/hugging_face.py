@@ -1,0 +1,122 @@
+"""Hugging Face: checkpoints in its folder layout, on disk or on its hub."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+
+from genserve.errors import ExportError
+from genserve.export.checkpoint import Checkpoint, FloatArray
+
+__all__ = ["read_folder", "read_hub"]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def read_hub(name: str) -> Checkpoint:
+    """Download what an export needs of ORG/NAME, with the hub's own progress bars and cache, and open it.
+
+    Raises:
+        ExportError: the hub is out of reach, or has no such model for this caller.
+    """
+    patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES]
+    try:
+        folder = snapshot_download(name, allow_patterns=patterns)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ExportError(
+            f"{name} could not be downloaded from the Hugging Face hub: {_first_line(error)}",
+            remedy="check the name, the network, and HF_TOKEN for a gated model; or export a local folder",
+        ) from error
+    return read_folder(Path(folder), source=name.rpartition("/")[2])
+
+
+def read_folder(folder: Path, *, source: str | None = None) -> Checkpoint:
+    """Open a folder with config.json, tokenizer.json and safetensors files, sharded or not.
+
+    Raises:
+        ExportError: a file is missing or broken, or the weights are in another format.
+    """
+    config = _read_json(folder / "config.json")
+    shards = _shards(folder)
+    return Checkpoint(
+        source=source or folder.resolve().name,
+        config=config,
+        tensor_names=frozenset(shards),
+        load=partial(_load, shards),
+        tokenizer_files=_tokenizer_files(folder, config=config),
+    )
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
+    path = folder / "model.safetensors"
+    if path.exists():
+        with _open(path) as file:
+            return dict.fromkeys(file.keys(), path)
+    if any(folder.glob("*.bin")):
+        raise ExportError(
+            f"{folder} has its weights in PyTorch's .bin format, which can run code when it is read",
+            remedy="convert it to safetensors: transformers' from_pretrained(...).save_pretrained(...)",
+        )
+    raise ExportError(f"{folder} has no model.safetensors", remedy="is this the folder that has the weights?")
+
+
+def _load(shards: dict[str, Path], name: str) -> FloatArray:
+    with _open(shards[name]) as file:
+        array: FloatArray = file.get_tensor(name).float().numpy()
+        return array
+
+
+def _open(path: Path) -> Any:
+    try:
+        # As torch tensors: numpy knows no bfloat16.
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ExportError(
+            f"{path} cannot be read: {_first_line(error)}", remedy="download the checkpoint again"
+        ) from error
+
+
+def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes]:
+    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).exists()}
+    if "tokenizer.json" not in files:
+        raise ExportError(
+            f"{folder} has no tokenizer.json",
+            remedy="make one with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+    template = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if isinstance(template, str):
+        files.setdefault("chat_template.jinja", template.encode())
+    eos = {"eos_token_id": config.get("eos_token_id")}
+    files.setdefault("generation_config.json", json.dumps(eos).encode())
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"{path} cannot be read: {_first_line(error)}",
+            remedy="a checkpoint folder has config.json beside its weights; download it again",
+        ) from error
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,192 @@
+"""Layout: the folders and config files of a model's stages in a repository."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from genserve.export.family import Dimensions
+from genserve.export.precision import Format
+from genserve.export.stages import Stages
+
+__all__ = ["NUM_SLOTS", "stage_files"]
+
+NUM_SLOTS = 32  # token sequences that share a step
+_MAX_SEQUENCE_LENGTH = 4096  # tokens; more than a chat needs, less than fills the memory
+
+_DECODER_MODEL = '''\
+"""Decoder stage: how the next token is picked from the logits. Edit it: it is yours.
+
+`decode` is one coroutine per token sequence. All that wait at the same time share one forward of the model,
+so a loop that looks like it runs alone is batched with everybody else's.
+"""
+
+
+class TritonPythonModel:
+    async def decode(self, sequence):
+        # `sample` follows the request (temperature, top_k, top_p, random_seed), in one pass for all who wait.
+        while not sequence.finished:
+            sequence.append(await sequence.sample())
+
+    # A rule of your own, here greedy:
+    #
+    #     while not sequence.finished:
+    #         logits = await sequence.logits()   # [vocab] float32, a view, valid until the next await
+    #         sequence.append(int(logits.argmax()))
+'''
+
+_TOKENIZER = """\
+# Tokenizer stage: text in, token ids out, by the files of {tokenizer}/1.
+name: "{tokenizer}"
+backend: "tokenizer"
+max_batch_size: {slots}
+input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }} ]
+output [ {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] }} ]
+"""
+
+_LOGITS = """\
+# Logits stage: token ids in, the scores of the next token out, by ONNX Runtime.
+name: "{logits}"
+backend: "onnxruntime"
+
+# How many token sequences share a step; each has a slot in the KV cache.
+max_batch_size: {slots}
+
+input [
+  {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] }},
+  {{ name: "attention_mask" data_type: TYPE_INT64 dims: [ -1 ] optional: true }}
+]
+output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, {vocab_size} ] }} ]
+
+# The tokens that a slot holds, prompt and answer together; the model can do {context_length}.
+# A token takes {token_kib:g} KiB of KV cache, a full slot {slot_mib:.4g} MiB; what is unfilled takes nothing.
+parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequence_length}" }} }} ]
+
+# Threads of one forward; without it, one for each core.
+# parameters [ {{ key: "intra_op_thread_count" value: {{ string_value: "2" }} }} ]
+
+# A request comes back for each of its tokens, and may share every step with others: continuous batching.
+# What it carries from step to step is its state: the KV cache, written where it lies.
+sequence_batching {{
+  iterative_sequence: true
+  oldest {{ max_candidate_sequences: {slots} }}
+  state [
+{states}
+  ]
+}}
+"""
+
+_STATE = """\
+    {{ input_name: "past_key_values.{layer}.{part}" output_name: "present.{layer}.{part}" \
+data_type: {data_type} dims: [ {kv_heads}, -1, {head_dim} ] use_same_buffer_for_input_output: true }}"""
+
+_DECODER = """\
+# Decoder stage: from logits to text, token by token; the loop is {decoder}/1/model.py.
+name: "{decoder}"
+backend: "python"
+max_batch_size: {slots}
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, -1 ] }},
+{parameters}
+]
+output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }} ]
+"""
+
+_ENSEMBLE = """\
+# Text in, text out, as it is generated: tokenizer, then logits and decoder in turn until the answer ends.
+name: "{ensemble}"
+platform: "ensemble"
+max_batch_size: {slots}
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
+{parameters}
+]
+output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }} ]
+ensemble_scheduling {{
+  step [
+    {{
+      model_name: "{tokenizer}"
+      model_version: -1
+      input_map {{ key: "text_input" value: "text_input" }}
+      output_map {{ key: "input_ids" value: "input_ids" }}
+    }},
+    {{
+      model_name: "{logits}"
+      model_version: -1
+      input_map {{ key: "input_ids" value: "input_ids" }}
+      output_map {{ key: "logits" value: "logits" }}
+    }},
+    {{
+      model_name: "{decoder}"
+      model_version: -1
+      input_map {{ key: "logits" value: "logits" }}
+{maps}
+      output_map {{ key: "text_output" value: "text_output" }}
+    }}
+  ]
+}}
+"""
+
+# What a request may say about decoding, by the tensor names of the established Triton LLM repositories.
+_PARAMETERS = {
+    "max_tokens": ("TYPE_INT32", 1),
+    "temperature": ("TYPE_FP32", 1),
+    "top_k": ("TYPE_INT32", 1),
+    "top_p": ("TYPE_FP32", 1),
+    "stop_words": ("TYPE_STRING", -1),
+    "random_seed": ("TYPE_UINT64", 1),
+    "stream": ("TYPE_BOOL", 1),
+}
+
+
+def stage_files(stages: Stages, *, dimensions: Dimensions, numbers: Format) -> dict[str, str]:
+    """The files of all four stages but for tokenizer and weights: path in the repository to content."""
+    length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
+    numbers_per_token = 2 * dimensions.num_layers * dimensions.num_kv_heads * dimensions.head_dim
+    token_bytes = numbers_per_token * _itemsize(numbers)
+    values = {
+        "ensemble": stages.ensemble,
+        "tokenizer": stages.tokenizer,
+        "logits": stages.logits,
+        "decoder": stages.decoder,
+        "slots": NUM_SLOTS,
+        "vocab_size": dimensions.vocab_size,
+        "context_length": dimensions.context_length,
+        "max_sequence_length": length,
+        "token_kib": token_bytes / 2**10,
+        "slot_mib": token_bytes * length / 2**20,
+        "states": _states(dimensions, numbers=numbers),
+        "parameters": ",\n".join(
+            f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
+            for name, (data_type, size) in _PARAMETERS.items()
+        ),
+        "maps": "\n".join(f'      input_map {{ key: "{name}" value: "{name}" }}' for name in _PARAMETERS),
+    }
+    return {
+        f"{stages.tokenizer}/config.pbtxt": _TOKENIZER.format_map(values),
+        f"{stages.logits}/config.pbtxt": _LOGITS.format_map(values),
+        f"{stages.logits}/1/.gitkeep": "",
+        f"{stages.decoder}/config.pbtxt": _DECODER.format_map(values),
+        f"{stages.decoder}/1/model.py": _DECODER_MODEL,
+        f"{stages.ensemble}/config.pbtxt": _ENSEMBLE.format_map(values),
+        f"{stages.ensemble}/1/.gitkeep": "",
+    }
+
+
+def _states(dimensions: Dimensions, *, numbers: Format) -> str:
+    return ",\n".join(
+        _STATE.format(
+            layer=layer,
+            part=part,
+            data_type="TYPE_FP16" if _itemsize(numbers) == 2 else "TYPE_FP32",
+            kv_heads=dimensions.num_kv_heads,
+            head_dim=dimensions.head_dim,
+        )
+        for layer in range(dimensions.num_layers)
+        for part in ("key", "value")
+    )
+
+
+def _itemsize(numbers: Format) -> int:
+    return np.dtype(numbers.activations).itemsize

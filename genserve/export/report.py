@@ -1,0 +1,24 @@
+"""Report: what an export was asked for, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["ExportReport", "Precision"]
+
+Precision = Literal["int8", "int4", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """One model, exported, checked against its source, and installed."""
+
+    name: str
+    precision: Precision
+    seconds: float
+    largest_logit_difference: float  # over all compared logits, absolute
+    top1_agreement: float            # share of positions where both models rank the same token first
+    size_bytes: int                  # the graph and its weights
+    path: Path                       # the ensemble's folder

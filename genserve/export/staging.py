@@ -1,0 +1,90 @@
+"""Staging: a hidden folder where an export grows, until it is moved into place whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from genserve.export.stages import Stages
+
+__all__ = ["install", "staging_folder"]
+
+
+@contextmanager
+def staging_folder(repository: Path, stages: Stages) -> Iterator[Path]:
+    """An empty hidden folder, which is gone afterwards, as is what a killed export has left."""
+    repository.mkdir(parents=True, exist_ok=True)
+    leftover = re.compile(rf"\.{re.escape(stages.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
+    for path in repository.iterdir():
+        if leftover.fullmatch(path.name):
+            shutil.rmtree(path)
+    folder = Path(tempfile.mkdtemp(prefix=f".{stages.ensemble}.", suffix=".tmp", dir=repository))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def install(staged: Path, repository: Path, stages: Stages, *, overwrite: bool) -> None:
+    """Move the stages from the staging folder into the repository, the ensemble last.
+
+    What is there stays: configs and the decoder's model.py belong to the user. The version folders of
+    tokenizer and logits belong together and are replaced; with `overwrite` their configs too. A failure puts
+    all back.
+    """
+    replaced = {f"{stages.tokenizer}/1", f"{stages.logits}/1"}
+    if overwrite:
+        replaced |= {f"{stages.tokenizer}/config.pbtxt", f"{stages.logits}/config.pbtxt"}
+    moves = _Moves()
+    try:
+        for part in _parts(stages):
+            if (repository / part).exists() and part not in replaced:
+                continue
+            if (repository / part).exists():
+                moves.move(repository / part, staged / "replaced" / part)
+            moves.move(staged / part, repository / part)
+    except BaseException:
+        moves.undo()
+        raise
+
+
+def _parts(stages: Stages) -> list[str]:
+    return [
+        f"{stages.tokenizer}/config.pbtxt",
+        f"{stages.tokenizer}/1",
+        f"{stages.logits}/config.pbtxt",
+        f"{stages.logits}/1",
+        f"{stages.decoder}/config.pbtxt",
+        f"{stages.decoder}/1/model.py",
+        f"{stages.ensemble}/1/.gitkeep",
+        f"{stages.ensemble}/config.pbtxt",
+    ]
+
+
+@dataclass(slots=True)
+class _Moves:
+    """Renames that can be taken back."""
+
+    renamed: list[tuple[Path, Path]] = field(default_factory=list)
+    created: list[Path] = field(default_factory=list)
+
+    def move(self, source: Path, target: Path) -> None:
+        for folder in reversed([folder for folder in target.parents if not folder.exists()]):
+            self.created.append(folder)
+            folder.mkdir()
+        # Noted first: an interrupt may fall between the rename and the note.
+        self.renamed.append((source, target))
+        source.rename(target)
+
+    def undo(self) -> None:
+        for source, target in reversed(self.renamed):
+            if target.exists() and not source.exists():
+                target.rename(source)
+        for folder in reversed(self.created):
+            if folder.exists():
+                folder.rmdir()
