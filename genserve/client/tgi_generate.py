@@ -16,13 +16,17 @@ __all__ = ["AnswerEvents", "read_completion", "request_body"]
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body of either route. What is off is not sent, for TGI has no value that means off."""
+    # TGI samples as soon as one of these is there, whatever do_sample says.
+    sampling = {
+        "temperature": params.temperature,
+        "top_k": params.top_k or None,
+        "top_p": params.top_p if params.top_p < 1 else None,
+    }
     parameters = {
         "details": True,
         "do_sample": params.temperature > 0,
+        **(sampling if params.temperature > 0 else {}),
         "max_new_tokens": params.max_tokens,
-        "temperature": params.temperature or None,
-        "top_k": params.top_k or None,
-        "top_p": params.top_p if params.top_p < 1 else None,
         "stop": list(params.stop) or None,
         "stop_token_ids": list(params.stop_token_ids) or None,
         "ignore_eos": params.ignore_eos or None,
@@ -63,13 +67,12 @@ class AnswerEvents:
     def read(self, event: Mapping[str, Any]) -> Delta | None:
         """Return what the event adds. Raises what `read_completion` raises."""
         token = event["token"]
-        tokens = [] if token is None else [token]
         whole_text = event["generated_text"]
         finish_reason, usage = None, None
         if whole_text is None:
-            # TGI sends the text of special tokens too, and leaves it out of the whole text.
-            text = "".join(token["text"] for token in tokens if not token["special"])
+            text = token["text"]
         else:
+            # Not the token's own text: that may be the end-of-sequence token's, which is none of the answer.
             text = whole_text[self._num_chars :]
             finish_reason = FinishReason(event["details"]["finish_reason"])
             usage = Usage(
@@ -79,8 +82,8 @@ class AnswerEvents:
         self._num_chars += len(text)
         return Delta(
             text=text,
-            token_ids=tuple(token["id"] for token in tokens),
-            logprobs=_logprobs(tokens, self._params),
+            token_ids=(token["id"],),
+            logprobs=_logprobs([token], self._params),
             finish_reason=finish_reason,
             usage=usage,
         )

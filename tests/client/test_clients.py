@@ -123,6 +123,12 @@ def test_every_option_has_its_name_in_tgi_s_dialect(make_client: Any) -> None:
     }
 
 
+def test_greedy_stays_greedy_though_tgi_samples_when_it_sees_a_top_k_or_top_p(make_client: Any) -> None:
+    with talk(make_client, TGI_REPLY) as (client, server):
+        client.generate("Tea", temperature=0, top_k=4, top_p=0.5)
+    assert server.received[0].body["parameters"] == {"details": True, "do_sample": False}
+
+
 def test_every_option_has_its_name_in_openai_s_dialect(make_client: Any) -> None:
     with talk(make_client, CHAT_REPLY) as (client, server):
         client.chat(
