@@ -59,7 +59,8 @@ class OnnxLogits:
         context_length = int(self.metadata["genserve.context_length"])
         self.num_slots = num_slots
         self.max_length = min(max_length or context_length, context_length)
-        self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
+        outputs = {o.name: o for o in self._session.get_outputs()}
+        self.vocab_size = int(outputs["logits"].shape[-1])
         _, kv_heads, _, head_dim = inputs[past[0]].shape
         cache_type: type[np.generic] = np.float16 if "float16" in inputs[past[0]].type else np.float32
         shape = (num_slots, kv_heads, self.max_length, head_dim)

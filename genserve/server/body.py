@@ -43,7 +43,11 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            # Here, because FastAPI would turn an error into one of its own.
+            if await strict.body():
+                await strict.json()
+            return await handle(strict)
 
         return handle_strictly
 
@@ -71,15 +75,17 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         """Return the parsed body; raises InvalidRequest, which never quotes the body's content."""
-        return parse_json(await self.body())
+        if not hasattr(self, "_json"):
+            self._json = parse_json(await self.body())
+        return self._json
 
 
-def parse_json(body: bytes) -> Any:
-    """Parse strict JSON.
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse a strict JSON object.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON (says at which character), a key twice, NaN or Infinity,
-            a number too large, a lone surrogate, or nested too deeply.
+        InvalidRequest: not UTF-8, not JSON (says at which character), no object, a key twice, NaN or
+            Infinity, a number too large, a lone surrogate, or nested too deeply.
     """
     try:
         text = body.decode("utf-8")
@@ -95,6 +101,8 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequest(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
     # Only an escape can make one, so most bodies need no look at their strings.
     if "\\u" in text:
         _refuse_surrogates(value, "body")

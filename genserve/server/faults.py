@@ -126,21 +126,19 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = error.errors()
-    if not await request.body():
+    # FastAPI hands over the parsed body, or the raw one where it was not said to be JSON.
+    if error.body is None:
         return _answer(request, InvalidRequest("the body is empty", remedy="send a JSON object"))
-    if problems[0]["type"] == "missing" and len(problems[0]["loc"]) == 1:
+    if isinstance(error.body, bytes):
         return _answer(request, InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE))
-    field = _path(problems[0]["loc"][1:])
-    return _answer(request, _invalid(field, problems[0]))
+    problem = error.errors()[0]
+    return _answer(request, _invalid(_path(problem["loc"][1:]), problem))
 
 
 _CONTENT_TYPE = "send the header `Content-Type: application/json`"
 
 
 def _invalid(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
-    if not field:
-        return InvalidRequest("the body must be a JSON object")
     if problem["type"] == "extra_forbidden":
         return InvalidRequest(f"there is no field {field[:128]!r}", field=field[:128])
     return InvalidRequest(f"{field}: {problem['msg'][:200]}", field=field)

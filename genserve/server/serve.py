@@ -17,7 +17,7 @@ from genserve.server.app import create_app
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 
-__all__ = ["ModelInfo", "ServerInfo", "serve"]
+__all__ = ["ModelInfo", "Server", "ServerInfo", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +61,29 @@ def serve(settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | 
         level=logging.INFO if settings.log_verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    metrics = Metrics()
-    repository = Repository(settings.model_repository, max_queue=settings.max_queue, metrics=metrics)
-    services = Services(settings=settings, repository=repository, metrics=metrics)
-    with _bind(settings) as listener:
-        server = _Server(services, on_ready=on_ready)
-        server.run(sockets=[listener])
-    if server.failure is not None:
-        raise server.failure
+    Server(settings, on_ready=on_ready).serve_until_stopped()
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn, with the models' life inside its own: load after the port is open, close after the drain.
 
-    The port opens first, so that a probe sees `loading` while large weights are read.
+    The port opens first, so that a probe sees `loading` while large weights are read. Setting
+    `should_exit` from any thread stops it as SIGTERM does.
     """
 
-    def __init__(self, services: Services, *, on_ready: Callable[[ServerInfo], None] | None) -> None:
-        settings = services.settings
+    def __init__(
+        self, settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | None = None
+    ) -> None:
+        """Read the repository's folders; raises what `serve` raises about them."""
+        metrics = Metrics()
+        self.services = Services(
+            settings=settings,
+            repository=Repository(settings.model_repository, max_queue=settings.max_queue, metrics=metrics),
+            metrics=metrics,
+        )
         super().__init__(
             uvicorn.Config(
-                create_app(services),
+                create_app(self.services),
                 access_log=False,
                 log_config=None,
                 server_header=False,
@@ -89,23 +91,31 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=round(settings.drain_s + _FAREWELL_S),
             )
         )
-        self._services = services
         self._on_ready = on_ready
         self._loading: asyncio.Task[None] | None = None
-        self.failure: GenserveError | None = None
+        self._failure: GenserveError | None = None
+
+    def serve_until_stopped(self) -> None:
+        """Bind, load, answer, drain, close; raises what `serve` raises."""
+        with _bind(self.services.settings) as listener:
+            self.run(sockets=[listener])
+        if self._failure is not None:
+            raise self._failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the port, and load the models beside."""
         await super().startup(sockets=sockets)
         assert sockets
         self._loading = asyncio.create_task(self._load(_url(sockets[0])))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._services.draining = True
-        repository = self._services.repository
+        """Refuse new work, let what runs end until the drain is over, then close the models."""
+        self.services.draining = True
+        repository = self.services.repository
         event_loop = asyncio.get_running_loop()
         # Closing the engines ends the streams that still run, each with an error event.
         deadline = event_loop.call_later(
-            self._services.settings.drain_s, event_loop.run_in_executor, None, repository.close
+            self.services.settings.drain_s, event_loop.run_in_executor, None, repository.close
         )
         await super().shutdown(sockets=sockets)
         deadline.cancel()
@@ -114,13 +124,13 @@ class _Server(uvicorn.Server):
         await event_loop.run_in_executor(None, repository.close)
 
     async def _load(self, url: str) -> None:
-        settings, repository = self._services.settings, self._services.repository
+        settings, repository = self.services.settings, self.services.repository
         try:
             await asyncio.to_thread(repository.load, settings.load_model)
             if not repository.ready:
                 raise next(iter(repository.errors.values()), _nothing_to_load(settings))
         except GenserveError as error:
-            self.failure = error
+            self._failure = error
             self.should_exit = True
             return
         if self._on_ready is not None:

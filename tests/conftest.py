@@ -1,0 +1,42 @@
+"""Fixtures that several folders of tests share; all of them build, none patches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genserve.export import export_model, pull
+from genserve.export.progress import SilentProgress
+from tests.checkpoints import tiny_llama_checkpoint
+from tests.live import LiveServer
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    """A random model of two layers as model `tiny`, fp32."""
+    repository = tmp_path_factory.mktemp("repository")
+    export_model(
+        str(tiny_checkpoint), repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
+    )
+    return repository
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny_repository: Path) -> Iterator[LiveServer]:
+    with LiveServer(tiny_repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model as it is pulled, int8."""
+    repository = tmp_path_factory.mktemp("smollm2")
+    pull("smollm2", repository=repository, progress=SilentProgress())
+    return repository

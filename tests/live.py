@@ -1,0 +1,47 @@
+"""A live server on a free port of 127.0.0.1, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from genserve.backends.ensemble import GenerationEnsemble
+from genserve.server.serve import Server, ServerInfo
+from genserve.settings import ServerSettings
+
+
+class LiveServer:
+    """`with LiveServer(repository) as server: ... server.url ...`"""
+
+    def __init__(self, repository: Path, **settings: Any) -> None:
+        ready: queue.SimpleQueue[ServerInfo] = queue.SimpleQueue()
+        self.server = Server(
+            ServerSettings(model_repository=(repository,), http_port=0, **settings), on_ready=ready.put
+        )
+        self._thread = threading.Thread(target=self.server.serve_until_stopped)
+        self._thread.start()
+        self.info = ready.get(timeout=60)
+        self.url = self.info.url
+
+    @property
+    def model(self) -> GenerationEnsemble:
+        return self.server.services.repository.get()
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

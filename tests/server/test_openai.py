@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+
+import httpx2
+import pytest
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture
+def http(tiny_server):
+    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
+        yield client
+
+
+def chat(http, **body):
+    defaults = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    return http.post("/v1/chat/completions", json=defaults | body)
+
+
+def chunks(response) -> list[dict]:
+    blocks = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+    assert blocks[-1] == "[DONE]"
+    return [json.loads(block) for block in blocks[:-1]]
+
+
+def test_a_chat_is_answered_with_usage(http):
+    body = chat(http).json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    assert body["choices"][0]["finish_reason"] == "length"
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+
+
+def test_the_stream_follows_openais_order(http):
+    whole = chat(http).json()["choices"][0]["message"]["content"]
+    response = chat(http, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = chunks(response)
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == 8
+    assert parts[-2]["choices"][0]["delta"] == {}
+    assert parts[-2]["choices"][0]["finish_reason"] == "length"
+    assert all(part["usage"] is None for part in parts[:-1])
+    assert len({(part["id"], part["created"], part["model"]) for part in parts}) == 1
+    text = "".join(p["choices"][0]["delta"].get("content", "") for p in parts if p["choices"])
+    assert text == whole
+
+
+def test_without_stream_options_no_chunk_has_a_usage(http):
+    assert all("usage" not in part for part in chunks(chat(http, stream=True)))
+
+
+def test_token_ids_are_there_when_asked_for(http):
+    whole = chat(http, return_token_ids=True).json()["choices"][0]["token_ids"]
+    parts = chunks(chat(http, stream=True, return_token_ids=True))
+    assert len(whole) == 8
+    assert [i for part in parts for i in part["choices"][0].get("token_ids", [])] == whole
+
+
+def test_what_users_send_back_of_an_earlier_answer_is_taken(http):
+    earlier = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}
+    messages = [*MESSAGES, earlier, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+    assert chat(http, messages=messages).status_code == 200
+
+
+def test_fields_that_change_nothing_are_taken_and_unknown_ones_are_named(http):
+    response = chat(http, user="me", store=False, n=1, tools=[], response_format={"type": "text"}, colour="red")
+    assert response.status_code == 200
+    assert response.headers["x-genserve-ignored"] == "colour"
+
+
+def test_special_token_text_in_a_message_does_not_become_a_control_token(http):
+    innocent = chat(http, messages=[{"role": "user", "content": "a"}]).json()["usage"]["prompt_tokens"]
+    crafted = chat(http, messages=[{"role": "user", "content": "a<|im_end|>"}]).json()["usage"]["prompt_tokens"]
+    assert crafted > innocent + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "status"),
+    [
+        ({"model": "nobody"}, None, 404),
+        ({"messages": []}, "messages", 400),
+        ({"messages": "hi"}, "messages", 400),
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role", 400),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", 400),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", 400),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", 400),
+        ({"messages": [{"role": "user", "content": "x " * 900}]}, "messages", 400),
+        ({"temperature": 2.1}, "temperature", 400),
+        ({"temperature": "0.7"}, "temperature", 400),
+        ({"top_p": 0}, "top_p", 400),
+        ({"max_tokens": 0}, "max_tokens", 400),
+        ({"max_tokens": 10**6}, "max_tokens", 400),
+        ({"stop": [""]}, "stop[0]", 400),
+        ({"n": 2}, "n", 400),
+        ({"logprobs": True}, "logprobs", 400),
+        ({"tools": [{"type": "function"}]}, "tools", 400),
+        ({"response_format": {"type": "json_object"}}, "response_format", 400),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", 400),
+        ({"stream": "yes"}, "stream", 400),
+        ({"stream_options": {"include_usage": True}}, "stream_options", 400),
+    ],
+)
+def test_a_bad_request_is_a_4xx_that_names_the_field(http, change, param, status):
+    for stream in (False, True):
+        response = chat(http, **({"stream": True} if stream and "stream" not in change else {}) | change)
+        if stream and param == "stream_options":
+            assert response.status_code == 200  # with a stream it is legal
+            continue
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert (error["param"] or "").startswith(param or "")
+        assert error["message"]
+        assert isinstance(error["code"], str)
+
+
+def test_models_are_listed_and_described(http):
+    listed = http.get("/v1/models").json()
+    assert [m["id"] for m in listed["data"]] == ["tiny"]
+    assert http.get("/v1/models/tiny").json() == listed["data"][0]
+    missing = http.get("/v1/models/nobody")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_the_openapi_document_is_whole(http):
+    document = http.get("/openapi.json").json()
+    assert {"/generate", "/generate_stream", "/v1/chat/completions", "/v1/models", "/health"} <= set(document["paths"])
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"]["$ref"].endswith("/ChatBody")

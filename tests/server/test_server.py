@@ -1,0 +1,176 @@
+"""The life of a server: readiness, disconnects, overload, keys, draining."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import httpx2
+import pytest
+
+from genserve.errors import GenserveError, ModelNotFound, RepositoryError
+from genserve.server.serve import Server
+from genserve.settings import ServerSettings
+from tests.live import LiveServer
+
+
+def request_bytes(path: str, body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+LONG = {"inputs": "tell me", "parameters": {"max_new_tokens": 200, "ignore_eos": True}}
+LONG_CHAT = {
+    "messages": [{"role": "user", "content": "tell me"}],
+    "max_tokens": 200,
+    "ignore_eos": True,
+}
+
+
+def slow_down(server: LiveServer, monkeypatch) -> None:
+    """Make each decode step of the tiny model take a while, as a real one would."""
+    engine = server.model.loop._engine
+    decode = engine._model.decode
+
+    def slow(token_ids, past):
+        time.sleep(0.01)
+        return decode(token_ids, past)
+
+    monkeypatch.setattr(engine._model, "decode", slow)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reads_first"),
+    [
+        ("/generate_stream", LONG, True),
+        ("/v1/chat/completions", LONG_CHAT | {"stream": True}, True),
+        ("/generate", LONG, False),
+        ("/v1/chat/completions", LONG_CHAT, False),
+    ],
+)
+def test_a_client_that_leaves_frees_its_slot_within_two_steps(
+    tiny_server, monkeypatch, path, body, reads_first
+):
+    slow_down(tiny_server, monkeypatch)
+    loop = tiny_server.model.loop
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
+        client.sendall(request_bytes(path, body))
+        if reads_first:
+            while b"data:" not in client.recv(65536):
+                pass
+        else:
+            wait_until(lambda: loop.num_running == 1)
+        before = loop.num_steps
+    wait_until(lambda: loop.num_running == 0)
+    # One step may be under way when the connection closes, one may start before the event loop hears of it.
+    assert loop.num_steps - before <= 2
+    assert loop.num_accepted == 0
+
+
+def test_health_and_metrics_tell_of_the_model(tiny_server):
+    with httpx2.Client(base_url=tiny_server.url) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        http.post("/generate", json={"inputs": "hi", "parameters": {"max_new_tokens": 4}})
+        text = http.get("/metrics").text
+    assert 'genserve_generation_tokens_total{model="tiny"}' in text
+    assert 'genserve_requests_total{ending="length",model="tiny"}' in text
+    assert 'genserve_time_to_first_token_seconds_count{model="tiny"}' in text
+
+
+def test_beyond_the_queue_requests_are_refused_with_a_time_to_come_back(tiny_repository, monkeypatch):
+    with LiveServer(tiny_repository, max_queue=0) as server:
+        slow_down(server, monkeypatch)
+        num_slots = server.model.num_slots
+        clients = []
+        for _ in range(num_slots):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            client.sendall(request_bytes("/generate_stream", LONG))
+            clients.append(client)
+        wait_until(lambda: server.model.loop.num_accepted == num_slots)
+        with httpx2.Client(base_url=server.url) as http:
+            tgi = http.post("/generate", json=LONG)
+            openai = http.post("/v1/chat/completions", json=LONG_CHAT)
+        for client in clients:
+            client.close()
+    assert tgi.status_code == 429
+    assert tgi.json()["error_type"] == "overloaded"
+    assert openai.status_code == 503
+    assert int(openai.headers["retry-after"]) >= 1
+
+
+def test_with_a_key_only_the_health_check_is_open(tiny_repository):
+    with LiveServer(tiny_repository, api_key="secret") as server, httpx2.Client(base_url=server.url) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_running_stream_ends_normally_while_the_server_drains(tiny_repository, monkeypatch):
+    with LiveServer(tiny_repository) as server:
+        slow_down(server, monkeypatch)
+        answer = read_in_thread(server, LONG_CHAT | {"stream": True, "max_tokens": 60})
+        wait_until(lambda: server.model.loop.num_running == 1)
+        server.stop()
+        text = answer()
+    assert '"finish_reason": "length"' in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_repository, monkeypatch):
+    with LiveServer(tiny_repository, drain_s=0.2) as server:
+        slow_down(server, monkeypatch)
+        answer = read_in_thread(server, LONG_CHAT | {"stream": True})
+        wait_until(lambda: server.model.loop.num_running == 1)
+        server.stop()
+        text = answer()
+    assert '"error": {"message"' in text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = Server(ServerSettings(model_repository=(tiny_repository,), http_port=port))
+        with pytest.raises(GenserveError, match=f"{port}.*--http-port"):
+            server.serve_until_stopped()
+
+
+def test_a_server_without_a_model_says_so_and_does_not_start(tmp_path):
+    with pytest.raises(RepositoryError, match="no generation model"):
+        Server(ServerSettings(model_repository=(tmp_path,), http_port=0)).serve_until_stopped()
+    with pytest.raises(RepositoryError, match="no model repository"):
+        Server(ServerSettings(model_repository=(tmp_path / "none",), http_port=0))
+
+
+def test_a_model_to_load_that_is_not_there_is_named(tiny_repository):
+    server = Server(ServerSettings(model_repository=(tiny_repository,), http_port=0, load_model=("nobody",)))
+    with pytest.raises(ModelNotFound, match="nobody"):
+        server.serve_until_stopped()
+
+
+def read_in_thread(server: LiveServer, body: dict):
+    texts = []
+
+    def read() -> None:
+        with httpx2.Client(base_url=server.url, timeout=60) as http:
+            texts.append(http.post("/v1/chat/completions", json=body).text)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+
+    def text() -> str:
+        thread.join()
+        return texts[0]
+
+    return text
+
+
+def wait_until(holds, *, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)

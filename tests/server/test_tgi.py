@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+
+import httpx2
+import pytest
+
+
+@pytest.fixture
+def http(tiny_server):
+    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
+        yield client
+
+
+def generate(http, inputs="hello there", **parameters):
+    return http.post("/generate", json={"inputs": inputs, "parameters": {"max_new_tokens": 8, **parameters}})
+
+
+def events(response) -> list[dict]:
+    return [json.loads(block.removeprefix("data: ")) for block in response.text.split("\n\n") if block]
+
+
+def test_generate_answers_the_text_and_counts(http):
+    response = generate(http, details=True)
+    assert response.status_code == 200
+    body = response.json()
+    details = body["details"]
+    assert details["finish_reason"] == "length"
+    assert details["generated_tokens"] == len(details["tokens"]) == 8
+    assert "".join(token["text"] for token in details["tokens"]) == body["generated_text"]
+    assert all(token["logprob"] <= 0 for token in details["tokens"])
+    assert response.headers["x-generated-tokens"] == "8"
+    assert int(response.headers["x-prompt-tokens"]) > 0
+
+
+def test_details_are_left_out_unless_asked_for(http):
+    assert set(generate(http).json()) == {"generated_text"}
+
+
+def test_the_stream_has_one_event_per_token_and_the_whole_text_in_the_last(http):
+    whole = generate(http).json()["generated_text"]
+    response = http.post("/generate_stream", json={"inputs": "hello there", "parameters": {"max_new_tokens": 8}})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    stream = events(response)
+    assert [e["index"] for e in stream] == list(range(1, 9))
+    assert all(e["generated_text"] is None for e in stream[:-1])
+    assert stream[-1]["generated_text"] == whole
+    assert stream[-1]["details"]["finish_reason"] == "length"
+    assert "".join(e["token"]["text"] for e in stream) == whole
+    assert "[DONE]" not in response.text
+
+
+def test_the_root_takes_both_and_answers_a_list(http):
+    body = {"inputs": "hello there", "parameters": {"max_new_tokens": 4}}
+    whole = http.post("/", json=body).json()
+    stream = events(http.post("/", json=body | {"stream": True}))
+    assert whole == [{"generated_text": stream[-1]["generated_text"]}]
+
+
+def test_return_full_text_puts_the_prompt_in_front(http):
+    text = generate(http).json()["generated_text"]
+    assert generate(http, return_full_text=True).json()["generated_text"] == "hello there" + text
+
+
+def test_a_stop_string_ends_the_text_before_it(http):
+    text = generate(http, max_new_tokens=30).json()["generated_text"]
+    stop = text[5:8]
+    body = generate(http, max_new_tokens=30, stop=[stop], details=True).json()
+    assert body["generated_text"] == text[: text.index(stop)]
+    assert body["details"]["finish_reason"] == "stop_sequence"
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(http):
+    def sampled(seed):
+        return generate(http, do_sample=True, seed=seed, max_new_tokens=30).json()["generated_text"]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_parameters_that_ask_for_nothing_are_taken(http):
+    neutral = {"best_of": 1, "watermark": False, "repetition_penalty": 1.0, "truncate": None, "typical_p": None}
+    assert generate(http, **neutral).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "status"),
+    [
+        ({"inputs": ""}, "inputs", 422),
+        ({}, "inputs", 422),
+        ({"inputs": None}, "inputs", 422),
+        ({"inputs": 5}, "inputs", 422),
+        ({"inputs": "x" * 5000}, "inputs", 422),
+        ({"inputs": "x", "model": "nobody"}, None, 404),
+        ({"inputs": "x", "extra": 1}, "extra", 422),
+        ({"inputs": "x", "parameters": {"max_tokns": 1}}, "parameters.max_tokns", 422),
+        ({"inputs": "x", "parameters": {"max_new_tokens": 0}}, "parameters.max_new_tokens", 422),
+        ({"inputs": "x", "parameters": {"max_new_tokens": 1.5}}, "parameters.max_new_tokens", 422),
+        ({"inputs": "x", "parameters": {"max_new_tokens": "5"}}, "parameters.max_new_tokens", 422),
+        ({"inputs": "x", "parameters": {"max_new_tokens": 10**6}}, "parameters.max_new_tokens", 422),
+        ({"inputs": "x", "parameters": {"temperature": 0}}, "parameters.temperature", 422),
+        ({"inputs": "x", "parameters": {"temperature": -1.0}}, "parameters.temperature", 422),
+        ({"inputs": "x", "parameters": {"top_p": 1.5}}, "parameters.top_p", 422),
+        ({"inputs": "x", "parameters": {"top_k": 0}}, "parameters.top_k", 422),
+        ({"inputs": "x", "parameters": {"stop": [""]}}, "parameters.stop[0]", 422),
+        ({"inputs": "x", "parameters": {"stop": ["a"] * 17}}, "parameters.stop", 422),
+        ({"inputs": "x", "parameters": {"stop_token_ids": [320]}}, "parameters.stop_token_ids", 422),
+        ({"inputs": "x", "parameters": {"seed": -1}}, "parameters.seed", 422),
+        ({"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of", 422),
+        ({"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {}}}}, "parameters.grammar", 422),
+        ({"inputs": "x", "parameters": {"repetition_penalty": 1.2}}, "parameters.repetition_penalty", 422),
+        ({"inputs": "x", "parameters": {"details": "yes"}}, "parameters.details", 422),
+    ],
+)
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_a_bad_request_is_a_4xx_that_names_the_field(http, path, body, field, status):
+    response = http.post(path, json=body)
+    assert response.status_code == status
+    answer = response.json()
+    assert answer["error_type"] == "validation"
+    assert answer["field"] == field
+    assert answer["error"]
+    if field is not None:
+        assert field in answer["error"] or field == "inputs"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"{", "not JSON"),
+        (b"[]", "object"),
+        (b"null", "object"),
+        (b'"x"', "object"),
+        (b'{"inputs": "x"} trailing', "not JSON"),
+        (b'{"inputs": "x", "inputs": "y"}', "twice"),
+        (b'{"inputs": "x", "parameters": {"temperature": NaN}}', "NaN"),
+        (b'{"inputs": "x", "parameters": {"temperature": 1e999}}', "temperature"),
+        (b'{"inputs": "x", "parameters": {"seed": ' + b"9" * 5000 + b"}}", "digits"),
+        (b'{"inputs": "\\ud800"}', "surrogate"),
+        (b'{"inputs": "\xff"}', "UTF-8"),
+        (b'{"x":' * 100_000, "nested"),
+    ],
+)
+def test_broken_json_is_a_422_that_says_what(http, content, words):
+    response = http.post("/generate", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 422
+    assert words in response.json()["error"]
+    assert len(response.content) < 1024
+
+
+def test_a_surrogate_pair_is_a_character(http):
+    response = http.post(
+        "/generate",
+        content=b'{"inputs": "\\ud83d\\ude00", "parameters": {"max_new_tokens": 1}}',
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 200
+
+
+def test_a_body_over_the_limit_is_a_413(http):
+    response = http.post("/generate", json={"inputs": "x" * 9_000_000})
+    assert response.status_code == 413
+
+
+def test_unknown_routes_and_methods_answer_json(http):
+    assert http.get("/nowhere").status_code == 404
+    wrong = http.get("/generate")
+    assert wrong.status_code == 405
+    assert "POST" in wrong.headers["allow"]
+    assert wrong.json()["error"]
+
+
+def test_a_prompt_longer_than_the_context_says_both_numbers(http, tiny_server):
+    answer = http.post("/generate", json={"inputs": "x " * 1000}).json()
+    assert answer["code"] == "context_length_exceeded"
+    assert str(tiny_server.model.max_length) in answer["error"]
+
+
+def test_info_describes_the_model(http, tiny_server):
+    info = http.get("/info").json()
+    assert info["model_id"] == "tiny"
+    assert info["max_total_tokens"] == tiny_server.model.max_length
