@@ -33,6 +33,8 @@ _FINISH = {
     FinishReason.STOP_STRING: "stop",
     FinishReason.LENGTH: "length",
 }
+# What huggingface_hub's InferenceClient writes for "the model at this URL".
+_ANY_MODEL = frozenset({"dummy", "tgi"})
 # Labels for OpenAI's own bookkeeping; they change nothing in an answer.
 _INERT = frozenset(
     {
@@ -165,7 +167,8 @@ async def chat_completions(body: ChatBody, services: SharedServices, request: Re
     ignored = body.ignored()
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
-    opened = await services.open(body.model, body.chat(), body.params())
+    model_name = None if body.model in _ANY_MODEL else body.model
+    opened = await services.open(model_name, body.chat(), body.params())
     response: Response
     if body.stream:
         response = EventStream(opened.stream, ChatFrames(opened, body))

@@ -1,0 +1,85 @@
+"""openai-python against a running server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+MESSAGES = [{"role": "user", "content": "hello there"}]
+OPTIONS = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture
+def client(tiny_server):
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_chat_is_answered(client):
+    answer = client.chat.completions.create(**OPTIONS)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    assert answer.choices[0].message.content
+
+
+def test_a_streamed_chat_joins_to_the_whole_and_ends_with_its_usage(client):
+    whole = client.chat.completions.create(**OPTIONS).choices[0].message.content
+    stream = client.chat.completions.create(**OPTIONS, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+    assert chunks[-1].usage.completion_tokens == 12
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+
+
+def test_the_stream_helper_builds_the_final_completion(client):
+    whole = client.chat.completions.create(**OPTIONS).choices[0].message.content
+    # Ended by a stop string: this helper raises for answers that max_tokens cut.
+    with client.chat.completions.stream(**OPTIONS, stop=whole[4:6]) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert final.choices[0].finish_reason == "stop"
+    assert final.choices[0].message.content == whole[: whole.index(whole[4:6])]
+
+
+async def test_the_asynchronous_client_streams(tiny_server):
+    async with openai.AsyncOpenAI(base_url=f"{tiny_server.url}/v1", api_key="none") as client:
+        stream = await client.chat.completions.create(**OPTIONS, stream=True)
+        text = "".join([c.choices[0].delta.content or "" async for c in stream])
+    assert text
+
+
+def test_a_stream_closed_early_frees_its_slot(client, tiny_server):
+    stream = client.chat.completions.create(**(OPTIONS | {"max_tokens": 200}), stream=True)
+    next(stream)
+    stream.close()
+    while tiny_server.model.loop.num_accepted:
+        pass
+
+
+def test_models_are_listed(client):
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError),
+        ({"temperature": 9}, openai.BadRequestError),
+        ({"messages": []}, openai.BadRequestError),
+        ({"n": 2}, openai.BadRequestError),
+    ],
+)
+def test_errors_arrive_as_the_clients_own_classes(client, change, error):
+    with pytest.raises(error) as raised:
+        client.chat.completions.create(**(OPTIONS | change))
+    assert raised.value.body["message"]
+    if error is openai.BadRequestError:
+        assert raised.value.param in change
+
+
+def test_a_prompt_over_the_context_has_the_code_that_programs_look_for(client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**(OPTIONS | {"messages": [{"role": "user", "content": "x " * 900}]}))
+    assert raised.value.code == "context_length_exceeded"
