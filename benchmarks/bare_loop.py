@@ -1,0 +1,106 @@
+"""Bare loop: the forward passes of one batch and nothing else, the ceiling of what a server can reach.
+
+The exported graph by itself: one prefill of all rows, then one call per token with a constant token fed
+back. No sampling, no text, no network, no scheduling; the same session options as the server.
+
+    python benchmarks/bare_loop.py --repository model_repository --model smollm2 --rows 32
+
+prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+__all__ = ["bare_forward_loop"]
+
+TOKEN_ID = 5  # any will do: its value does not change the cost
+
+
+def bare_forward_loop(
+    repository: Path, model: str, *, rows: int, prompt_tokens: int, new_tokens: int
+) -> float:
+    """Generated tokens per second of all rows together, the prefill's time included."""
+    loop = _Loop(_open(repository, model), rows=rows, max_length=prompt_tokens + new_tokens)
+    loop.run(prompt_tokens=prompt_tokens, new_tokens=3)  # the first runs pay for memory and weight layout
+    started_s = time.perf_counter()
+    loop.run(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    return rows * new_tokens / (time.perf_counter() - started_s)
+
+
+class _Loop:
+    """A KV cache for `rows` token sequences, in place: past and present are the same memory."""
+
+    def __init__(self, session: Any, *, rows: int, max_length: int) -> None:
+        self._session, self._rows = session, rows
+        inputs = {i.name: i for i in session.get_inputs()}
+        past = [name for name in inputs if name.startswith("past_key_values.")]
+        _, kv_heads, _, head_dim = inputs[past[0]].shape
+        kind = np.float16 if "float16" in inputs[past[0]].type else np.float32
+        self._cache = {name: np.zeros((rows, kv_heads, max_length, head_dim), dtype=kind) for name in past}
+        [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")
+        self._logits = np.empty((rows, vocab_size), dtype=np.float32)
+
+    def run(self, *, prompt_tokens: int, new_tokens: int) -> None:
+        prefill = self._inputs(width=prompt_tokens)
+        self._session.run_with_iobinding(self._bind(prefill))
+        decode = self._inputs(width=1)
+        binding = self._bind(decode)
+        for past in range(prompt_tokens, prompt_tokens + new_tokens - 1):  # the prefill gave the first token
+            decode["seqlens_k"][:] = past
+            decode["total_len"][()] = past + 1
+            self._session.run_with_iobinding(binding)
+
+    def _inputs(self, *, width: int) -> dict[str, NDArray[Any]]:
+        """The graph's inputs for the first `width` tokens of every row."""
+        return {
+            "input_ids": np.full((self._rows, width), TOKEN_ID, dtype=np.int64),
+            "seqlens_k": np.full(self._rows, width - 1, dtype=np.int32),
+            "total_len": np.full((), width, dtype=np.int32),
+            "rows": np.arange(width - 1, self._rows * width, width, dtype=np.int64),
+        }
+
+    def _bind(self, inputs: dict[str, NDArray[Any]]) -> Any:
+        binding = self._session.io_binding()
+        for name, array in (inputs | self._cache).items():
+            binding.bind_input(name, *_memory(array))
+        for name, array in self._cache.items():
+            binding.bind_output(name.replace("past_key_values", "present"), *_memory(array))
+        binding.bind_output("logits", *_memory(self._logits))
+        return binding
+
+
+def _memory(array: NDArray[Any]) -> tuple[Any, ...]:
+    return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+
+
+def _open(repository: Path, model: str) -> Any:
+    versions = (repository / f"{model}_logits").glob("[1-9]*/model.onnx")
+    path = max(versions, key=lambda file: int(file.parent.name))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = len(os.sched_getaffinity(0))
+    options.add_session_config_entry("session.intra_op.spin_duration_us", "200")
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    print(json.dumps({"tokens_per_s": bare_forward_loop(**vars(parser.parse_args()))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The load client of the benchmark against a live server."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks.load import Load, run
+from tests.live import LiveServer
+
+
+def load(server: LiveServer, **changes: object) -> Load:
+    options: dict[str, object] = {
+        "host": "127.0.0.1",
+        "port": server.port,
+        "model": "tiny",
+        "api": "generate",
+        "concurrency": 3,
+        "num_requests": 7,
+        "new_tokens": 12,
+        "prompt_words": 6,
+        "seed": 1,
+    }
+    return Load(**(options | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("api", ["generate", "chat"])
+def test_every_request_is_answered_and_counted_by_the_servers_own_figures(
+    tiny_server: LiveServer, api: str
+) -> None:
+    measured = run(load(tiny_server, api=api))
+    assert measured.new_tokens == [12] * 7
+    assert statistics.fmean(measured.prompt_tokens) > 6
+    assert 0 < len(measured.first_text_s) <= 7  # a random model may answer with special tokens alone
+    assert 0 < len(measured.gaps_s) <= 7 * 11
+    assert max(measured.first_text_s) <= measured.elapsed_s
+
+
+def test_a_refused_request_is_an_error_and_not_a_figure(tiny_server: LiveServer) -> None:
+    with pytest.raises(RuntimeError, match="did not answer"):
+        run(load(tiny_server, model="nowhere"))
