@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from genserve.errors import ContextLengthExceeded, InvalidRequest
+from genserve.repository.repository import Repository
+from genserve.request import Message, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def ensemble(tiny_repository):
+    repository = Repository([tiny_repository])
+    repository.load()
+    yield repository.get("tiny")
+    repository.close()
+
+
+def test_a_prompt_is_tokenised_as_the_tokenizer_does(ensemble):
+    sequence = ensemble.prepare("hello there", SamplingParams())
+    assert sequence.token_ids == ensemble.tokenizer.encode("hello there")
+
+
+def test_a_chat_goes_through_the_template(ensemble):
+    sequence = ensemble.prepare((Message(role="user", content="hi"),), SamplingParams())
+    assert "assistant" in ensemble.tokenizer.decode(sequence.token_ids)
+
+
+def test_a_seed_is_drawn_where_none_is_given(ensemble):
+    drawn = {ensemble.prepare("x", SamplingParams()).seed for _ in range(4)}
+    assert len(drawn) == 4
+    assert ensemble.prepare("x", SamplingParams(seed=5)).seed == 5
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 0, 1])
+def test_a_prompt_fits_up_to_the_context_less_one(ensemble, num_tokens):
+    length = ensemble.max_length - 1 + num_tokens
+    prompt = "!" * length
+    assert len(ensemble.tokenizer.encode(prompt)) == length
+    if length < ensemble.max_length:
+        assert ensemble.prepare(prompt, SamplingParams()).num_prompt_tokens == length
+    else:
+        with pytest.raises(ContextLengthExceeded, match=str(ensemble.max_length)) as raised:
+            ensemble.prepare(prompt, SamplingParams())
+        assert raised.value.field == "prompt"
+
+
+def test_more_tokens_than_there_is_room_for_are_refused_with_both_numbers(ensemble):
+    room = ensemble.max_length - 10
+    ensemble.prepare("!" * 10, SamplingParams(max_tokens=room))
+    with pytest.raises(ContextLengthExceeded, match=rf"{room + 1}.*{room}") as raised:
+        ensemble.prepare("!" * 10, SamplingParams(max_tokens=room + 1))
+    assert raised.value.field == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("", SamplingParams(), "prompt"),
+        ("x", SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
+    ],
+)
+def test_what_only_the_model_can_know_is_checked_here(ensemble, prompt, params, field):
+    with pytest.raises(InvalidRequest) as raised:
+        ensemble.prepare(prompt, params)
+    assert raised.value.field == field

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from genserve.errors import ModelNotFound, ModelNotReady, RepositoryError
+from genserve.repository.index import scan
+from genserve.repository.repository import Repository
+
+
+@pytest.fixture
+def copy(tiny_repository, tmp_path):
+    return shutil.copytree(tiny_repository, tmp_path / "repository")
+
+
+def loaded(root) -> Repository:
+    repository = Repository([root])
+    repository.load()
+    return repository
+
+
+def test_models_are_listed_by_folder_and_hidden_folders_are_passed_over(copy):
+    (copy / ".half-written").mkdir()
+    assert list(scan([copy])) == ["tiny", "tiny_decoder", "tiny_logits", "tiny_tokenizer"]
+
+
+def test_the_highest_version_is_the_one_that_counts(copy):
+    entry = scan([copy])["tiny_decoder"]
+    for name in ("2", "10", "010", "x", "-3"):
+        (entry.path / name).mkdir()
+    assert entry.versions == (1, 2, 10)
+    assert entry.latest_version().name == "10"
+
+
+def test_the_first_of_several_roots_wins(copy, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(copy / "tiny", other / "tiny")
+    shutil.copytree(copy / "tiny", other / "also")
+    (other / "also" / "config.pbtxt").write_text('name: "also" platform: "ensemble"')
+    entries = scan([copy, other])
+    assert entries["tiny"].path == copy / "tiny"
+    assert "also" in entries
+
+
+def test_the_only_model_needs_no_name(copy):
+    repository = loaded(copy)
+    assert repository.get() is repository.get("tiny")
+    repository.close()
+
+
+def test_a_broken_model_does_not_stop_a_good_one(copy):
+    shutil.copytree(copy / "tiny", copy / "broken")
+    text = (copy / "tiny" / "config.pbtxt").read_text().replace('"tiny"', '"broken"')
+    (copy / "broken" / "config.pbtxt").write_text(text.replace("tiny_logits", "nowhere"))
+    repository = loaded(copy)
+    assert repository.get("tiny")
+    with pytest.raises(ModelNotReady, match="unavailable"):
+        repository.get("broken")
+    assert "nowhere" in repository.errors["broken"].message
+    assert not repository.healthy
+    repository.close()
+
+
+def test_a_config_that_cannot_be_read_is_listed_with_its_error(copy):
+    (copy / "tiny_logits" / "config.pbtxt").write_text("name: 5")
+    assert scan([copy])["tiny_logits"].error is not None
+    repository = loaded(copy)
+    assert "config.pbtxt:1:" in repository.errors["tiny"].message
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("tiny_logits/1/model.onnx", "model.onnx is missing"),
+        ("tiny_tokenizer/1/tokenizer.json", "tokenizer.json"),
+        ("tiny_decoder/1/model.py", "model.py is missing"),
+    ],
+)
+def test_a_missing_file_is_named_with_what_brings_it(copy, missing, words):
+    (copy / missing).unlink()
+    error = loaded(copy).errors["tiny"]
+    assert words in error.message
+    assert error.remedy
+
+
+def test_an_ensemble_of_another_shape_is_refused_by_name(copy):
+    text = (copy / "tiny" / "config.pbtxt").read_text()
+    (copy / "tiny" / "config.pbtxt").write_text(text.replace('"tiny_decoder"', '"tiny_tokenizer"'))
+    assert "not a chain" in loaded(copy).errors["tiny"].message
+
+
+def test_a_bad_parameter_names_the_file(copy):
+    path = copy / "tiny_logits" / "config.pbtxt"
+    path.write_text(path.read_text() + 'parameters { key: "intra_op_thread_count" value { string_value: "two" } }')
+    assert "intra_op_thread_count" in loaded(copy).errors["tiny"].message
+
+
+def test_unknown_names_are_answered_with_the_known_ones(copy):
+    repository = loaded(copy)
+    with pytest.raises(ModelNotFound, match="tiny"):
+        repository.get("nobody")
+    with pytest.raises(ModelNotFound, match="tiny"):
+        repository.load(["nobody"])
+    repository.close()
+
+
+def test_a_repository_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RepositoryError, match="genserve pull"):
+        Repository([tmp_path / "none"])
