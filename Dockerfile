@@ -1,0 +1,42 @@
+# docker build --build-arg RUNTIME=cpu --tag genserve .          (or RUNTIME=gpu)
+# docker run --rm -v models:/models genserve pull smollm2
+# docker run --rm -v models:/models -p 8000:8000 genserve
+
+FROM python:3.12-slim AS build
+ARG RUNTIME=cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/genserve
+ENV PATH=/opt/genserve/bin:$PATH
+WORKDIR /src
+
+# torch changes seldom and is large, so it has a layer of its own. Without CUDA it comes from another index.
+COPY constraints.txt ./
+RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
+    if [ "$RUNTIME" = cpu ]; then \
+        pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch+cpu"; \
+    else \
+        pip install "$torch"; \
+    fi
+
+COPY pyproject.toml README.md LICENSE ./
+COPY genserve genserve
+RUN pip install -c constraints.txt ".[$RUNTIME]"
+
+
+FROM python:3.12-slim
+RUN useradd --create-home --uid 1000 genserve && \
+    install --directory --owner=genserve --group=genserve /models
+COPY --from=build /opt/genserve /opt/genserve
+ENV PATH=/opt/genserve/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    GENSERVE_HOST=0.0.0.0 \
+    GENSERVE_HTTP_PORT=8000 \
+    GENSERVE_MODEL_REPOSITORY=/models
+USER genserve
+WORKDIR /home/genserve
+VOLUME /models
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["genserve"]
+CMD ["serve"]

@@ -1,0 +1,55 @@
+RUNTIME ?= cpu
+MODEL ?= smollm2
+REPOSITORY ?= model_repository
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(RUNTIME)
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: help setup pull serve chat test check bench image
+
+help:
+	@echo "make serve   set up, bring the default model, start the server"
+	@echo "make chat    the same, and chat in the terminal instead"
+	@echo "make test    set up and run the tests; ARGS='-m slow' runs the slow ones"
+	@echo "make check   ruff, mypy, import layers"
+	@echo "make bench   the server beside the bare forward loop"
+	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
+
+setup: $(INSTALLED)
+
+# On Linux the default torch brings CUDA, some gigabytes of it; a CPU machine takes the build without. It comes
+# first and alone, so that the other packages are looked for on the usual index only.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(RUNTIME) $(shell uname),cpu Linux)
+	$(BIN)/pip install --no-deps --retries 1 --timeout 20 \
+		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
+endif
+	$(BIN)/pip install -c constraints.txt -e '.[$(RUNTIME),dev]'
+	touch $@
+
+pull: $(INSTALLED)
+	@$(BIN)/genserve pull $(MODEL) --model-repository $(REPOSITORY)
+
+serve: pull
+	@$(BIN)/genserve serve --model-repository $(REPOSITORY) $(ARGS)
+
+chat: pull
+	@$(BIN)/genserve chat $(MODEL) --model-repository $(REPOSITORY) $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: pull
+	$(BIN)/python benchmarks/serving.py --model-repository $(REPOSITORY) --model $(MODEL) $(ARGS)
+
+image:
+	docker build --build-arg RUNTIME=$(RUNTIME) --tag genserve:$(RUNTIME) .
