@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 
-__all__ = ["Checkpoint", "FloatArray", "read_checkpoint"]
+__all__ = ["Checkpoint", "FloatArray", "locate", "read_checkpoint"]
 
 FloatArray = NDArray[np.float32]
 
@@ -24,7 +24,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 class Checkpoint:
     """A model as its authors published it; the words are those of Hugging Face's folders."""
 
-    source: str                             # the base name of the folder or file, for messages
+    source: str                             # the name of the folder or file, without its place
     config: Mapping[str, Any]               # config.json
     tensor_names: frozenset[str]
     load: Callable[[str], FloatArray]       # reads one tensor anew each time
@@ -44,26 +44,35 @@ class Checkpoint:
         return self.load(name)
 
 
-def read_checkpoint(source: str) -> Checkpoint:
-    """Open a checkpoint: a Hugging Face folder, a GGUF file, or the name of a model on the hub.
+def locate(source: str) -> Path:
+    """The folder or file of a checkpoint: that of this path, or a download of ORG/NAME from the hub.
 
     Raises:
-        ExportError: there is nothing of the kind at `source`, or it cannot be read.
+        ExportError: there is nothing of the kind at `source`, or the download failed.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        from genserve.export.hugging_face import read_folder
-
-        return read_folder(path)
-    if path.is_file() and path.suffix == ".gguf":
-        from genserve.export.gguf_file import read_gguf
-
-        return read_gguf(path)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
     if not path.exists() and _HUB_NAME.fullmatch(source):
-        from genserve.export.hugging_face import read_hub
+        from genserve.export.hugging_face import download
 
-        return read_hub(source)
+        return download(source)
     raise ExportError(
         f"{source!r} is no checkpoint",
         remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
     )
+
+
+def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
+    """Open the Hugging Face folder or the GGUF file at `path`; `source` is its name for messages.
+
+    Raises:
+        ExportError: it cannot be read.
+    """
+    if path.is_dir():
+        from genserve.export.hugging_face import read_folder
+
+        return read_folder(path, source=source)
+    from genserve.export.gguf_file import read_gguf
+
+    return read_gguf(path, source=source)

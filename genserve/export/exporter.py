@@ -44,10 +44,13 @@ def export_model(
     stages = Stages(name)
     _require_free(stages, repository, precision=precision, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
+        from genserve.export.checkpoint import locate, read_checkpoint
         from genserve.export.conversion import Conversion
         from genserve.export.parity import check_parity
+    path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
-        conversion = Conversion.of(source, stages=stages, precision=precision)
+        checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
+        conversion = Conversion.of(checkpoint, stages=stages, precision=precision)
     with staging_folder(repository, stages) as staged:
         if not overwrite:
             conversion.require_agreeing_config(repository)
@@ -56,7 +59,7 @@ def export_model(
             weights = conversion.write_graph(staged, advance=advance)
         with progress.stage("comparing with the source"):
             parity = check_parity(
-                conversion.checkpoint, weights, precision=precision, dimensions=conversion.dimensions
+                checkpoint, weights, precision=precision, dimensions=conversion.dimensions
             )
         size_bytes = sum(path.stat().st_size for path in weights.glob("model.onnx*"))
         install(staged, repository, stages, overwrite=overwrite)

@@ -31,7 +31,7 @@ _LAYER_NAMES = {
 }
 
 
-def read_gguf(path: Path) -> Checkpoint:
+def read_gguf(path: Path, *, source: str) -> Checkpoint:
     """Open a GGUF file of the architecture `llama`.
 
     Raises:
@@ -45,27 +45,27 @@ def read_gguf(path: Path) -> Checkpoint:
     metadata = {name: field.contents() for name, field in fields.items()}
     tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
     try:
-        config = _config(metadata, tensors=tensors, path=path)
+        config = _config(metadata, tensors=tensors, source=source)
     except KeyError as error:
         raise ExportError(f"{path} lacks {error}", remedy="download the file again") from error
     return Checkpoint(
-        source=path.name,
+        source=source,
         config=config,
         tensor_names=frozenset(tensors),
         load=partial(_load, tensors, heads=_heads(metadata)),
-        tokenizer_files=tokenizer_files(reader.fields, source=path.name),
+        tokenizer_files=tokenizer_files(reader.fields, source=source),
     )
 
 
 def _config(
-    metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], path: Path
+    metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str
 ) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     scaling = metadata.get("llama.rope.scaling.type", "none")
     if architecture != "llama" or scaling != "none" or "rope_freqs.weight" in tensors:
         what = f"architecture {architecture!r}" if architecture != "llama" else "scaled rotary positions"
         raise ExportError(
-            f"{path.name} has {what}, which is not read from GGUF files",
+            f"{source} has {what}, which is not read from GGUF files",
             remedy="export from the original checkpoint folder (config.json and safetensors)",
         )
     hidden, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]

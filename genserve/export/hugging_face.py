@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 
-__all__ = ["read_folder", "read_hub"]
+__all__ = ["download", "read_folder"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,24 +24,23 @@ _TOKENIZER_FILES = (
 )
 
 
-def read_hub(name: str) -> Checkpoint:
-    """Download what an export needs of ORG/NAME, with the hub's own progress bars and cache, and open it.
+def download(name: str) -> Path:
+    """Download what an export needs of ORG/NAME, with the hub's own progress bars and cache; the folder.
 
     Raises:
         ExportError: the hub is out of reach, or has no such model for this caller.
     """
     patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES]
     try:
-        folder = snapshot_download(name, allow_patterns=patterns)
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ExportError(
             f"{name} could not be downloaded from the Hugging Face hub: {_first_line(error)}",
             remedy="check the name, the network, and HF_TOKEN for a gated model; or export a local folder",
         ) from error
-    return read_folder(Path(folder), source=name.rpartition("/")[2])
 
 
-def read_folder(folder: Path, *, source: str | None = None) -> Checkpoint:
+def read_folder(folder: Path, *, source: str) -> Checkpoint:
     """Open a folder with config.json, tokenizer.json and safetensors files, sharded or not.
 
     Raises:
@@ -50,7 +49,7 @@ def read_folder(folder: Path, *, source: str | None = None) -> Checkpoint:
     config = _read_json(folder / "config.json")
     shards = _shards(folder)
     return Checkpoint(
-        source=source or folder.resolve().name,
+        source=source,
         config=config,
         tensor_names=frozenset(shards),
         load=partial(_load, shards),
@@ -97,7 +96,8 @@ def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes
             f"{folder} has no tokenizer.json",
             remedy="make one with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
         )
-    template = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+    described = _read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    template = described.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if isinstance(template, str):
@@ -113,7 +113,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ExportError(
             f"{path} cannot be read: {_first_line(error)}",
-            remedy="a checkpoint folder has config.json beside its weights; download it again",
+            remedy="a checkpoint folder has it beside its weights; download it again",
         ) from error
     return value
 

@@ -109,7 +109,7 @@ class Layers:
             K=shape[1],
             bits=scheme.bits,
             block_size=scheme.block_size,
-            accuracy_level=4,  # the activations in int8 too, per row and block: twice as fast as float32
+            accuracy_level=4,  # the activations in int8 too, a scale per row and block: about twice as fast
         )
 
     def _first_columns(self, x: str, output: str, *, width: int) -> str:

@@ -30,7 +30,8 @@ FORMATS: Mapping[Precision, Format] = MappingProxyType(
         "fp32": Format(),
         "fp16": Format(activations=np.float16),
         "int8": Format(linear=_INT8, vocabulary=_INT8),
-        # The head decides between all tokens: in 8 bits it costs 2 % of speed and saves a third of the loss.
+        # The head in 8 bits: perplexity x1.24 of fp32 where 4 bits have x1.33 (SmolLM2-135M), for 2 % of the
+        # speed with 32 rows and 20 % with one.
         "int4": Format(linear=Scheme(bits=4, block_size=32), vocabulary=_INT8),
     }
 )

@@ -1,0 +1,41 @@
+"""Graphs: tiny checkpoints turned into graphs, without the check and the installation around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.export.checkpoint import read_checkpoint
+from genserve.export.conversion import Conversion
+from genserve.export.family import Dimensions
+from genserve.export.parity import CachedGraph
+from genserve.export.report import Precision
+from genserve.export.stages import Stages
+
+__all__ = ["WrittenGraph", "write_graph"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenGraph:
+    """A graph on disk."""
+
+    folder: Path
+    precision: Precision
+    dimensions: Dimensions
+
+    def cached(self, *, batch: int, max_len: int) -> CachedGraph:
+        return CachedGraph(
+            self.folder,
+            dimensions=self.dimensions,
+            precision=self.precision,
+            batch=batch,
+            max_len=max_len,
+        )
+
+
+def write_graph(source: Path, folder: Path, *, precision: Precision = "fp32") -> WrittenGraph:
+    checkpoint = read_checkpoint(source, source=source.name)
+    conversion = Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision)
+    conversion.write_files(folder)
+    version = conversion.write_graph(folder, advance=lambda _units: None)
+    return WrittenGraph(folder=version, precision=precision, dimensions=conversion.dimensions)

@@ -1,0 +1,214 @@
+"""Exports into a repository: what appears there, what stays, and what a failure leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from genserve.errors import ExportError
+from genserve.export import ExportReport, Precision, SilentProgress, export_model
+from genserve.export.stages import Stages
+from tests.checkpoints import tiny_llama_checkpoint
+
+STAGES = {"tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder"}
+
+
+class InterruptedProgress(SilentProgress):
+    """Is interrupted by the user when a stage is done."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        with super().stage(name, total=total) as advance:
+            yield advance
+        if name.startswith(self._stage):
+            raise KeyboardInterrupt
+
+
+def export(
+    source: Path,
+    repository: Path,
+    *,
+    name: str = "tiny",
+    precision: Precision = "fp32",
+    overwrite: bool = False,
+    progress: SilentProgress | None = None,
+) -> ExportReport:
+    return export_model(
+        str(source),
+        repository=repository,
+        name=name,
+        precision=precision,
+        overwrite=overwrite,
+        progress=progress or SilentProgress(),
+    )
+
+
+def contents(repository: Path) -> dict[str, bytes]:
+    files = sorted(path for path in repository.rglob("*") if path.is_file())
+    return {str(path.relative_to(repository)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precision(
+    tiny_checkpoint: Path, tmp_path: Path, precision: Precision
+) -> None:
+    report = export(tiny_checkpoint, tmp_path, precision=precision)
+    assert {path.name for path in tmp_path.iterdir()} == STAGES
+    assert Stages("tiny").are_complete(tmp_path)
+    assert report.path == tmp_path / "tiny"
+    assert report.precision == precision
+    logits = tmp_path / "tiny_logits" / "1"
+    assert report.size_bytes == sum(path.stat().st_size for path in logits.glob("model.onnx*"))
+    written = json.loads((logits / "parity.json").read_text())
+    assert written["top1_agreement"] == report.top1_agreement
+    assert written["largest_logit_difference"] == report.largest_logit_difference
+    assert written["tokens"] == 512
+
+
+def test_weights_lie_in_one_file_beside_the_graph(tiny_repository: Path) -> None:
+    folder = tiny_repository / "tiny_logits" / "1"
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    places = {
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    assert places == {"model.onnx.data"}
+    assert (folder / "model.onnx").stat().st_size < 20_000
+
+
+def test_the_tokenizer_stage_has_the_files_of_the_checkpoint(
+    tiny_checkpoint: Path, tiny_repository: Path
+) -> None:
+    found = contents(tiny_repository / "tiny_tokenizer" / "1")
+    assert found.keys() == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    }
+    assert found["tokenizer.json"] == (tiny_checkpoint / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("stage", ["loading", "reading", "converting", "comparing"])
+def test_an_interrupted_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path, stage: str) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        export(tiny_checkpoint, repository, progress=InterruptedProgress(stage))
+    assert not list(repository.iterdir())
+
+
+def test_an_interrupted_overwrite_leaves_what_was_there(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path)
+    before = contents(tmp_path)
+    other = tiny_llama_checkpoint(tmp_path.parent / "other", seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        export(other, tmp_path, overwrite=True, progress=InterruptedProgress("comparing"))
+    assert contents(tmp_path) == before
+
+
+def test_an_export_too_far_from_its_source_is_not_installed(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "wild")
+    weights = load_file(source / "model.safetensors")
+    # Logits of some 10^5: float32 cannot tell them to the thousandth.
+    weights["model.norm.weight"] *= 1e5
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(ExportError, match="too far from its source"):
+        export(source, tmp_path / "repository")
+    assert not list((tmp_path / "repository").iterdir())
+
+
+def test_weights_that_are_there_are_only_overwritten_on_demand(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path)
+    before = contents(tmp_path)
+    other = tiny_llama_checkpoint(tmp_path.parent / "wider", seed=1, vocab_size=400)
+    with pytest.raises(ExportError, match="already") as caught:
+        export(other, tmp_path)
+    assert "--overwrite" in caught.value.remedy
+    assert contents(tmp_path) == before
+    export(other, tmp_path, overwrite=True)
+    after = contents(tmp_path)
+    assert after.keys() == before.keys()
+    changed = {path for path in after if after[path] != before[path]}
+    assert changed >= {
+        "tiny_logits/1/model.onnx.data",
+        "tiny_logits/config.pbtxt",
+        "tiny_tokenizer/1/tokenizer.json",
+    }
+
+
+def test_the_user_s_files_stay(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path)
+    decoder = tmp_path / "tiny_decoder" / "1" / "model.py"
+    configs = [tmp_path / stage / "config.pbtxt" for stage in STAGES]
+    for path in (decoder, *configs):
+        path.write_text(path.read_text() + "# mine\n")
+    (tmp_path / "tiny_logits" / "1" / "model.onnx").unlink()
+    export(tiny_checkpoint, tmp_path)
+    assert all(path.read_text().endswith("# mine\n") for path in (decoder, *configs))
+    export(tiny_checkpoint, tmp_path, overwrite=True)
+    assert decoder.read_text().endswith("# mine\n")
+    assert not (tmp_path / "tiny_logits" / "config.pbtxt").read_text().endswith("# mine\n")
+
+
+def test_a_config_of_another_model_is_not_kept_beside_new_weights(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    export(tiny_checkpoint, tmp_path, precision="fp32")
+    (tmp_path / "tiny_logits" / "1" / "model.onnx").unlink()
+    with pytest.raises(ExportError, match="declares other outputs or states") as caught:
+        export(tiny_checkpoint, tmp_path, precision="fp16")
+    assert "--overwrite" in caught.value.remedy
+
+
+def test_what_a_killed_export_left_is_removed_and_that_of_others_is_not(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    mine, others = tmp_path / ".tiny.ab12cd_8.tmp", tmp_path / ".tiny.v2.ab12cd_8.tmp"
+    for folder in (mine, others):
+        (folder / "tiny_logits").mkdir(parents=True)
+    export(tiny_checkpoint, tmp_path)
+    assert not mine.exists()
+    assert others.exists()
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../up", "a b", "x" * 129, "ünï"])
+def test_a_name_that_is_no_folder_name_is_refused(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ExportError, match="cannot be the name of a model"):
+        export(tiny_checkpoint, tmp_path / "repository", name=name)
+    assert not (tmp_path / "repository").exists()
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="int2") as caught:
+        export(tiny_checkpoint, tmp_path, precision="int2")  # type: ignore[arg-type]
+    assert "int8, int4, fp16, fp32" in caught.value.remedy
+
+
+def test_tensors_that_the_family_does_not_know_are_refused_by_name(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "odd")
+    extra = {"model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)}
+    save_file(load_file(source / "model.safetensors") | extra, source / "model.safetensors")
+    with pytest.raises(ExportError, match=r"layers\.0\.self_attn\.q_norm"):
+        export(source, tmp_path / "repository")
+
+
+def test_a_copy_of_the_tied_head_does_no_harm(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "copied")
+    weights = load_file(source / "model.safetensors")
+    extra = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    save_file(weights | extra, source / "model.safetensors")
+    assert export(source, tmp_path / "repository").top1_agreement == 1.0

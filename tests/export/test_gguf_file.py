@@ -1,0 +1,97 @@
+"""GGUF files against the checkpoint folder that they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genserve.errors import ExportError
+from genserve.export.checkpoint import read_checkpoint
+from genserve.export.embedded import FILE, cache_folder
+from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
+from tests.export.ggufs import write_gguf
+from tests.export.graphs import write_graph
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"tie_word_embeddings": False}, {"attention_bias": True}], ids=["tied", "untied", "bias"]
+)
+def test_a_gguf_file_gives_the_graph_of_the_folder_that_it_was_made_from(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    folder = tiny_llama_checkpoint(tmp_path / "tiny", **config)
+    file = write_gguf(folder, tmp_path / "tiny.gguf")
+    expected = write_graph(folder, tmp_path / "from_folder")
+    found = write_graph(file, tmp_path / "from_file")
+    assert found.dimensions == expected.dimensions
+    ids = np.arange(3, 100)[None]
+    logits = [
+        graph.cached(batch=1, max_len=100).forward(ids, past=[0], rows=range(97))
+        for graph in (found, expected)
+    ]
+    assert np.array_equal(*logits)
+
+
+def test_the_tokenizer_files_are_those_of_a_checkpoint_folder(tmp_path: Path) -> None:
+    folder = tiny_llama_checkpoint(tmp_path / "tiny")
+    files = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf"), source="tiny").tokenizer_files
+    assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == [2]
+    assert json.loads(files["tokenizer_config.json"]) == {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "add_bos_token": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("metadata", "what"),
+    [
+        ({"general.architecture": "qwen2"}, "qwen2"),
+        ({"llama.rope.scaling.type": "yarn"}, "rotary"),
+        ({"tokenizer.ggml.model": "llama"}, "'llama' tokenizer"),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    tmp_path: Path, metadata: dict[str, str], what: str
+) -> None:
+    folder = tiny_llama_checkpoint(tmp_path / "tiny")
+    with pytest.raises(ExportError, match=what) as caught:
+        read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf", **metadata), source="tiny")
+    assert "original checkpoint" in caught.value.remedy
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model" * 100])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ExportError, match=r"broken\.gguf"):
+        read_checkpoint(path, source="tiny")
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tiny_llama_checkpoint(tmp_path / "tiny"), tmp_path / "cut.gguf")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ExportError, match=r"cut\.gguf"):
+        read_checkpoint(path, source="tiny")
+
+
+@pytest.mark.slow
+def test_the_default_model_is_read_as_transformers_reads_it() -> None:
+    path = cache_folder() / FILE
+    if not path.exists():
+        pytest.skip("the default model is not in the cache: `genserve pull smollm2` brings it")
+    from transformers import LlamaForCausalLM
+
+    checkpoint = read_checkpoint(path, source="tiny")
+    model = LlamaForCausalLM.from_pretrained(path.parent, gguf_file=FILE)
+    expected = {name: value.numpy() for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    assert checkpoint.tensor_names == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(checkpoint.tensor(name), value), name

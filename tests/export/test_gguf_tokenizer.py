@@ -1,0 +1,62 @@
+"""Tokenizers built from GGUF metadata against known ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from genserve.export.checkpoint import read_checkpoint
+from genserve.export.embedded import FILE, cache_folder
+from tests.checkpoints import tiny_llama_checkpoint
+from tests.export.ggufs import write_gguf
+
+TEXTS = [
+    "the rain in Spain stays mainly in the plain",
+    "  two  spaces,\ttabs\n\n\nand lines \r\n",
+    "héllo wörld, 海は静かです 👩‍🚀",
+    "I'll say it's theirs; they've said SO!",
+    "<|im_start|>user\nhello<|im_end|>\n",
+]
+
+
+def tiny_tokenizer(folder: Path, *, pre: str) -> Tokenizer:
+    source = write_gguf(tiny_llama_checkpoint(folder / "tiny"), folder / "tiny.gguf", pre=pre)
+    files = read_checkpoint(source, source="tiny").tokenizer_files
+    return Tokenizer.from_str(files["tokenizer.json"].decode())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_gpt2_tokenizer_is_that_of_the_folder(tmp_path: Path, text: str) -> None:
+    found = tiny_tokenizer(tmp_path, pre="gpt-2")
+    expected = Tokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
+    assert found.encode(text).ids == expected.encode(text).ids
+    assert found.decode(found.encode(text).ids) == expected.decode(expected.encode(text).ids)
+
+
+def test_digits_stand_alone_in_smollm(tmp_path: Path) -> None:
+    words = tiny_tokenizer(tmp_path, pre="smollm").pre_tokenizer.pre_tokenize_str("in 1897 ab12")
+    assert [word for word, _ in words] == ["in", "Ġ", "1", "8", "9", "7", "Ġab", "1", "2"]
+
+
+def test_digits_stand_in_threes_in_llama_3_and_its_texts_begin_with_the_start_token(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path, pre="llama-bpe")
+    words = tokenizer.pre_tokenizer.pre_tokenize_str("in 1897's ab")
+    assert [word for word, _ in words] == ["in", "Ġ", "189", "7", "'s", "Ġab"]
+    assert tokenizer.encode("a").ids[0] == 1
+    assert tokenizer.encode("a", add_special_tokens=False).ids[0] != 1
+
+
+@pytest.mark.slow
+def test_the_default_model_has_the_tokenizer_that_transformers_builds() -> None:
+    path = cache_folder() / FILE
+    if not path.exists():
+        pytest.skip("the default model is not in the cache: `genserve pull smollm2` brings it")
+    from transformers import AutoTokenizer
+
+    files = read_checkpoint(path, source="tiny").tokenizer_files
+    found = Tokenizer.from_str(files["tokenizer.json"].decode())
+    expected = AutoTokenizer.from_pretrained(path.parent, gguf_file=FILE)
+    for text in TEXTS:  # without digits, which transformers does not split for GGUF files
+        assert found.encode(text).ids == expected(text, add_special_tokens=False).input_ids

@@ -1,0 +1,102 @@
+"""Checkpoint folders: what is read from them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from genserve.errors import ExportError
+from genserve.export.checkpoint import locate, read_checkpoint
+from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_llama_checkpoint(tmp_path / "tiny")
+
+
+def test_tensors_come_by_name_as_float32(folder: Path) -> None:
+    checkpoint = read_checkpoint(folder, source="tiny")
+    expected = load_file(folder / "model.safetensors")
+    assert checkpoint.tensor_names == expected.keys()
+    assert np.array_equal(checkpoint.tensor(QUERY), expected[QUERY])
+
+
+def test_sharded_bfloat16_checkpoints_are_read(folder: Path) -> None:
+    tensors = {
+        name: torch.from_numpy(value).bfloat16()
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+    (folder / "model.safetensors").unlink()
+    shards = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(shards.values()):
+        save_file({name: tensors[name] for name in tensors if shards[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    checkpoint = read_checkpoint(folder, source="tiny")
+    assert checkpoint.tensor_names == tensors.keys()
+    assert checkpoint.tensor(QUERY).dtype == np.float32
+    assert np.array_equal(checkpoint.tensor(QUERY), tensors[QUERY].float().numpy())
+
+
+def test_the_chat_template_is_taken_out_of_the_tokenizer_config(folder: Path) -> None:
+    files = read_checkpoint(folder, source="tiny").tokenizer_files
+    assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
+
+
+def test_a_chat_template_file_wins(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    files = read_checkpoint(folder, source="tiny").tokenizer_files
+    assert files["chat_template.jinja"] == b"{{ messages }}"
+
+
+def test_a_model_without_generation_config_ends_where_its_config_says(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    files = read_checkpoint(folder, source="tiny").tokenizer_files
+    assert json.loads(files["generation_config.json"]) == {"eos_token_id": 2}
+
+
+def test_pytorch_bin_checkpoints_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ExportError, match=r"\.bin") as caught:
+        read_checkpoint(folder, source="tiny")
+    assert "save_pretrained" in caught.value.remedy
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(ExportError, match=file.replace(".", r"\.")):
+        read_checkpoint(folder, source="tiny")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_broken_file_is_named(folder: Path, file: str) -> None:
+    (folder / file).write_bytes(b"\xff{")
+    with pytest.raises(ExportError, match=file.replace(".", r"\.")):
+        read_checkpoint(folder, source="tiny")
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    with pytest.raises(ExportError, match=r"model\.layers\.9"):
+        read_checkpoint(folder, source="tiny").tensor("model.layers.9.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("source", ["no/such/folder", "nothing", "model.bin"])
+def test_a_source_that_is_nothing_says_what_one_is(source: str) -> None:
+    with pytest.raises(ExportError, match="no checkpoint") as caught:
+        locate(source)
+    assert "ORG/NAME" in caught.value.remedy
+
+
+def test_a_hub_that_is_out_of_reach_is_an_export_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ExportError, match="hub"):
+        locate("genserve-tests/not-in-any-cache")

@@ -1,0 +1,105 @@
+"""The folders of a model: what ships with the project is what an export writes, and Triton's schema holds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from genserve.config.parse import parse_model_config
+from genserve.export.family import Dimensions
+from genserve.export.layout import stage_files
+from genserve.export.precision import FORMATS
+from genserve.export.stages import Stages
+
+SHIPPED = Path(__file__).parents[2] / "model_repository"
+SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)
+FILES = stage_files(Stages("smollm2"), dimensions=SMOLLM2, numbers=FORMATS["int8"])
+CONFIGS = [path for path in FILES if path.endswith("config.pbtxt")]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_shipped_files_of_the_default_model_are_the_generated_ones(path: str) -> None:
+    assert (SHIPPED / path).read_text(encoding="utf-8") == FILES[path]
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_a_config_holds_to_the_official_schema_and_names_its_folder(path: str) -> None:
+    config = text_format.Parse(FILES[path], model_config_pb2.ModelConfig())
+    assert config.name == Path(path).parent.name
+
+
+def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
+    configs = {
+        Path(path).parent.name: parse_model_config(FILES[path], source=Path(path)) for path in CONFIGS
+    }
+    ensemble = configs["smollm2"]
+    tensors = {spec.name: (spec.data_type, spec.dims) for spec in ensemble.inputs}
+    for step in ensemble.ensemble_steps:
+        inputs = {spec.name: spec for spec in configs[step.model_name].inputs}
+        for inner, outer in step.input_map.items():
+            data_type, dims = tensors[outer]
+            assert inputs[inner].data_type == data_type
+            assert len(dims) == len(inputs[inner].dims)
+        assert {spec.name for spec in inputs.values() if not spec.optional} <= step.input_map.keys()
+        outputs = {spec.name: (spec.data_type, spec.dims) for spec in configs[step.model_name].outputs}
+        tensors |= {outer: outputs[inner] for inner, outer in step.output_map.items()}
+    assert all(tensors[spec.name] == (spec.data_type, spec.dims) for spec in ensemble.outputs)
+    assert {config.max_batch_size for config in configs.values()} == {32}
+
+
+def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
+    path = "smollm2_logits/config.pbtxt"
+    config = parse_model_config(FILES[path], source=Path(path))
+    assert config.iterative_sequence
+    assert len(config.states) == 60
+    assert all(state.same_buffer and state.dims == (3, -1, 64) for state in config.states)
+    assert {state.data_type for state in config.states} == {"TYPE_FP32"}
+
+
+def test_a_fp16_model_keeps_its_cache_in_fp16() -> None:
+    files = stage_files(Stages("smollm2"), dimensions=SMOLLM2, numbers=FORMATS["fp16"])
+    assert 'output_name: "present.29.value" data_type: TYPE_FP16' in files["smollm2_logits/config.pbtxt"]
+
+
+@pytest.mark.parametrize(("context", "expected"), [(8192, "4096"), (2048, "2048")])
+def test_a_slot_is_as_long_as_the_context_up_to_a_limit(context: int, expected: str) -> None:
+    dimensions = Dimensions(
+        num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context
+    )
+    text = stage_files(Stages("m"), dimensions=dimensions, numbers=FORMATS["int8"])["m_logits/config.pbtxt"]
+    assert parse_model_config(text, source=Path("m_logits/config.pbtxt")).parameters == {
+        "max_sequence_length": expected
+    }
+
+
+class Countdown:
+    """A token sequence of which the tokens are what a model of three logits would pick."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    @property
+    def finished(self) -> bool:
+        return len(self.token_ids) == 3
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    async def sample(self) -> int:
+        return int(np.argmax([0.1, 0.7, 0.2]))
+
+
+async def test_the_decoding_loop_appends_what_it_samples_until_the_sequence_is_finished() -> None:
+    spec = importlib.util.spec_from_file_location("decoder", SHIPPED / "smollm2_decoder" / "1" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sequence = Countdown()
+    await module.TritonPythonModel().decode(sequence)
+    assert sequence.token_ids == [1, 1, 1]

@@ -1,0 +1,67 @@
+"""Moving an export into place: whole, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genserve.export.stages import Stages
+from genserve.export.staging import install, staging_folder
+
+STAGES = Stages("m")
+FILES = (
+    "m_tokenizer/config.pbtxt",
+    "m_tokenizer/1/tokenizer.json",
+    "m_logits/config.pbtxt",
+    "m_logits/1/model.onnx",
+    "m_decoder/config.pbtxt",
+    "m_decoder/1/model.py",
+    "m/1/.gitkeep",
+    "m/config.pbtxt",
+)
+
+
+def write_files(folder: Path, *, content: str) -> None:
+    for file in FILES:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(content)
+
+
+def contents(repository: Path) -> dict[str, str]:
+    paths = sorted(repository.rglob("*"))
+    return {str(path.relative_to(repository)): path.read_text() if path.is_file() else "" for path in paths}
+
+
+def install_without(missing: str, repository: Path, *, overwrite: bool) -> None:
+    """Fails when it comes to the missing file."""
+    with staging_folder(repository, STAGES) as staged:
+        write_files(staged, content="new")
+        (staged / missing).unlink()
+        install(staged, repository, STAGES, overwrite=overwrite)
+
+
+def test_a_failure_half_way_puts_all_back(tmp_path: Path) -> None:
+    write_files(tmp_path, content="old")
+    (tmp_path / "m_decoder" / "1" / "model.py").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        install_without("m_decoder/1/model.py", tmp_path, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_failure_in_an_empty_repository_leaves_it_empty(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        install_without("m/config.pbtxt", tmp_path, overwrite=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_what_is_missing_is_added_to_shipped_folders(tmp_path: Path) -> None:
+    write_files(tmp_path, content="shipped")
+    (tmp_path / "m_logits" / "1" / "model.onnx").unlink()
+    (tmp_path / "m_decoder" / "config.pbtxt").unlink()
+    with staging_folder(tmp_path, STAGES) as staged:
+        write_files(staged, content="new")
+        install(staged, tmp_path, STAGES, overwrite=False)
+    new = {path for path, content in contents(tmp_path).items() if content == "new"}
+    assert new == {"m_tokenizer/1/tokenizer.json", "m_logits/1/model.onnx", "m_decoder/config.pbtxt"}
