@@ -29,7 +29,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 READY_S = 120
-HEADINGS = ("concurrency", "tokens/s", "bare loop", "share", "first token", "inter-token", "client cores")
+HEADINGS = ("streams", "tokens/s", "bare loop", "share", "first token", "inter-token")
 
 
 def main() -> None:
@@ -139,10 +139,10 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 def _print_table(rows: list[dict[str, float]], *, options: argparse.Namespace) -> None:
     table = Table(
         title=f"{options.model}: streaming {options.api}, {options.new_tokens} new tokens, greedy",
-        caption=f"median of {options.rounds} rounds on {os.cpu_count()} cores; p50 / p99 in ms",
+        caption=f"median of {options.rounds} rounds on {os.cpu_count()} cores; times: p50 / p99 in ms",
     )
     for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row['concurrency']}",
@@ -151,7 +151,6 @@ def _print_table(rows: list[dict[str, float]], *, options: argparse.Namespace) -
             f"{row['share_of_bare']:.0%}",
             f"{row['first_token_p50_ms']:.0f} / {row['first_token_p99_ms']:.0f}",
             f"{row['inter_token_p50_ms']:.1f} / {row['inter_token_p99_ms']:.1f}",
-            f"{row['client_cores']:.2f}",
         )
     Console().print(table)
 
