@@ -8,13 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from genserve.version import __version__
+
 if TYPE_CHECKING:
     from genserve.client import AsyncClient, Client
     from genserve.errors import GenserveError
     from genserve.llm import LLM
     from genserve.request import Completion, Delta, FinishReason, Message, SamplingParams, Usage
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -6,6 +6,8 @@ layer are bound to the same memory, of which every call sees the slots that it r
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +66,7 @@ class OnnxLogits:
         _, kv_heads, _, head_dim = inputs[past[0]].shape
         cache_type: type[np.generic] = np.float16 if "float16" in inputs[past[0]].type else np.float32
         shape = (num_slots, kv_heads, self.max_length, head_dim)
-        self._cache = {name: np.empty(shape, dtype=cache_type) for name in past}
+        self._cache = {name: _reserve(shape, cache_type) for name in past}
         self._logits = np.empty((num_slots, self.vocab_size), dtype=np.float32)
         self._decode_bindings: dict[int, _Call] = {}
 
@@ -138,6 +140,18 @@ class _Call:
 
     def bind_output(self, name: str, array: NDArray[Any]) -> None:
         self.binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _reserve(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+    """Return an array whose memory is taken page by page as it is touched.
+
+    numpy's own allocation asks for huge pages. Every head of every slot then takes at least 2 MiB: 1.9 GiB
+    for what needs 0.1 (20 arrays of 32 slots, 4096 tokens each, 200 of them used).
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
 def _open_session(path: Path, *, num_threads: int | None) -> Any:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import httpx2
 
-from genserve import __version__
 from genserve.client.calls import Request
 from genserve.errors import InvalidRequest
+from genserve.version import __version__
 
 __all__ = ["LIMITS", "Connection", "connection"]
 

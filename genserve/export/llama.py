@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -23,7 +24,16 @@ _ROTARY_TYPES = ("default", "llama3")
 
 
 def _dimensions(config: Mapping[str, Any]) -> Dimensions:
-    known = LlamaConfig(**config)
+    try:
+        known = LlamaConfig(**config)
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+        raise ExportError(
+            f"config.json is not that of a Llama model: {' '.join(str(error).split())}",
+            remedy="download the checkpoint again",
+        ) from error
+    _require(known.head_dim % 16 == 0, f"head_dim {known.head_dim}", "multiples of 16")
+    grouped = known.num_attention_heads % known.num_key_value_heads == 0
+    _require(grouped, f"num_key_value_heads {known.num_key_value_heads}", "divisors of num_attention_heads")
     _require(known.hidden_act == "silu", f"hidden_act {known.hidden_act!r}", "silu")
     rotary = known.rope_parameters["rope_type"]
     _require(rotary in _ROTARY_TYPES, f"rope_scaling of type {rotary!r}", " and ".join(_ROTARY_TYPES))

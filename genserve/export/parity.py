@@ -110,7 +110,13 @@ def source_logits(checkpoint: Checkpoint, ids: NDArray[np.int64]) -> FloatArray:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     names = checkpoint.tensor_names & model.state_dict().keys()
     weights = {name: torch.from_numpy(checkpoint.tensor(name)) for name in names}
-    missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
+    try:
+        missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
+    except RuntimeError as error:
+        raise ExportError(
+            f"the tensors of {checkpoint.source} have other shapes than its config says: {error}",
+            remedy="the checkpoint's files do not belong together; download it again",
+        ) from error
     assert set(missing) <= set(model.all_tied_weights_keys), missing
     model.tie_weights()
     with torch.inference_mode():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
 
-import genserve
 from genserve.server.faults import add_fault_handlers
 from genserve.server.gate import Gate
 from genserve.server.routes import health, openai, tgi
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
+from genserve.version import __version__
 
 __all__ = ["create_app"]
 
@@ -20,7 +20,7 @@ def create_app(services: Services) -> FastAPI:
     """Return the application over `services`; whoever calls it loads and closes the repository."""
     app = FastAPI(
         title="genserve",
-        version=genserve.__version__,
+        version=__version__,
         description="Text generation from a model repository in Triton's format.",
     )
     app.state.services = services

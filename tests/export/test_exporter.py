@@ -206,6 +206,14 @@ def test_tensors_that_the_family_does_not_know_are_refused_by_name(tmp_path: Pat
         export(source, tmp_path / "repository")
 
 
+def test_tensors_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "odd")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"intermediate_size": 160}))
+    with pytest.raises(ExportError, match="other shapes"):
+        export(source, tmp_path / "repository")
+
+
 def test_a_copy_of_the_tied_head_does_no_harm(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "copied")
     weights = load_file(source / "model.safetensors")

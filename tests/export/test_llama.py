@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def test_only_the_rows_that_are_asked_for_get_logits_in_their_order(
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
+        ({"head_dim": 24}, "head_dim 24"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
 def test_what_the_graph_would_not_honour_is_refused_by_name(
@@ -112,6 +115,17 @@ def test_what_the_graph_would_not_honour_is_refused_by_name(
     with pytest.raises(ExportError, match=what) as caught:
         write_graph(source, tmp_path / "graph")
     assert "known" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "broken", [{"num_attention_heads": "four"}, {"rope_scaling": {"rope_type": "llama3"}}]
+)
+def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "checkpoint")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | broken))
+    with pytest.raises(ExportError, match=r"config\.json"):
+        write_graph(source, tmp_path / "graph")
 
 
 def test_the_graph_says_what_it_is(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -31,9 +31,11 @@ class CachedLogits:
         self.num_slots = num_slots
         self.max_length = max_length
         self.vocab_size = VOCAB_SIZE
-        self.forwards: list[str] = []           # "prefill RxS" or "decode B", in order
+        self.forwards: list[str] = []  # "prefill RxS" or "decode B", in order
         self.moves: list[tuple[int, int]] = []
-        self.poison: dict[int, str] = {}        # token id that, in a slot, makes its row "nan" or the forward "raise"
+        self.poison: dict[
+            int, str
+        ] = {}  # token id that, in a slot, makes its row "nan" or the forward "raise"
         self._cache = np.full((num_slots, max_length), -1)
         self._buffer = np.zeros((num_slots, VOCAB_SIZE), dtype=np.float32)
 
@@ -43,7 +45,7 @@ class CachedLogits:
         self.forwards.append(f"prefill {len(chunks)}x{width}")
         for row, chunk in enumerate(chunks):
             slot = first_slot + row
-            self._cache[slot, past : past + width] = -1     # padding overwrites
+            self._cache[slot, past : past + width] = -1  # padding overwrites
             self._cache[slot, past : past + len(chunk)] = chunk
             self._buffer[row] = self._row(slot, past + len(chunk))
         return self._buffer[: len(chunks)]

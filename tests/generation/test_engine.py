@@ -13,7 +13,6 @@ from genserve.request import FinishReason
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import sample_loop, sequence_of
 
-
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
 
@@ -46,7 +45,10 @@ def test_company_arrivals_and_departures_never_change_an_answer(seed):
     model = CachedLogits(num_slots=rng.choice([1, 2, 4]))
     engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=8, beside_decoding=4))
     arrivals = sorted(
-        ((rng.randrange(40), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]) for _ in range(12)),
+        (
+            (rng.randrange(40), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))])
+            for _ in range(12)
+        ),
         key=lambda arrival: arrival[0],
     )
     sequences: list[TokenSequence] = []
@@ -98,7 +100,14 @@ def test_a_long_prompt_is_chunked_and_others_decode_between_the_chunks():
     engine.add(sequence_of(list(range(12)), max_tokens=2))
     for _ in range(6):
         engine.step()
-    assert model.forwards[1:7] == ["decode 1", "prefill 1x4", "decode 1", "prefill 1x4", "decode 1", "prefill 1x4"]
+    assert model.forwards[1:7] == [
+        "decode 1",
+        "prefill 1x4",
+        "decode 1",
+        "prefill 1x4",
+        "decode 1",
+        "prefill 1x4",
+    ]
 
 
 def test_more_requests_than_slots_wait_and_are_served():

@@ -14,7 +14,6 @@ from genserve.request import join_deltas
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
 from tests.fakes.sequences import sample_loop, sequence_of
 
-
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
 

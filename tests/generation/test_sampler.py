@@ -8,7 +8,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from genserve.generation import sampler
 from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample, uniforms
 
-VOCAB_SIZE = 40_000     # more blocks than HEAD, so that the prefilter is at work
+VOCAB_SIZE = 40_000  # more blocks than HEAD, so that the prefilter is at work
 
 
 def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingRows:
@@ -122,7 +122,7 @@ def test_log_probabilities_equal_torchs():
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
     steps = np.arange(100_000, dtype=np.uint64)
     numbers = uniforms(np.full_like(steps, 3), steps)
-    assert 0 <= numbers.min()
+    assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
     assert ((counts - 1000) ** 2 / 1000).sum() < 149  # 99.9 % quantile, 99 degrees of freedom

@@ -92,7 +92,9 @@ def test_an_ensemble_of_another_shape_is_refused_by_name(copy):
 
 def test_a_bad_parameter_names_the_file(copy):
     path = copy / "tiny_logits" / "config.pbtxt"
-    path.write_text(path.read_text() + 'parameters { key: "intra_op_thread_count" value { string_value: "two" } }')
+    path.write_text(
+        path.read_text() + 'parameters { key: "intra_op_thread_count" value { string_value: "two" } }'
+    )
     assert "intra_op_thread_count" in loaded(copy).errors["tiny"].message
 
 

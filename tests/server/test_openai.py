@@ -69,14 +69,18 @@ def test_what_users_send_back_of_an_earlier_answer_is_taken(http):
 
 
 def test_fields_that_change_nothing_are_taken_and_unknown_ones_are_named(http):
-    response = chat(http, user="me", store=False, n=1, tools=[], response_format={"type": "text"}, colour="red")
+    response = chat(
+        http, user="me", store=False, n=1, tools=[], response_format={"type": "text"}, colour="red"
+    )
     assert response.status_code == 200
     assert response.headers["x-genserve-ignored"] == "colour"
 
 
 def test_special_token_text_in_a_message_does_not_become_a_control_token(http):
     innocent = chat(http, messages=[{"role": "user", "content": "a"}]).json()["usage"]["prompt_tokens"]
-    crafted = chat(http, messages=[{"role": "user", "content": "a<|im_end|>"}]).json()["usage"]["prompt_tokens"]
+    crafted = chat(http, messages=[{"role": "user", "content": "a<|im_end|>"}]).json()["usage"][
+        "prompt_tokens"
+    ]
     assert crafted > innocent + 1
 
 
@@ -130,6 +134,8 @@ def test_models_are_listed_and_described(http):
 
 def test_the_openapi_document_is_whole(http):
     document = http.get("/openapi.json").json()
-    assert {"/generate", "/generate_stream", "/v1/chat/completions", "/v1/models", "/health"} <= set(document["paths"])
+    assert {"/generate", "/generate_stream", "/v1/chat/completions", "/v1/models", "/health"} <= set(
+        document["paths"]
+    )
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert body["schema"]["$ref"].endswith("/ChatBody")

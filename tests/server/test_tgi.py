@@ -39,7 +39,9 @@ def test_details_are_left_out_unless_asked_for(http):
 
 def test_the_stream_has_one_event_per_token_and_the_whole_text_in_the_last(http):
     whole = generate(http).json()["generated_text"]
-    response = http.post("/generate_stream", json={"inputs": "hello there", "parameters": {"max_new_tokens": 8}})
+    response = http.post(
+        "/generate_stream", json={"inputs": "hello there", "parameters": {"max_new_tokens": 8}}
+    )
     assert response.headers["content-type"].startswith("text/event-stream")
     stream = events(response)
     assert [e["index"] for e in stream] == list(range(1, 9))
@@ -79,7 +81,13 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(http):
 
 
 def test_parameters_that_ask_for_nothing_are_taken(http):
-    neutral = {"best_of": 1, "watermark": False, "repetition_penalty": 1.0, "truncate": None, "typical_p": None}
+    neutral = {
+        "best_of": 1,
+        "watermark": False,
+        "repetition_penalty": 1.0,
+        "truncate": None,
+        "typical_p": None,
+    }
     assert generate(http, **neutral).status_code == 200
 
 
@@ -107,7 +115,11 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         ({"inputs": "x", "parameters": {"stop_token_ids": [320]}}, "parameters.stop_token_ids", 422),
         ({"inputs": "x", "parameters": {"seed": -1}}, "parameters.seed", 422),
         ({"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of", 422),
-        ({"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {}}}}, "parameters.grammar", 422),
+        (
+            {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {}}}},
+            "parameters.grammar",
+            422,
+        ),
         ({"inputs": "x", "parameters": {"repetition_penalty": 1.2}}, "parameters.repetition_penalty", 422),
         ({"inputs": "x", "parameters": {"details": "yes"}}, "parameters.details", 422),
     ],

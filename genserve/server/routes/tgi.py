@@ -16,13 +16,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-import genserve
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Delta, SamplingParams, join_deltas
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed, tgi_error
 from genserve.server.services import Open, Services, SharedServices
 from genserve.server.sse import EventStream, event, read_all
+from genserve.version import __version__
 
 __all__ = ["router"]
 
@@ -159,7 +159,7 @@ async def info(services: SharedServices) -> dict[str, Any]:
         "max_total_tokens": model.max_length if model else 0,
         "max_batch_size": model.num_slots if model else 0,
         "router": "genserve",
-        "version": genserve.__version__,
+        "version": __version__,
     }
 
 
