@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -11,57 +11,14 @@ from genserve.generation.streams import ThreadStream
 from genserve.repository.repository import Repository
 from genserve.request import (
     Completion,
-    Delta,
     Message,
     SamplingOptions,
-    join_deltas,
     read_messages,
     sampling_params,
 )
+from genserve.stream import Stream
 
-__all__ = ["LLM", "Stream"]
-
-
-class Stream:
-    """The deltas of one answer as they come; close it, or use it as a context manager.
-
-    What was read is kept, so that `final` can be asked at any point.
-    """
-
-    def __init__(self, deltas: ThreadStream) -> None:
-        self._deltas = deltas
-        self._read: list[Delta] = []
-
-    @property
-    def text_stream(self) -> Iterator[str]:
-        """The texts alone, as they come; empty ones are left out."""
-        return (delta.text for delta in self if delta.text)
-
-    def final(self) -> Completion:
-        """Read what is still to come, and return the whole answer."""
-        for _ in self:
-            pass
-        return join_deltas(self._read)
-
-    def close(self) -> None:
-        """Stop the answer and free its slot; a second call does nothing."""
-        self._deltas.close()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Delta:
-        delta = next(self._deltas)
-        self._read.append(delta)
-        return delta
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+__all__ = ["LLM"]
 
 
 class LLM:

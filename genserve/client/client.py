@@ -14,9 +14,9 @@ import httpx2
 from genserve.client import calls, failures
 from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
-from genserve.client.stream import Stream
 from genserve.errors import GenserveError
 from genserve.request import Completion, Delta, Message, SamplingOptions
+from genserve.stream import Stream
 
 __all__ = ["Client"]
 

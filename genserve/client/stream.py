@@ -1,68 +1,22 @@
-"""Stream: the deltas of one answer as they come from a server."""
+"""Stream: the deltas of one answer as they come from a server, awaited."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import Self
 
 from genserve.request import Completion, Delta, join_deltas
 
-__all__ = ["AsyncStream", "Stream"]
-
-
-class Stream:
-    """The deltas of one answer; close it, or use it as a context manager, to stop the answer early.
-
-    What was read is kept, so that `final` can be asked at any point. For one thread.
-    """
-
-    def __init__(self, deltas: Generator[Delta, None, None]) -> None:
-        # A generator that holds the connection in a `with` block lets it go however it ends:
-        # at its last delta, by an error, by `close`, or when nobody refers to it any more.
-        self._deltas = deltas
-        self._read: list[Delta] = []
-
-    @property
-    def text_stream(self) -> Iterator[str]:
-        """The texts alone, as they come; empty ones are left out."""
-        return (delta.text for delta in self if delta.text)
-
-    def final(self) -> Completion:
-        """Read what is still to come, and return the whole answer.
-
-        Raises:
-            StreamBroken: the stream was closed, or broke, before its last delta.
-        """
-        for _ in self:
-            pass
-        return join_deltas(self._read)
-
-    def close(self) -> None:
-        """Stop the answer: the server frees its slot. A second call does nothing."""
-        self._deltas.close()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Delta:
-        delta = next(self._deltas)
-        self._read.append(delta)
-        return delta
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+__all__ = ["AsyncStream"]
 
 
 class AsyncStream:
     """`Stream`, awaited. For one task."""
 
     def __init__(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        # A generator that holds the connection in a `with` block lets it go however it ends:
+        # at its last delta, by an error, by `close`, or when nobody refers to it any more.
         self._deltas = deltas
         self._read: list[Delta] = []
 

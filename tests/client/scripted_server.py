@@ -50,7 +50,8 @@ class ScriptedServer:
 
     def __init__(self, replies: Sequence[Reply]) -> None:
         self.received: list[Received] = []
-        self.client_left = threading.Event()        # in the middle of a reply that stays open
+        self.is_answering = threading.Event()       # in the middle of a reply that stays open
+        self.client_left = threading.Event()        # and then the client hung up
         self._replies = list(replies)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -81,8 +82,10 @@ class ScriptedServer:
         headers = {"content-length": str(length), "connection": "close"} | reply.headers
         head = f"HTTP/1.1 {reply.status} Scripted\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
         connection.sendall(head.encode() + b"\r\n" + reply.body)
-        if reply.stays_open and connection.recv(1) == b"":
-            self.client_left.set()
+        if reply.stays_open:
+            self.is_answering.set()
+            if connection.recv(1) == b"":
+                self.client_left.set()
 
 
 def read_request(connection: socket.socket) -> Received:

@@ -274,11 +274,11 @@ def test_a_connection_that_is_closed_without_an_answer_is_made_again(make_client
         assert client.stream("Tea").final().text == " is here"
 
 
-def test_retries_end_and_the_last_refusal_is_raised(make_client: Any) -> None:
+def test_two_retries_are_made_and_the_last_refusal_is_raised(make_client: Any) -> None:
     loading = json_reply({"error": "loading", "code": "model_not_ready"}, status=503)
-    with talk(make_client, loading, loading, max_retries=1) as (client, server), pytest.raises(ModelNotReady):
+    with talk(make_client, loading, loading, loading) as (client, server), pytest.raises(ModelNotReady):
         client.generate("Tea")
-    assert len(server.received) == 2
+    assert len(server.received) == 3
 
 
 def test_an_overload_says_when_to_come_back(make_client: Any) -> None:
