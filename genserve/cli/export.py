@@ -1,0 +1,56 @@
+"""Export: the command `genserve export`, and what is printed after an export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Overwrite, Precision
+
+if TYPE_CHECKING:
+    from genserve.export import ExportReport
+
+__all__ = ["export", "print_report"]
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", show_default=False
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Of the model in the repository.", show_default=False)],
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    precision: Precision = "int8",
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a checkpoint into a model of the repository, and compare it with its source."""
+    from genserve.cli.render import ConsoleProgress
+    from genserve.export import export_model
+
+    report = export_model(
+        source,
+        repository=model_repository,
+        name=name,
+        precision=precision,
+        overwrite=overwrite,
+        progress=ConsoleProgress(),
+    )
+    print_report(report)
+
+
+def print_report(report: ExportReport) -> None:
+    """Print what an export made, how near it is to its source, and what to do next."""
+    repository = report.path.parent
+    where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
+    print(
+        f"{report.name}: {report.precision}, {report.size_bytes / 1e6:.1f} MB, "
+        f"made in {report.seconds:.0f} s: {report.path}"
+    )
+    print(
+        f"parity with the source: largest logit difference {report.largest_logit_difference:.3g}, "
+        f"top-1 agreement {report.top1_agreement:.1%}"
+    )
+    print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")

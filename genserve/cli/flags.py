@@ -1,0 +1,46 @@
+"""Flags: the options that several commands share, so that a name means one thing everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+__all__ = [
+    "DEFAULT_REPOSITORY",
+    "MaxTokens",
+    "ModelRepository",
+    "Overwrite",
+    "Precision",
+    "Seed",
+    "Temperature",
+    "Url",
+]
+
+DEFAULT_REPOSITORY = Path("model_repository")
+
+ModelRepository = Annotated[
+    Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder that holds the models.")
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GENSERVE_BASE_URL",
+        help="Ask the server at this URL instead of loading the model here; its key is GENSERVE_API_KEY.",
+    ),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(envvar="GENSERVE_MAX_TOKENS", help="The longest answer, in tokens.")
+]
+Temperature = Annotated[
+    float, typer.Option(envvar="GENSERVE_TEMPERATURE", help="0 always takes the likeliest token.")
+]
+Seed = Annotated[
+    int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")
+]
+Precision = Annotated[
+    Literal["int8", "int4", "fp16", "fp32"],
+    typer.Option(envvar="GENSERVE_PRECISION", help="Of the weights."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the weights that are there.")]

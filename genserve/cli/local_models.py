@@ -1,0 +1,82 @@
+"""Local models: which generation models a repository folder holds, and whether their weights are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.cli.flags import DEFAULT_REPOSITORY
+from genserve.errors import RepositoryError
+from genserve.repository.index import ModelEntry, scan
+
+__all__ = ["DEFAULT_MODEL", "LocalModel", "choose_model", "local_models"]
+
+DEFAULT_MODEL = "smollm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModel:
+    """One generation model of a repository."""
+
+    name: str
+    size_bytes: int                     # of the newest version of each of its stages
+    missing: tuple[str, ...]            # the stages that are not there, or have a config and no files
+
+
+def local_models(repository: Path) -> list[LocalModel]:
+    """Return the ensembles of a repository, by name. Nothing is loaded.
+
+    Raises:
+        RepositoryError: the folder is not there.
+    """
+    entries = scan([repository])
+    return [_describe(entry, entries) for entry in entries.values() if _is_ensemble(entry)]
+
+
+def choose_model(name: str | None, *, repository: Path) -> str:
+    """Return the model to load: the one asked for, or the only one, or the default one.
+
+    Raises:
+        RepositoryError: the model has no weights, or there is none at all.
+    """
+    models = {model.name: model for model in local_models(repository)}
+    if name is None:
+        name = next(iter(models)) if len(models) == 1 else DEFAULT_MODEL
+    where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
+    pull = f"`genserve pull {DEFAULT_MODEL}{where}`"
+    if name not in models:
+        known = f"models there: {', '.join(models)}; or " if models else ""
+        raise RepositoryError(f"there is no model {name!r} in {repository}", remedy=known + pull)
+    if models[name].missing:
+        export = f"`genserve export SOURCE --name {name}{where}`"
+        raise RepositoryError(
+            f"model {name!r} in {repository} has no weights yet: {', '.join(models[name].missing)}",
+            remedy=pull if name == DEFAULT_MODEL else export,
+        )
+    return name
+
+
+def _is_ensemble(entry: ModelEntry) -> bool:
+    return entry.config is not None and entry.config.platform == "ensemble"
+
+
+def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalModel:
+    assert ensemble.config is not None
+    names = [step.model_name for step in ensemble.config.ensemble_steps]
+    stages = [entries[name] for name in names if name in entries and _has_files(entries[name])]
+    present = {stage.name for stage in stages}
+    return LocalModel(
+        name=ensemble.name,
+        size_bytes=sum(_size_bytes(stage.latest_version()) for stage in stages),
+        missing=tuple(name for name in names if name not in present),
+    )
+
+
+def _has_files(stage: ModelEntry) -> bool:
+    # A fresh clone of a repository has the folders, each with a .gitkeep, and no weights.
+    return bool(stage.versions) and any(stage.latest_version().glob("[!.]*"))
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

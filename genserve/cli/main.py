@@ -1,0 +1,69 @@
+"""Main: the command group, and how its failures end the process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import genserve
+from genserve.cli.chat import chat
+from genserve.cli.export import export
+from genserve.cli.generate import generate
+from genserve.cli.models import models
+from genserve.cli.pull import pull
+from genserve.cli.serve import serve
+from genserve.errors import GenserveError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="genserve",
+    help="Serve text-generation models from a model repository in Triton's format.",
+    epilog="Start here: genserve pull smollm2, then genserve chat",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command(epilog="Example: genserve serve --model-repository ./model_repository --http-port 8000")(serve)
+app.command(epilog="Example: genserve chat smollm2 --system 'Answer in one sentence.'")(chat)
+app.command(epilog="Example: echo 'The capital of France is' | genserve generate --max-tokens 8")(generate)
+app.command(epilog="Example: genserve pull smollm2")(pull)
+app.command(epilog="Example: genserve export ./checkpoint --name mine --precision int8")(export)
+app.command(epilog="Example: genserve models --url http://127.0.0.1:8000")(models)
+
+
+@app.command(epilog="Example: genserve version")
+def version() -> None:
+    """Print the version."""
+    print(genserve.__version__)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line.
+
+    Exit codes: 0 done; 1 a GenserveError, printed with its remedy; 2 wrong usage; 130 Ctrl-C.
+    """
+    try:
+        app()
+    except GenserveError as error:
+        from genserve.cli.render import print_error
+
+        print_error(error)
+        raise SystemExit(1) from None

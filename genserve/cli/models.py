@@ -1,0 +1,31 @@
+"""Models: the command `genserve models`."""
+
+from __future__ import annotations
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Url
+
+__all__ = ["models"]
+
+
+def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = None) -> None:
+    """List the generation models of a repository, or of a server."""
+    if url:
+        _print_remote(url)
+        return
+    from rich.table import Table
+
+    from genserve.cli.local_models import local_models
+    from genserve.cli.render import make_console
+
+    table = Table("model", "size", "state", box=None, pad_edge=False)
+    for model in local_models(model_repository):
+        state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
+        table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", state)
+    make_console().print(table)
+
+
+def _print_remote(url: str) -> None:
+    from genserve.client import Client
+
+    with Client(url) as client:
+        print("\n".join(client.models()))

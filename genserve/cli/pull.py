@@ -1,0 +1,37 @@
+"""Pull: the command `genserve pull`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Overwrite, Precision
+
+__all__ = ["pull"]
+
+
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="smollm2, or ORG/NAME on the Hugging Face hub.", show_default=False)
+    ],
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    precision: Precision = "int8",
+    overwrite: Overwrite = False,
+) -> None:
+    """Download a model and make it ready to be served; nothing is done if it is there."""
+    from genserve.cli.export import print_report
+    from genserve.cli.render import ConsoleProgress
+    from genserve.export import pull as pull_model
+
+    report = pull_model(
+        name,
+        repository=model_repository,
+        precision=precision,
+        overwrite=overwrite,
+        progress=ConsoleProgress(),
+    )
+    if report is None:
+        print(f"{name} is in {model_repository} already; --overwrite makes it anew")
+    else:
+        print_report(report)

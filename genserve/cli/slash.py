@@ -1,0 +1,134 @@
+"""Slash: the commands of the chat, lines that begin with /."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+from genserve.cli.chat_session import ChatSession
+from genserve.errors import InvalidRequest
+from genserve.request import SamplingOptions, sampling_params
+
+__all__ = ["COMMANDS", "SlashCommand", "run_slash"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlashCommand:
+    """One command."""
+
+    usage: str
+    summary: str
+    run: Callable[[ChatSession, str], None]
+
+
+def run_slash(session: ChatSession, line: str) -> None:
+    """Do what the line says.
+
+    Raises:
+        GenserveError: a question was asked again, and failed.
+        EOFError: the chat is over.
+    """
+    name, _, argument = line.partition(" ")
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        session.note(f"there is no {name}" + (f"; did you mean {near[0]}?" if near else "; see /help"))
+        return
+    command.run(session, argument.strip())
+
+
+def _help(session: ChatSession, _argument: str) -> None:
+    for command in COMMANDS.values():
+        session.note(f"{command.usage:<22}{command.summary}")
+    session.note('Alt-Enter starts a new line, """ opens and closes a block, Ctrl-C stops an answer.')
+
+
+def _set(session: ChatSession, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if not name:
+        for known, current in asdict(sampling_params(session.options)).items():
+            session.note(f"{known} = {json.dumps(current)}")
+        return
+    options = {**session.options, name: _read_value(value.strip())}
+    try:
+        sampling_params(options)
+    except InvalidRequest as error:
+        session.note(str(error))
+    except TypeError:
+        session.note(f"{name} does not take {value!r}")
+    else:
+        session.options = cast(SamplingOptions, options)
+        session.note(f"{name} = {json.dumps(options[name])}")
+
+
+def _read_value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text in ("", "none") else text
+
+
+def _system(session: ChatSession, argument: str) -> None:
+    session.conversation.system = argument or None
+    session.note("the system prompt is set" if argument else "there is no system prompt any more")
+
+
+def _clear(session: ChatSession, _argument: str) -> None:
+    session.conversation.clear()
+    session.note("forgotten")
+
+
+def _undo(session: ChatSession, _argument: str) -> None:
+    exchange = session.conversation.undo()
+    session.note(f"forgotten: {exchange.question}" if exchange else "there is nothing to undo")
+
+
+def _retry(session: ChatSession, _argument: str) -> None:
+    exchange = session.conversation.undo()
+    if exchange is None:
+        session.note("there is nothing to retry")
+        return
+    answer = session.ask(exchange.question)
+    session.note(answer.summary(max_length=session.model.max_length))
+
+
+def _save(session: ChatSession, argument: str) -> None:
+    if not argument:
+        session.note("say where: /save FILE")
+        return
+    messages = [asdict(message) for message in session.conversation.messages()]
+    try:
+        with Path(argument).expanduser().open("x", encoding="utf-8") as file:
+            json.dump({"messages": messages}, file, ensure_ascii=False, indent=2)
+    except OSError as error:
+        session.note(f"not saved: {error}")
+    else:
+        session.note(f"saved as {argument}")
+
+
+def _stats(session: ChatSession, _argument: str) -> None:
+    tokens = sum(answer.num_tokens for answer in session.answers)
+    session.note(f"{session.model.name}: {len(session.answers)} answers, {tokens} tokens")
+    if session.answers:
+        session.note(f"last: {session.answers[-1].summary(max_length=session.model.max_length)}")
+
+
+def _bye(_session: ChatSession, _argument: str) -> None:
+    raise EOFError
+
+
+COMMANDS: Mapping[str, SlashCommand] = {
+    "/help": SlashCommand(usage="/help", summary="show this", run=_help),
+    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show or change options", run=_set),
+    "/system": SlashCommand(usage="/system [TEXT]", summary="set or remove the system prompt", run=_system),
+    "/clear": SlashCommand(usage="/clear", summary="forget what was said", run=_clear),
+    "/undo": SlashCommand(usage="/undo", summary="forget the last question and answer", run=_undo),
+    "/retry": SlashCommand(usage="/retry", summary="ask the last question again", run=_retry),
+    "/save": SlashCommand(usage="/save FILE", summary="write the chat to a new JSON file", run=_save),
+    "/stats": SlashCommand(usage="/stats", summary="show tokens and speed", run=_stats),
+    "/bye": SlashCommand(usage="/bye", summary="leave, as Ctrl-D does", run=_bye),
+}

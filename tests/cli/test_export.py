@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from genserve.cli.export import print_report
+from genserve.cli.main import app
+from genserve.errors import ExportError
+from genserve.export import ExportReport
+from tests.checkpoints import tiny_llama_checkpoint
+
+
+def report(repository: Path) -> ExportReport:
+    return ExportReport(
+        name="mine",
+        precision="int8",
+        seconds=12.3,
+        largest_logit_difference=0.3125,
+        top1_agreement=0.984,
+        size_bytes=141_000_000,
+        path=repository / "mine",
+    )
+
+
+def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(report(Path("model_repository")))
+    assert capsys.readouterr().out.splitlines() == [
+        "mine: int8, 141.0 MB, made in 12 s: model_repository/mine",
+        "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%",
+        "next: genserve chat mine",
+        "      genserve serve",
+    ]
+
+
+def test_what_to_do_next_names_an_unusual_repository(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(report(Path("/elsewhere")))
+    assert "genserve serve --model-repository /elsewhere" in capsys.readouterr().out
+
+
+def test_a_checkpoint_becomes_a_model_that_answers(tmp_path: Path) -> None:
+    checkpoint = tiny_llama_checkpoint(tmp_path / "checkpoint")
+    repository = str(tmp_path / "repository")
+    where = ["--name", "tiny", "--model-repository", repository]
+    exported = CliRunner().invoke(app, ["export", str(checkpoint), *where, "--precision", "fp32"])
+    assert exported.exit_code == 0
+    assert "top-1 agreement 100.0%" in exported.stdout
+    answer = ["generate", "Tea", "--model-repository", repository, "--max-tokens", "4", "--json"]
+    assert '"completion_tokens": 4' in CliRunner().invoke(app, answer).stdout
+
+
+def test_an_export_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    where = ["--name", "../evil", "--model-repository", str(tmp_path)]
+    result = CliRunner().invoke(app, ["export", "x", *where])
+    assert isinstance(result.exception, ExportError)

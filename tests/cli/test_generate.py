@@ -1,0 +1,79 @@
+"""`genserve generate` against a scripted server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from genserve.cli.main import app
+from genserve.errors import ModelNotFound
+from tests.client.scripted_server import Reply, event_reply, json_reply, scripted
+
+MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
+
+
+def event(token_id: int, text: str, whole: str | None = None) -> dict[str, Any]:
+    details = {"finish_reason": "length", "generated_tokens": 2, "input_length": 4, "seed": None}
+    token = {"id": token_id, "text": text, "logprob": -0.5, "special": False}
+    return {"token": token, "generated_text": whole, "details": details if whole is not None else None}
+
+
+ANSWER = event_reply(event(1, " is\x1b[2J"), event(2, " hot", " is\x1b[2J hot"))
+
+
+def generate(*arguments: str, stdin: str = "", reply: Reply = ANSWER) -> tuple[Result, dict[str, Any]]:
+    with scripted(MODELS, reply) as server:
+        result = CliRunner().invoke(app, ["generate", "--url", server.url, *arguments], input=stdin)
+    return result, server.received[-1].body
+
+
+def test_the_text_is_printed_as_it_is_when_it_goes_into_a_pipe() -> None:
+    result, _ = generate("Tea")
+    assert result.stdout == " is\x1b[2J hot\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+def test_without_a_prompt_stdin_is_read_less_its_last_line_end(arguments: tuple[str, ...]) -> None:
+    _, body = generate(*arguments, stdin="Tea\nis\n\n")
+    assert body["inputs"] == "Tea\nis\n"
+
+
+def test_flags_go_into_the_request_and_the_only_model_is_named() -> None:
+    flags = "--max-tokens 2 --temperature 0.5 --stop a --stop b --seed 7"
+    _, body = generate("Tea", *flags.split())
+    assert body["model"] == "m"
+    assert body["parameters"] == {
+        "details": True,
+        "do_sample": True,
+        "max_new_tokens": 2,
+        "temperature": 0.5,
+        "stop": ["a", "b"],
+        "seed": 7,
+    }
+
+
+def test_json_is_one_object_with_the_whole_answer() -> None:
+    result, _ = generate("Tea", "--json")
+    assert json.loads(result.stdout) == {
+        "text": " is\x1b[2J hot",
+        "token_ids": [1, 2],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 4, "completion_tokens": 2},
+        "logprobs": [],
+    }
+    assert "\x1b" not in result.stdout
+
+
+def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted(MODELS, ANSWER) as server:
+        monkeypatch.setenv("GENSERVE_BASE_URL", server.url)
+        assert CliRunner().invoke(app, ["generate", "Tea"]).exit_code == 0
+
+
+def test_a_model_that_the_server_has_not_is_refused_with_those_it_has() -> None:
+    result, _ = generate("Tea", "--model", "x", reply=ANSWER)
+    assert isinstance(result.exception, ModelNotFound)
+    assert result.exception.remedy == "name one of: m"

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from genserve.cli.main import app
+from tests.cli.test_local_models import add_model
+from tests.client.scripted_server import json_reply, scripted
+
+
+def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    add_model(tmp_path, "b", weights=False)
+    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
+    rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert rows == [
+        "model size state",
+        "a 0.0 MB ready to load",
+        "b 0.0 MB no weights: b_tokenizer, b_logits",
+    ]
+
+
+def test_a_server_s_models_are_one_name_a_line() -> None:
+    with scripted(json_reply({"object": "list", "data": [{"id": "a"}, {"id": "b"}]})) as server:
+        assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"

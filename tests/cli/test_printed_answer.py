@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from genserve.cli.printed_answer import PrintedAnswer, print_answer
+from genserve.request import Delta, FinishReason, Usage
+from tests.cli.fake_model import FakeStream
+
+
+class InterruptedStream(FakeStream):
+    """Ctrl-C comes after the second delta."""
+
+    def __iter__(self) -> Iterator[Delta]:
+        deltas = super().__iter__()
+        yield next(deltas)
+        yield next(deltas)
+        raise KeyboardInterrupt
+
+
+def print_stream(stream: FakeStream) -> tuple[PrintedAnswer, list[str]]:
+    written: list[str] = []
+    ticks = count()
+    return print_answer(lambda: stream, write=written.append, clock=lambda: float(next(ticks))), written
+
+
+def test_each_piece_is_written_as_it_comes_and_kept() -> None:
+    stream = FakeStream("good day")
+    answer, written = print_stream(stream)
+    assert written == ["GOOD", " DAY", ""]
+    assert answer == PrintedAnswer(
+        text="GOOD DAY",
+        num_tokens=3,
+        first_token_s=1.0,
+        last_token_s=3.0,
+        finish_reason=FinishReason.END_OF_SEQUENCE,
+        usage=Usage(prompt_tokens=10, completion_tokens=3),
+    )
+    assert stream.is_closed
+
+
+def test_ctrl_c_closes_the_stream_and_keeps_what_came() -> None:
+    stream = InterruptedStream("one two three")
+    answer, _ = print_stream(stream)
+    assert stream.is_closed
+    assert answer == PrintedAnswer(text="ONE TWO", num_tokens=2, first_token_s=1.0, last_token_s=2.0)
+
+
+def test_ctrl_c_before_the_server_answers_keeps_nothing() -> None:
+    def interrupt() -> FakeStream:
+        raise KeyboardInterrupt
+
+    answer = print_answer(interrupt, write=lambda _text: None, clock=lambda: 0.0)
+    assert answer == PrintedAnswer(text="", num_tokens=0)
+
+
+def test_the_pace_counts_the_tokens_after_the_first() -> None:
+    answer = PrintedAnswer(text="", num_tokens=11, first_token_s=0.25, last_token_s=2.25)
+    assert answer.tokens_per_s == 5.0
+    assert answer.summary(max_length=None) == "11 tokens · first after 250 ms · 5.0 tokens/s · stopped"
+
+
+def test_one_token_has_no_pace_and_the_context_is_told_if_it_is_known() -> None:
+    answer = PrintedAnswer(
+        text="",
+        num_tokens=1,
+        first_token_s=0.25,
+        last_token_s=0.25,
+        finish_reason=FinishReason.LENGTH,
+        usage=Usage(prompt_tokens=9, completion_tokens=1),
+    )
+    assert answer.summary(max_length=2048) == "1 tokens · first after 250 ms · context 10 of 2048 · length"
+    assert answer.summary(max_length=None) == "1 tokens · first after 250 ms · context 10 · length"

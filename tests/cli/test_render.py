@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from genserve.cli.render import ConsoleProgress, print_error, visible, write_text
+from genserve.errors import ModelNotFound
+
+
+def test_what_drives_a_terminal_is_spelled_out_and_the_rest_stays() -> None:
+    assert visible("a\x1b[2Jb\x07\r\x9b31m\x7f") == r"a\x1b[2Jb\x07\x0d\x9b31m\x7f"
+    assert visible("tab\tline\nÄ€漢🙂\u2028") == "tab\tline\nÄ€漢🙂\u2028"
+
+
+@given(st.text())
+def test_no_text_keeps_a_control_but_tab_and_line_feed(text: str) -> None:
+    shown = visible(text).translate({ord("\t"): None, ord("\n"): None})
+    assert not any(ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 for c in shown)
+
+
+@pytest.mark.parametrize(("is_terminal", "written"), [(True, r"\x1b[2J"), (False, "\x1b[2J")])
+def test_a_terminal_gets_visible_text_and_a_pipe_the_text_itself(is_terminal: bool, written: str) -> None:
+    file = io.StringIO()
+    write_text(Console(file=file, force_terminal=is_terminal), "\x1b[2J")
+    assert file.getvalue() == written
+
+
+def test_an_error_is_printed_as_it_is_but_for_controls(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(ModelNotFound("no [bold]model[/bold] \x1b[2J:smile:", remedy="look [here]"))
+    assert capsys.readouterr().err == (
+        "error[model_not_found]: no [bold]model[/bold] \\x1b[2J:smile:\n  remedy: look [here]\n"
+    )
+
+
+def test_without_a_remedy_there_is_no_line_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(ModelNotFound("no model"))
+    assert capsys.readouterr().err == "error[model_not_found]: no model\n"
+
+
+def test_progress_is_one_plain_line_per_stage_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = ConsoleProgress()
+    with progress.stage("reading"):
+        pass
+    with progress.stage("converting", total=2) as advance:
+        advance(1)
+        advance(1)
+    captured = capsys.readouterr()
+    assert captured.err == "reading\nconverting\n"
+    assert captured.out == ""
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ConsoleProgress().stage("converting", total=2) as advance:
+        advance(2)
+    shown = capsys.readouterr().err
+    assert "converting" in shown
+    assert "━" in shown

@@ -1,0 +1,126 @@
+"""The REPL in a real pseudo-terminal, over a fake model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genserve.cli.repl import history_path
+
+if sys.platform == "win32":
+    pytest.skip("Windows has no pseudo-terminals of this kind", allow_module_level=True)
+
+from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, PROMPT, TAB, UP, Terminal
+
+
+def say(terminal: Terminal, keys: str) -> None:
+    """Type at the next prompt: before it, the terminal is not yet the prompt's."""
+    terminal.expect(PROMPT)
+    terminal.type(keys)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as terminal:
+        terminal.expect("Ctrl-D leaves")
+        yield terminal
+
+
+def test_an_answer_is_printed_with_its_figures_and_ctrl_d_leaves(terminal: Terminal) -> None:
+    say(terminal, "good day" + ENTER)
+    terminal.expect("GOOD DAY")
+    terminal.expect("3 tokens · first after ")
+    terminal.expect("tokens/s · context 13 of 2048 · eos_token")
+    say(terminal, CTRL_D)
+    terminal.expect("streams closed: [True]")
+    assert terminal.wait() == 0
+
+
+def test_ctrl_c_stops_the_answer_closes_its_stream_and_keeps_what_came(terminal: Terminal) -> None:
+    say(terminal, "forever young" + ENTER)
+    terminal.expect("FOREVER")
+    terminal.type(CTRL_C)
+    terminal.expect("[stopped]")
+    terminal.expect("1 tokens · first after ")
+    terminal.expect(" · stopped")
+    say(terminal, "and on" + ENTER)
+    terminal.expect("AND ON")
+    say(terminal, CTRL_D)
+    terminal.expect("streams closed: [True, True]")
+    terminal.expect("last asked: ['forever young', 'FOREVER', 'and on']")
+    assert terminal.wait() == 0
+
+
+def test_ctrl_c_at_an_empty_prompt_hints_and_at_a_full_one_only_drops_the_line(terminal: Terminal) -> None:
+    say(terminal, "never mind")
+    terminal.expect("never mind")
+    terminal.type(CTRL_C)
+    assert "leaves" not in terminal.expect(PROMPT)
+    terminal.type(CTRL_C)
+    terminal.expect("Ctrl-D or /bye leaves")
+    say(terminal, CTRL_D)
+    terminal.expect("last asked: None")
+
+
+def test_alt_enter_starts_a_new_line_and_enter_sends_both(terminal: Terminal) -> None:
+    say(terminal, "one" + ALT_ENTER + "two" + ENTER)
+    terminal.expect("ONE TWO")
+    say(terminal, CTRL_D)
+    terminal.expect(r"last asked: ['one\ntwo']")
+
+
+def test_three_quotes_open_and_close_a_block(terminal: Terminal) -> None:
+    say(terminal, '"""' + ENTER + "one" + ENTER + ENTER + "two" + ENTER + '"""' + ENTER)
+    terminal.expect("ONE TWO")
+    say(terminal, CTRL_D)
+    terminal.expect(r"last asked: ['one\n\ntwo']")
+
+
+def test_what_is_pasted_with_line_ends_is_one_message(terminal: Terminal) -> None:
+    say(terminal, "\x1b[200~one\ntwo\x1b[201~" + ENTER)
+    terminal.expect("ONE TWO")
+    say(terminal, CTRL_D)
+    terminal.expect(r"last asked: ['one\ntwo']")
+
+
+def test_a_refusal_is_printed_with_its_remedy_and_the_chat_goes_on(terminal: Terminal) -> None:
+    say(terminal, "refuse" + ENTER)
+    terminal.expect("error[invalid_request]")
+    terminal.expect(": ask something else")
+    say(terminal, "hello" + ENTER)
+    terminal.expect("HELLO")
+    say(terminal, CTRL_D)
+    terminal.expect("last asked: ['hello']")
+
+
+def test_commands_are_completed_and_bye_leaves(terminal: Terminal) -> None:
+    say(terminal, "/he" + TAB)
+    terminal.expect("lp")
+    terminal.type(ENTER)
+    terminal.expect("forget what was said")
+    say(terminal, "/bye" + ENTER)
+    terminal.expect("streams closed: []")
+    assert terminal.wait() == 0
+
+
+def test_questions_are_remembered_by_the_next_chat_and_by_nobody_else(tmp_path: Path) -> None:
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as first:
+        say(first, "remember me" + ENTER)
+        first.expect("REMEMBER ME")
+        say(first, CTRL_D)
+        first.wait()
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as second:
+        say(second, UP + ENTER)
+        second.expect("REMEMBER ME")
+    assert (tmp_path / "genserve" / "history").stat().st_mode & 0o077 == 0
+
+
+def test_the_history_lies_where_the_system_keeps_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert history_path() == Path("/home/me/.local/state/genserve/history")
+    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
+    assert history_path() == Path("/elsewhere/genserve/history")

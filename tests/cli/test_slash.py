@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genserve.cli.chat_session import ChatSession
+from genserve.cli.slash import COMMANDS, run_slash
+from tests.cli.fake_model import FakeModel, chat_with
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def session(model: FakeModel) -> ChatSession:
+    return chat_with(model)
+
+
+@pytest.fixture
+def said(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> object:
+    def run(line: str) -> str:
+        capsys.readouterr()
+        run_slash(session, line)
+        return capsys.readouterr().out
+
+    return run
+
+
+def contents(session: ChatSession) -> list[str]:
+    return [message.content for message in session.conversation.messages()]
+
+
+def test_help_names_every_command(said) -> None:
+    shown = said("/help")
+    assert all(command.usage in shown for command in COMMANDS.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [("/hlep", "there is no /hlep; did you mean /help?"), ("/xyzzy 1", "there is no /xyzzy; see /help")],
+)
+def test_an_unknown_command_suggests_the_nearest(said, line: str, answer: str) -> None:
+    assert said(line) == f"{answer}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "value"),
+    [
+        ("temperature 0.25", "temperature", 0.25),
+        ("max_tokens 5", "max_tokens", 5),
+        ("max_tokens none", "max_tokens", None),
+        ("ignore_eos true", "ignore_eos", True),
+        ("stop END", "stop", "END"),
+        ('stop ["a b", "c"]', "stop", ["a b", "c"]),
+    ],
+)
+def test_set_changes_an_option_of_the_next_question(
+    session: ChatSession, model: FakeModel, said, typed: str, name: str, value: object
+) -> None:
+    said(f"/set {typed}")
+    session.ask("hi")
+    assert model.options[-1][name] == value
+
+
+@pytest.mark.parametrize(
+    ("typed", "complaint"),
+    [
+        ("temperature -1", "temperature must be between 0 and 100"),
+        ("temperature hot", "temperature"),
+        ("temprature 1", "temperature"),
+        ("stop", "stop"),
+    ],
+)
+def test_set_refuses_what_the_model_would_refuse_and_changes_nothing(
+    session: ChatSession, said, typed: str, complaint: str
+) -> None:
+    before = dict(session.options)
+    assert complaint in said(f"/set {typed}")
+    assert session.options == before
+
+
+def test_set_alone_shows_all_options(said) -> None:
+    assert "temperature = 0.5\n" in said("/set")
+    assert "max_tokens = null\n" in said("/set")
+
+
+def test_system_sets_and_removes_the_system_prompt(session: ChatSession, said) -> None:
+    said("/system Be very brief.")
+    assert contents(session) == ["Be very brief."]
+    said("/system")
+    assert contents(session) == []
+
+
+def test_undo_and_clear_forget(session: ChatSession, said) -> None:
+    for question in ("one", "two", "three"):
+        session.ask(question)
+    assert said("/undo") == "forgotten: three\n"
+    assert contents(session) == ["one", "ONE", "two", "TWO"]
+    said("/clear")
+    assert contents(session) == []
+    assert said("/undo") == "there is nothing to undo\n"
+
+
+def test_retry_asks_the_last_question_again_without_its_answer(
+    session: ChatSession, model: FakeModel, said
+) -> None:
+    session.ask("one")
+    session.ask("two")
+    assert said("/retry").startswith("TWO\n2 tokens")
+    assert [m.content for m in model.asked[-1]] == ["one", "ONE", "two"]
+    assert contents(session) == ["one", "ONE", "two", "TWO"]
+
+
+def test_retry_with_nothing_said_says_so(said) -> None:
+    assert said("/retry") == "there is nothing to retry\n"
+
+
+def test_save_writes_messages_that_can_be_sent_again_and_never_over_a_file(
+    session: ChatSession, said, tmp_path: Path
+) -> None:
+    session.ask("grüß dich")
+    path = tmp_path / "my chat.json"
+    said(f"/save {path}")
+    assert json.loads(path.read_text(encoding="utf-8")) == {
+        "messages": [{"role": "user", "content": "grüß dich"}, {"role": "assistant", "content": "GRÜSS DICH"}]
+    }
+    assert "not saved" in said(f"/save {path}")
+    assert said("/save") == "say where: /save FILE\n"
+
+
+def test_stats_count_answers_and_tokens(session: ChatSession, said) -> None:
+    assert said("/stats") == "fake: 0 answers, 0 tokens\n"
+    session.ask("one")
+    session.ask("one two")
+    assert said("/stats").startswith("fake: 2 answers, 5 tokens\nlast: 3 tokens")
+
+
+def test_bye_ends_the_chat(session: ChatSession) -> None:
+    with pytest.raises(EOFError):
+        run_slash(session, "/bye")
