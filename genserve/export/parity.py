@@ -14,7 +14,7 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from genserve.errors import ExportError
@@ -24,7 +24,7 @@ from genserve.export.graph import MODEL_FILE
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
 
-__all__ = ["CachedGraph", "Parity", "check_parity", "source_logits"]
+__all__ = ["CachedGraph", "Parity", "check_parity", "source_logits", "source_model"]
 
 PARITY_FILE = "parity.json"
 MAX_TOKENS = 256
@@ -103,8 +103,12 @@ def check_parity(
     return parity
 
 
-def source_logits(checkpoint: Checkpoint, ids: NDArray[np.int64]) -> FloatArray:
-    """Logits [tokens, vocab] of transformers' model in float32, after each of the token ids [tokens]."""
+def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """transformers' own model of the checkpoint, in float32, ready to be called.
+
+    Raises:
+        ExportError: the tensors do not have the shapes that the config says.
+    """
     config = AutoConfig.for_model(**checkpoint.config)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -119,8 +123,14 @@ def source_logits(checkpoint: Checkpoint, ids: NDArray[np.int64]) -> FloatArray:
         ) from error
     assert set(missing) <= set(model.all_tied_weights_keys), missing
     model.tie_weights()
+    source: PreTrainedModel = model.eval()
+    return source
+
+
+def source_logits(checkpoint: Checkpoint, ids: NDArray[np.int64]) -> FloatArray:
+    """Logits [tokens, vocab] of `source_model` after each of the token ids [tokens]."""
     with torch.inference_mode():
-        logits: FloatArray = model.eval()(torch.from_numpy(ids)[None]).logits[0].numpy()
+        logits: FloatArray = source_model(checkpoint)(torch.from_numpy(ids)[None]).logits[0].numpy()
     return logits
 
 

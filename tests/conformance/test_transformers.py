@@ -1,0 +1,116 @@
+"""Greedy answers of the default model, token for token beside transformers' own `generate`."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from genserve import LLM
+from genserve.export import SilentProgress, pull
+from genserve.export.checkpoint import read_checkpoint
+from genserve.export.embedded import cache_folder, fetch_gguf
+from genserve.export.parity import source_model
+
+NUM_TOKENS = 64
+END = 2  # <|im_end|>
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n",
+    "The three laws of thermodynamics are",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Water boils at 100 degrees Celsius because",
+    "In 1969, the first",
+    "To bake bread you need flour,",
+    "The quick brown fox",
+    "SELECT name, age FROM",
+    "Shakespeare wrote",
+    "A healthy breakfast consists of",
+    "The main difference between Python and C is that",
+    "My favourite season is autumn because",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>user\nWrite a haiku about rain.<|im_end|>\n<|im_start|>assistant\n",
+    "Photosynthesis is the process by which",
+    "La capitale de l'Italie est",
+]
+
+
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory):
+    repository = tmp_path_factory.mktemp("fp32")
+    pull("smollm2", repository=repository, precision="fp32", progress=SilentProgress())
+    with LLM(repository) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(fp32) -> list[tuple[int, ...]]:
+    """What transformers generates, the end-of-sequence token included."""
+    model = source_model(read_checkpoint(fetch_gguf(cache_folder()), source="smollm2"))
+    prompts = [fp32._model.tokenizer.encode(prompt) for prompt in PROMPTS]
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), END)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=END, pad_token_id=END
+    )
+    return [_up_to_the_end(answer) for answer in output[:, width:].tolist()]
+
+
+@pytest.mark.timeout(300)
+def test_alone_each_answer_is_transformers_own(fp32, expected):
+    assert [fp32.generate(prompt, max_tokens=NUM_TOKENS).token_ids for prompt in PROMPTS] == expected
+
+
+@pytest.mark.timeout(300)
+def test_with_eight_others_in_the_batch_each_answer_is_the_same(fp32, expected):
+    """All prompts at once, over eight strangers that sample and never rest."""
+    answers: dict[int, tuple[int, ...]] = {}
+
+    def ask(index: int) -> None:
+        answers[index] = fp32.generate(PROMPTS[index], max_tokens=NUM_TOKENS).token_ids
+
+    strangers = [
+        fp32.stream(f"Stranger {i} says", temperature=1.0, seed=i, ignore_eos=True, max_tokens=400)
+        for i in range(8)
+    ]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(not any(d.finish_reason for d in stream._read) for stream in strangers)
+    for stream in strangers:
+        stream.close()
+    assert [answers[i] for i in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.timeout(300)
+def test_the_agreement_of_int8_is_printed(smollm2_repository, expected, capsys):
+    with LLM(smollm2_repository) as llm:
+        answers = [llm.generate(prompt, max_tokens=NUM_TOKENS).token_ids for prompt in PROMPTS]
+    same = [_common_prefix(a, b) for a, b in zip(answers, expected, strict=True)]
+    share = sum(same) / sum(map(len, expected))
+    whole = sum(a == b for a, b in zip(answers, expected, strict=True))
+    with capsys.disabled():
+        print(
+            f"\nint8 against fp32: {share:.0%} of the tokens come before the first difference; "
+            f"{whole} of {len(PROMPTS)} answers are the same to the end"
+        )
+    assert share > 0.2
+
+
+def _up_to_the_end(answer: list[int]) -> tuple[int, ...]:
+    """The answer without the padding behind its end-of-sequence token."""
+    return tuple(answer[: answer.index(END) + 1] if END in answer else answer)
+
+
+def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
