@@ -1,0 +1,69 @@
+"""Both clients against the real server: what comes over the wire is what `LLM` says in process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genserve.client import Client
+from genserve.errors import ContextLengthExceeded, ModelNotFound
+from genserve.llm import LLM
+from genserve.request import SamplingOptions
+from tests.client.either_client import BlockingClient
+
+OPTIONS = [
+    SamplingOptions(max_tokens=12, ignore_eos=True),
+    SamplingOptions(max_tokens=12, ignore_eos=True, temperature=1.0, top_k=40, top_p=0.9, seed=7),
+    SamplingOptions(max_tokens=12, stop_token_ids=list(range(3, 160))),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_repository: Path) -> Iterator[LLM]:
+    with LLM(tiny_repository) as llm:
+        yield llm
+
+
+@pytest.fixture(params=[Client, BlockingClient], ids=["sync", "async"])
+def client(request: pytest.FixtureRequest, tiny_server: Any) -> Iterator[Any]:
+    with request.param(tiny_server.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_generation_is_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
+    expected = llm.generate("Tea is", **options)
+    assert client.generate("Tea is", **options) == expected
+    assert client.stream("Tea is", **options).final() == expected
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_chat_is_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    expected = llm.chat(messages, **options)
+    assert client.chat(messages, **options) == expected
+    assert client.chat_stream(messages, **options).final() == expected
+
+
+def test_logprobs_of_a_generation_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
+    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True)
+    expected = llm.generate("Tea is", **options).logprobs
+    assert len(expected) == 4
+    assert client.generate("Tea is", **options).logprobs == pytest.approx(expected, abs=1e-5)
+    assert client.stream("Tea is", **options).final().logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_refusals_are_the_errors_that_they_are_in_process(client: Any) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        client.stream("Tea is", max_tokens=100_000)
+    with pytest.raises(ContextLengthExceeded):
+        client.chat("Tea is", max_tokens=100_000)
+    with pytest.raises(ModelNotFound):
+        client.generate("Tea is", model="nobody")
+
+
+def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
+    assert client.models() == [llm.model]
