@@ -31,7 +31,7 @@ def local_models(repository: Path) -> list[LocalModel]:
         RepositoryError: the folder is not there.
     """
     entries = scan([repository])
-    return [_describe(entry, entries) for entry in entries.values() if _is_ensemble(entry)]
+    return [_describe(entry, entries) for entry in entries.values() if entry.is_ensemble]
 
 
 def choose_model(name: str | None, *, repository: Path) -> str:
@@ -55,10 +55,6 @@ def choose_model(name: str | None, *, repository: Path) -> str:
             remedy=pull if name == DEFAULT_MODEL else export,
         )
     return name
-
-
-def _is_ensemble(entry: ModelEntry) -> bool:
-    return entry.config is not None and entry.config.platform == "ensemble"
 
 
 def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalModel:

@@ -104,7 +104,7 @@ def check_parity(
 
 
 def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """transformers' own model of the checkpoint, in float32, ready to be called.
+    """The model of the checkpoint as transformers builds it, in float32, ready to be called.
 
     Raises:
         ExportError: the tensors do not have the shapes that the config says.

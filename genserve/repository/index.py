@@ -23,6 +23,11 @@ class ModelEntry:
     error: RepositoryError | None = None
 
     @property
+    def is_ensemble(self) -> bool:
+        """Whether this model chains others, and so answers requests by name."""
+        return self.config is not None and self.config.platform == "ensemble"
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The version folders, ascending: those named by a number that does not begin with 0."""
         names = (p.name for p in self.path.iterdir() if p.is_dir())

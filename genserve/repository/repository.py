@@ -11,7 +11,7 @@ from genserve.backends.ensemble import GenerationEnsemble
 from genserve.errors import GenserveError, ModelNotFound, ModelNotReady
 from genserve.metrics import Metrics
 from genserve.repository.index import scan
-from genserve.repository.stages import is_ensemble, load_ensemble
+from genserve.repository.stages import load_ensemble
 
 __all__ = ["ModelState", "Repository"]
 
@@ -51,7 +51,7 @@ class Repository:
     @property
     def names(self) -> list[str]:
         """The ensembles there are, loaded or not."""
-        return [name for name, entry in self._entries.items() if is_ensemble(entry)]
+        return [name for name, entry in self._entries.items() if entry.is_ensemble]
 
     @property
     def ready(self) -> list[GenerationEnsemble]:

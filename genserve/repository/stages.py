@@ -18,7 +18,7 @@ from genserve.metrics import Metrics
 from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["StageEntries", "find_stages", "is_ensemble", "load_ensemble"]
+__all__ = ["StageEntries", "find_stages", "load_ensemble"]
 
 # Which backend makes which stage.
 _STAGE_BACKENDS = {"tokenizer": "tokenizer", "logits": "onnxruntime", "decoder": "python"}
@@ -31,11 +31,6 @@ class StageEntries:
     tokenizer: ModelEntry
     logits: ModelEntry
     decoder: ModelEntry
-
-
-def is_ensemble(entry: ModelEntry) -> bool:
-    """Whether this model is an ensemble, and so answers requests by name."""
-    return entry.config is not None and entry.config.platform == "ensemble"
 
 
 def find_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> StageEntries:

@@ -59,7 +59,12 @@ def expected(fp32) -> list[tuple[int, ...]]:
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     output = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=END, pad_token_id=END
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=END,
+        pad_token_id=END,
     )
     return [_up_to_the_end(answer) for answer in output[:, width:].tolist()]
 
