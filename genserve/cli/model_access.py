@@ -6,38 +6,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from genserve.errors import ModelNotFound
-from genserve.request import Completion, Delta, Message, SamplingOptions
+from genserve.request import Message, SamplingOptions
+from genserve.stream import Stream
 
 if TYPE_CHECKING:
     from genserve.client import Client
 
-__all__ = ["AnswerStream", "OpenedModel", "TextModel", "open_model"]
-
-
-class AnswerStream(Protocol):
-    """The deltas of one answer; leaving its block stops it."""
-
-    def final(self) -> Completion:
-        """Read the rest and return the whole answer."""
-
-    def __iter__(self) -> Iterator[Delta]: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+__all__ = ["OpenedModel", "TextModel", "open_model"]
 
 
 class TextModel(Protocol):
     """What the commands ask of a model; `genserve.LLM` is one."""
 
-    def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> AnswerStream:
+    def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Go on from a prompt."""
 
-    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> AnswerStream:
+    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
         """Answer a chat."""
 
 
@@ -102,8 +89,8 @@ class _RemoteModel:
     client: Client
     name: str
 
-    def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> AnswerStream:
+    def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         return self.client.stream(prompt, model=self.name, **options)
 
-    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> AnswerStream:
+    def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
         return self.client.chat_stream(messages, model=self.name, **options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from genserve.cli.model_access import AnswerStream
 from genserve.request import FinishReason, Usage
+from genserve.stream import Stream
 
 __all__ = ["PrintedAnswer", "print_answer"]
 
@@ -44,7 +44,7 @@ class PrintedAnswer:
 
 
 def print_answer(
-    open_stream: Callable[[], AnswerStream], *, write: Callable[[str], None], clock: Callable[[], float]
+    open_stream: Callable[[], Stream], *, write: Callable[[str], None], clock: Callable[[], float]
 ) -> PrintedAnswer:
     """Write an answer as it comes; Ctrl-C closes the stream and keeps what came.
 

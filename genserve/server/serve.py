@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 import uvicorn
 
@@ -101,6 +102,15 @@ class Server(uvicorn.Server):
             self.run(sockets=[listener])
         if self._failure is not None:
             raise self._failure
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; a second signal does not wait for the drain.
+
+        uvicorn's own handler would raise the signal once more at the end: but to be told to stop, and to
+        have stopped, is a success.
+        """
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the port, and load the models beside."""

@@ -5,28 +5,30 @@ from itertools import count
 
 from genserve.cli.printed_answer import PrintedAnswer, print_answer
 from genserve.request import Delta, FinishReason, Usage
-from tests.cli.fake_model import FakeStream
+from genserve.stream import Stream
+from tests.cli.fake_model import FakeDeltas
 
 
-class InterruptedStream(FakeStream):
+class InterruptedDeltas(FakeDeltas):
     """Ctrl-C comes after the second delta."""
 
-    def __iter__(self) -> Iterator[Delta]:
-        deltas = super().__iter__()
+    def _answer(self, words: list[str]) -> Iterator[Delta]:
+        deltas = super()._answer(words)
         yield next(deltas)
         yield next(deltas)
         raise KeyboardInterrupt
 
 
-def print_stream(stream: FakeStream) -> tuple[PrintedAnswer, list[str]]:
+def print_deltas(deltas: FakeDeltas) -> tuple[PrintedAnswer, list[str]]:
     written: list[str] = []
     ticks = count()
-    return print_answer(lambda: stream, write=written.append, clock=lambda: float(next(ticks))), written
+    clock = lambda: float(next(ticks))  # noqa: E731
+    return print_answer(lambda: Stream(deltas), write=written.append, clock=clock), written
 
 
 def test_each_piece_is_written_as_it_comes_and_kept() -> None:
-    stream = FakeStream("good day")
-    answer, written = print_stream(stream)
+    deltas = FakeDeltas("good day")
+    answer, written = print_deltas(deltas)
     assert written == ["GOOD", " DAY", ""]
     assert answer == PrintedAnswer(
         text="GOOD DAY",
@@ -36,18 +38,18 @@ def test_each_piece_is_written_as_it_comes_and_kept() -> None:
         finish_reason=FinishReason.END_OF_SEQUENCE,
         usage=Usage(prompt_tokens=10, completion_tokens=3),
     )
-    assert stream.is_closed
+    assert deltas.is_closed
 
 
 def test_ctrl_c_closes_the_stream_and_keeps_what_came() -> None:
-    stream = InterruptedStream("one two three")
-    answer, _ = print_stream(stream)
-    assert stream.is_closed
+    deltas = InterruptedDeltas("one two three")
+    answer, _ = print_deltas(deltas)
+    assert deltas.is_closed
     assert answer == PrintedAnswer(text="ONE TWO", num_tokens=2, first_token_s=1.0, last_token_s=2.0)
 
 
 def test_ctrl_c_before_the_server_answers_keeps_nothing() -> None:
-    def interrupt() -> FakeStream:
+    def interrupt() -> Stream:
         raise KeyboardInterrupt
 
     answer = print_answer(interrupt, write=lambda _text: None, clock=lambda: 0.0)

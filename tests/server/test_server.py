@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -132,6 +135,18 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
         text = answer()
     assert '"error": {"message"' in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0"]
+    command += [f"--model-repository={tiny_repository}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while "Ready at" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(getattr(signal, signal_name))
+        process.stdout.read()
+    assert process.returncode == 0
 
 
 def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import httpx2
 import pytest
+
+from tests.live import LiveServer
 
 
 @pytest.fixture
@@ -193,3 +196,21 @@ def test_info_describes_the_model(http, tiny_server):
     info = http.get("/info").json()
     assert info["model_id"] == "tiny"
     assert info["max_total_tokens"] == tiny_server.model.max_length
+
+
+def test_a_loop_that_ends_without_a_last_token_still_ends_the_stream(tiny_repository, tmp_path):
+    """The decoder stage of a copy stops by returning, after three tokens."""
+    repository = shutil.copytree(tiny_repository, tmp_path / "repository")
+    (repository / "tiny_decoder" / "1" / "model.py").write_text(
+        "class TritonPythonModel:\n"
+        "    async def decode(self, sequence):\n"
+        "        for _ in range(3):\n"
+        "            sequence.append(await sequence.sample())\n"
+        "        await sequence.logits()\n"
+    )
+    body = {"inputs": "hello there", "parameters": {"max_new_tokens": 8, "ignore_eos": True}}
+    with LiveServer(repository) as server, httpx2.Client(base_url=server.url) as client:
+        last = events(client.post("/generate_stream", json=body))[-1]
+    assert last["details"]["generated_tokens"] == 3
+    assert last["details"]["finish_reason"] == "eos_token"
+    assert last["generated_text"] is not None

@@ -54,6 +54,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+_NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
+
+
 class Parameters(Body):
     """TGI's parameters."""
 
@@ -180,7 +183,8 @@ class TokenFrames:
         """See `Frames`. Where a delta has several tokens, the last one carries the text."""
         self._text.append(delta.text)
         events = b""
-        tokens = _tokens(delta, self._opened)
+        # A decoding loop may end its sequence without a last token; the event of the ending needs one.
+        tokens = _tokens(delta, self._opened) or [{**_NO_TOKEN, "text": delta.text}]
         for index, token in enumerate(tokens):
             self._num_tokens += 1
             last = delta.finish_reason is not None and index == len(tokens) - 1
@@ -199,7 +203,7 @@ class TokenFrames:
     def _ending(self, delta: Delta) -> str:
         details = {
             "finish_reason": delta.finish_reason,
-            "generated_tokens": self._num_tokens,
+            "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
             "input_length": self._opened.num_prompt_tokens,
             "seed": self._opened.seed if self._sampling else None,
         }
