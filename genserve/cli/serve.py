@@ -78,6 +78,7 @@ def print_card(server: ServerInfo) -> None:
     body = {
         "model": server.models[0].name,
         "messages": [{"role": "user", "content": "Hi"}],
+        "temperature": 0,
         "stream": True,
     }
     print(f"\nReady at {server.url} (chat: /v1/chat/completions, generate: /generate, API: /docs)\n")
