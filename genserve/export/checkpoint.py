@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,9 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 
-__all__ = ["Checkpoint", "FloatArray", "locate", "read_checkpoint"]
+__all__ = ["Checkpoint", "FloatArray"]
 
 FloatArray = NDArray[np.float32]
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,37 +38,3 @@ class Checkpoint:
                 remedy="the checkpoint is incomplete, or not of the architecture that its config names",
             )
         return self.load(name)
-
-
-def locate(source: str) -> Path:
-    """The folder or file of a checkpoint: that of this path, or a download of ORG/NAME from the hub.
-
-    Raises:
-        ExportError: there is nothing of the kind at `source`, or the download failed.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if not path.exists() and _HUB_NAME.fullmatch(source):
-        from genserve.export.hugging_face import download
-
-        return download(source)
-    raise ExportError(
-        f"{source!r} is no checkpoint",
-        remedy="give a folder with config.json and *.safetensors, a .gguf file, or ORG/NAME on the hub",
-    )
-
-
-def read_checkpoint(path: Path, *, source: str) -> Checkpoint:
-    """Open the Hugging Face folder or the GGUF file at `path`; `source` is its name for messages.
-
-    Raises:
-        ExportError: it cannot be read.
-    """
-    if path.is_dir():
-        from genserve.export.hugging_face import read_folder
-
-        return read_folder(path, source=source)
-    from genserve.export.gguf_file import read_gguf
-
-    return read_gguf(path, source=source)

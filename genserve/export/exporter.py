@@ -44,9 +44,9 @@ def export_model(
     stages = Stages(name)
     _require_free(stages, repository, precision=precision, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
-        from genserve.export.checkpoint import locate, read_checkpoint
         from genserve.export.conversion import Conversion
         from genserve.export.parity import check_parity
+        from genserve.export.source import locate, read_checkpoint
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)

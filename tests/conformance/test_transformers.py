@@ -9,9 +9,9 @@ import torch
 
 from genserve import LLM
 from genserve.export import SilentProgress, pull
-from genserve.export.checkpoint import read_checkpoint
 from genserve.export.embedded import cache_folder, fetch_gguf
 from genserve.export.parity import source_model
+from genserve.export.source import read_checkpoint
 
 NUM_TOKENS = 64
 END = 2  # <|im_end|>

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from genserve.export.checkpoint import read_checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.family import Dimensions
 from genserve.export.parity import CachedGraph
 from genserve.export.report import Precision
+from genserve.export.source import read_checkpoint
 from genserve.export.stages import Stages
 
 __all__ = ["WrittenGraph", "write_graph"]

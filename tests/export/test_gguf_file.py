@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import read_checkpoint
 from genserve.export.embedded import FILE, cache_folder
+from genserve.export.source import read_checkpoint
 from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import write_graph

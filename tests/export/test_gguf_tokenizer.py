@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from genserve.export.checkpoint import read_checkpoint
 from genserve.export.embedded import FILE, cache_folder
+from genserve.export.source import read_checkpoint
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 

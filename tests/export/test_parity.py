@@ -12,8 +12,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint, FloatArray, read_checkpoint
+from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.parity import check_parity, source_logits
+from genserve.export.source import read_checkpoint
 from tests.export.graphs import write_graph
 
 
