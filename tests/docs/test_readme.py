@@ -1,0 +1,44 @@
+"""The README's Python, run as it stands but for the address and the model."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve import LLM
+from genserve.server.routes import openai, tgi
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def block_with(words: str) -> str:
+    [block] = [block for block in BLOCKS if words in block]
+    return block
+
+
+@pytest.mark.parametrize("words", ["import Client", "import LLM"])
+def test_the_sdk_examples_run(words, tiny_server, tiny_repository, capsys):
+    code = block_with(words).replace("http://127.0.0.1:8000", tiny_server.url)
+    code = code.replace('"model_repository", "smollm2"', f'"{tiny_repository}", "tiny"')
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_decoding_loop_answers_as_greedy_does(tiny_repository, tmp_path):
+    with LLM(tiny_repository) as llm:
+        expected = llm.generate("hello", max_tokens=12, ignore_eos=True)
+    copy = shutil.copytree(tiny_repository, tmp_path / "repository")
+    (copy / "tiny_decoder" / "1" / "model.py").write_text(block_with("TritonPythonModel"))
+    with LLM(copy) as llm:
+        assert llm.generate("hello", max_tokens=12, ignore_eos=True) == expected
+
+
+def test_the_routes_that_it_names_are_there():
+    routes = {route.path for router in (openai.router, tgi.router) for route in router.routes}
+    for path in ("/v1/chat/completions", "/v1/models", "/generate", "/generate_stream", "/", "/info"):
+        assert f"`{path}`" in README
+        assert path in routes
