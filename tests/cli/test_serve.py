@@ -19,7 +19,7 @@ def test_the_card_has_the_models_the_url_and_a_curl_line(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert "m: int8, 2048 tokens of context, 32 answers at once, KV cache up to 1.5 GiB" in captured.out
     assert "Ready at http://127.0.0.1:1" in captured.out
-    body = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": true}'
+    body = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": true}'
     assert f"-d '{body}'" in captured.out
     assert "error[repository_error]: model 'x' is broken" in captured.err
 
