@@ -42,10 +42,11 @@ class LLM:
             ModelNotFound: there is no such model.
         """
         self._repository = Repository([Path(model_repository)])
-        self._repository.load([model] if model else [])
+        name = model or self._repository.only_name()
+        self._repository.load([name])
         for error in self._repository.errors.values():
             raise error
-        self._model = self._repository.get(model)
+        self._model = self._repository.get(name)
 
     @property
     def model(self) -> str:

@@ -1,7 +1,7 @@
 """Metrics: counters, gauges and histograms of generation, for Prometheus.
 
 The vocabulary is vLLM's under our prefix, in base units (seconds); the label set is fixed, so that
-no request can make a new series. `docs` of the names: `reference` in docs/architecture.md.
+no request can make a new series.
 """
 
 from __future__ import annotations
@@ -92,10 +92,13 @@ class GenerationMetrics:
         self._per_token = metrics.time_per_output_token.labels(model)
         self._request_seconds = metrics.request_seconds.labels(model)
 
-    def step(self, *, seconds: float, prompt_tokens: int, running: int, waiting: int) -> None:
+    def step(self, *, seconds: float, prompt_tokens: int) -> None:
         """Report one step; `prompt_tokens` 0 means a decode."""
         (self._prefill_seconds if prompt_tokens else self._decode_seconds).observe(seconds)
         self._prompt_tokens.inc(prompt_tokens)
+
+    def occupancy(self, *, running: int, waiting: int) -> None:
+        """Report who holds a slot and who waits for one."""
         self._running.set(running)
         self._waiting.set(waiting)
 

@@ -70,18 +70,24 @@ class SamplingParams:
     logprobs: bool = False                  # report the log-probability of each picked token
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _require(whole or (value is None and name != "top_k"), name, "must be a whole number")
+        for name in ("temperature", "top_p"):
+            _require(isinstance(getattr(self, name), int | float), name, "must be a number")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
         _require(
             math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
             "temperature",
             "must be between 0 and 100",
         )
-        _require(self.top_k >= 0, "top_k", "must be 0 (off) or more")
+        _require(0 <= self.top_k < 2**31, "top_k", "must be between 0 (off) and 2^31 - 1")
         _require(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
         for index, text in enumerate(self.stop):
             _require(
-                0 < len(text) <= MAX_STOP_STRING_CHARS,
+                isinstance(text, str) and 0 < len(text) <= MAX_STOP_STRING_CHARS,
                 f"stop[{index}]",
                 f"must have 1 to {MAX_STOP_STRING_CHARS} characters",
             )
@@ -90,7 +96,11 @@ class SamplingParams:
             "stop_token_ids",
             f"takes at most {MAX_STOP_TOKEN_IDS} ids",
         )
-        _require(all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", "ids must be 0 or more")
+        _require(
+            all(isinstance(i, int) and i >= 0 for i in self.stop_token_ids),
+            "stop_token_ids",
+            "must be whole numbers, 0 or more",
+        )
         _require(
             self.seed is None or 0 <= self.seed < 2**64, "seed", "must be between 0 and 2^64 - 1"
         )
@@ -103,8 +113,8 @@ class SamplingOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     seed: int | None
     logprobs: bool
@@ -123,9 +133,9 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
     values = dict(options)
-    stop = values.get("stop", ())
+    stop = values.get("stop") or ()
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
     return SamplingParams(**values)
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import shutil
+import threading
+
 import pytest
 
 from genserve import LLM
@@ -52,3 +55,14 @@ def test_after_close_it_says_so(tiny_repository):
     llm.close()
     with pytest.raises(Closed):
         llm.generate("hi")
+
+
+def test_of_several_models_one_must_be_named_and_nothing_is_loaded(tiny_repository, tmp_path):
+    repository = shutil.copytree(tiny_repository, tmp_path / "repository")
+    shutil.copytree(repository / "tiny", repository / "other")
+    config = repository / "other" / "config.pbtxt"
+    config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
+    before = threading.active_count()
+    with pytest.raises(ModelNotFound, match="other, tiny"):
+        LLM(repository)
+    assert threading.active_count() == before

@@ -78,7 +78,7 @@ class GenerationEnsemble:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            text=StoppableText(Detokenizer(self.tokenizer), StopStrings(params.stop)),
+            text=StoppableText(self.tokenizer.detokenizer(), StopStrings(params.stop)),
             max_length=self.max_length,
             vocab_size=self._vocab_size,
         )

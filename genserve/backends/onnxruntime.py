@@ -58,7 +58,7 @@ class OnnxLogits:
                 f"{path} has no KV cache in place: its inputs are {', '.join(inputs)}",
                 remedy="make it with `genserve export`",
             )
-        context_length = int(self.metadata["genserve.context_length"])
+        context_length = self._context_length(path)
         self.num_slots = num_slots
         self.max_length = min(max_length or context_length, context_length)
         outputs = {o.name: o for o in self._session.get_outputs()}
@@ -66,9 +66,23 @@ class OnnxLogits:
         _, kv_heads, _, head_dim = inputs[past[0]].shape
         cache_type: type[np.generic] = np.float16 if "float16" in inputs[past[0]].type else np.float32
         shape = (num_slots, kv_heads, self.max_length, head_dim)
-        self._cache = {name: _reserve(shape, cache_type) for name in past}
+        try:
+            self._cache = {name: _reserve(shape, cache_type) for name in past}
+        except (OSError, OverflowError) as error:
+            raise RepositoryError(
+                f"{path}: {num_slots} slots of {self.max_length} tokens cannot be reserved: {error}",
+                remedy="lower max_batch_size or max_sequence_length in the logits stage's config.pbtxt",
+            ) from error
         self._logits = np.empty((num_slots, self.vocab_size), dtype=np.float32)
         self._decode_bindings: dict[int, _Call] = {}
+
+    def _context_length(self, path: Path) -> int:
+        text = self.metadata.get("genserve.context_length", "")
+        if not text.isdecimal():
+            raise RepositoryError(
+                f"{path} does not say its context length", remedy="make it with `genserve export`"
+            )
+        return int(text)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -57,8 +57,12 @@ class DecodingLoops:
         """Close the loop of a sequence that leaves; fine if it has none."""
         self._wants.pop(sequence, None)
         loop = self._loops.pop(sequence, None)
-        if loop is not None:
+        if loop is None:
+            return
+        try:
             loop.close()
+        except BaseException:  # its `finally` raised, or it awaits again: nobody is left to be told
+            logger.exception("decoding loop failed while it was closed")
 
     def _advance(self, sequence: TokenSequence, value: Any) -> None:
         try:
@@ -70,7 +74,7 @@ class DecodingLoops:
             return
         except GenserveError:
             raise
-        except Exception as error:
+        except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
             logger.exception("decoding loop failed")
             raise ModelFailed(f"the decoding loop raised {type(error).__name__}") from error
         if not isinstance(want, Want):

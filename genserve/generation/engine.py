@@ -124,6 +124,8 @@ class Engine:
         for row, sequence in ready:
             try:
                 want = self._loops.want(sequence)
+                if sequence.num_pending:
+                    continue  # it began with tokens of its own: these logits are not what it waits for
                 if want is Want.LOGITS:
                     self._loops.resume(sequence, logits[row])
                 elif want is Want.SAMPLE:
@@ -144,7 +146,14 @@ class Engine:
         sequences = [s for _, s in sampling]
         # Nearly always everyone samples: then no row is copied.
         rows = logits if len(sampling) == len(logits) else logits[[row for row, _ in sampling]]
-        for sequence, picked in zip(sequences, pick(rows, sequences), strict=True):
+        try:
+            picks = pick(rows, sequences)
+        except Exception as error:
+            logger.exception("sampling failed")
+            failure = ModelFailed(f"sampling failed: {type(error).__name__}")
+            failed.update(dict.fromkeys(sequences, failure))
+            return
+        for sequence, picked in zip(sequences, picks, strict=True):
             if not picked.finite:
                 failed[sequence] = ModelFailed("the model's logits are not finite")
                 continue

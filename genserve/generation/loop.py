@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
+from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, Overloaded
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.token_sequence import TokenSequence
 from genserve.metrics import GenerationMetrics
@@ -60,6 +60,7 @@ class EngineLoop:
         self._cancelled: set[TokenSequence] = set()
         self._num_accepted = 0
         self._closing = False
+        self._failure: GenserveError | None = None
         # The thread's own.
         self._tickets: dict[TokenSequence, _Ticket] = {}
         self._ended_s: deque[float] = deque(maxlen=64)
@@ -70,7 +71,7 @@ class EngineLoop:
     @property
     def alive(self) -> bool:
         """Whether the thread runs; False after `close` or a failure that nothing caught."""
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and not self._closing and self._failure is None
 
     @property
     def num_running(self) -> int:
@@ -92,9 +93,12 @@ class EngineLoop:
 
         Raises:
             Closed: the loop was closed.
+            ModelNotReady: its thread has died.
             Overloaded: as many as may wait are waiting.
         """
         with self._changed:
+            if self._failure is not None:
+                raise ModelNotReady(self._failure.message)
             if self._closing:
                 raise Closed("the model is being unloaded or the server stops")
             if self._num_accepted >= self._capacity:
@@ -126,11 +130,12 @@ class EngineLoop:
                 self._take_arrivals()
                 self._step()
             self._end_all(Closed("the server stopped before the answer was complete"))
-        except Exception:
+        except BaseException:
             logger.exception("engine thread died")
+            failure = ModelFailed("the engine failed; its model must be loaded again")
             with self._changed:
-                self._closing = True
-            self._end_all(ModelFailed("the engine failed; its model must be loaded again"))
+                self._failure = failure
+            self._end_all(failure)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False once the loop closes."""
@@ -153,6 +158,10 @@ class EngineLoop:
         for sequence in cancelled:
             self._metrics.request_cancelled()
             self._end(sequence)
+        self._report_occupancy()
+
+    def _report_occupancy(self) -> None:
+        self._metrics.occupancy(running=self._engine.num_running, waiting=self._engine.num_waiting)
 
     def _step(self) -> None:
         started_s = time.monotonic()
@@ -161,12 +170,8 @@ class EngineLoop:
             return
         self._num_steps += 1
         now = time.monotonic()
-        self._metrics.step(
-            seconds=now - started_s,
-            prompt_tokens=result.num_prompt_tokens,
-            running=self._engine.num_running,
-            waiting=self._engine.num_waiting,
-        )
+        self._metrics.step(seconds=now - started_s, prompt_tokens=result.num_prompt_tokens)
+        self._report_occupancy()
         self._hand_over(self._parcels(result), now=now)
 
     def _parcels(self, result: StepResult) -> list[Parcel]:
@@ -202,11 +207,13 @@ class EngineLoop:
             ticket.first_token_s = now
             self._metrics.first_token(seconds=now - ticket.submitted_s)
         if content.finish_reason is not None:
+            seconds, num_tokens = now - ticket.submitted_s, sequence.num_new_tokens
+            logger.info("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)
             self._metrics.request_finished(
                 content.finish_reason,
-                seconds=now - ticket.submitted_s,
+                seconds=seconds,
                 decode_seconds=now - ticket.first_token_s,
-                new_tokens=sequence.num_new_tokens,
+                new_tokens=num_tokens,
             )
             self._end(sequence)
 
@@ -219,6 +226,7 @@ class EngineLoop:
     def _end_all(self, error: GenserveError) -> None:
         self._take_arrivals()
         self._engine.remove(self._tickets)
+        self._report_occupancy()
         self._hand_over([(sequence, error) for sequence in self._tickets], now=time.monotonic())
 
     def _retry_after_s(self) -> int:

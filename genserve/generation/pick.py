@@ -13,6 +13,9 @@ from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Pick", "pick"]
 
+# At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
+COLDEST = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
@@ -44,7 +47,7 @@ def pick(logits: FloatArray, sequences: Sequence[TokenSequence]) -> list[Pick]:
 def _draw(
     logits: FloatArray, sequences: Sequence[TokenSequence], *, best: TokenArray, finite: np.ndarray
 ) -> TokenArray:
-    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > 0.0 and finite[i]]
+    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST and finite[i]]
     if not drawing:
         return best
     rows = SamplingRows(

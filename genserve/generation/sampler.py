@@ -70,7 +70,9 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
         heads = _heads(scaled)
         for index in np.flatnonzero(filtered):
             keep = _Keep(
-                top_k=int(rows.top_k[index]), top_p=float(rows.top_p[index]), total=float(totals[index])
+                top_k=min(int(rows.top_k[index]), scaled.shape[1]),
+                top_p=float(rows.top_p[index]),
+                total=float(totals[index]),
             )
             kept = np.flatnonzero(scaled[index] >= _kept_level(scaled[index], heads[index], keep))
             cumulative = np.cumsum(weights[index, kept], dtype=np.float64)

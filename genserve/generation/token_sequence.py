@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Generator, Sequence
 from enum import Enum, auto
 from types import coroutine
@@ -139,9 +140,11 @@ class TokenSequence:
 
         Raises:
             ModelFailed: the sequence has ended already, or the vocabulary has no such id.
+            TypeError: the id is no integer.
         """
         if self.finish_reason is not None:
             raise ModelFailed("the decoding loop appended to a sequence that has ended")
+        token_id = operator.index(token_id)  # numpy's and torch's integers become Python's
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
         self.token_ids.append(token_id)
@@ -159,6 +162,7 @@ class TokenSequence:
 
     def finish(self, reason: FinishReason) -> None:
         """End the answer here."""
+        reason = FinishReason(reason)
         self._text_delta += self._text.flush()
         if self._text.stopped:  # the held-back rest completed a stop string
             reason = FinishReason.STOP_STRING

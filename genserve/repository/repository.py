@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from genserve.backends.ensemble import GenerationEnsemble
-from genserve.errors import GenserveError, ModelNotFound, ModelNotReady
+from genserve.errors import GenserveError, ModelNotFound, ModelNotReady, RepositoryError
 from genserve.metrics import Metrics
 from genserve.repository.index import scan
 from genserve.repository.stages import load_ensemble
@@ -64,11 +64,12 @@ class Repository:
         return dict(self._errors)
 
     @property
-    def healthy(self) -> bool:
-        """Whether all that was to be loaded is, and every engine is alive."""
-        return bool(self._ready) and not self._errors and all(
-            state is ModelState.READY for state in self._states.values()
-        ) and all(model.loop.alive for model in self._ready.values())
+    def state(self) -> ModelState:
+        """The worst of all models': UNAVAILABLE if a load failed or an engine died."""
+        if self._errors or not all(model.loop.alive for model in self.ready):
+            return ModelState.UNAVAILABLE
+        loading = not self._states or ModelState.LOADING in self._states.values()
+        return ModelState.LOADING if loading else ModelState.READY
 
     def load(self, names: Iterable[str] = ()) -> None:
         """Load these models, or all ensembles; one that fails is noted in `errors` and passed over.
@@ -92,15 +93,29 @@ class Repository:
             ModelNotReady: it is loading, or its load failed.
         """
         if name is None:
-            name = self._only_name()
+            name = self.only_name()
         model = self._ready.get(name)
         if model is not None:
             return model
-        if name not in self._states:
+        if name not in self.names:
             raise self._not_found(name)
-        raise ModelNotReady(
-            f"model {name!r} is {self._states[name].value.lower()}", remedy="the server's log has the reason"
-        )
+        state = self._states[name].value.lower() if name in self._states else "not loaded"
+        raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
+
+    def only_name(self) -> str:
+        """Return the name of the only model: of those that were to be loaded, or else of all there are.
+
+        Raises:
+            ModelNotFound: there is not exactly one.
+        """
+        names = list(self._states) or self.names
+        if len(names) != 1:
+            raise ModelNotFound(
+                "no model is named, and there is not exactly one",
+                remedy=f"name one of: {', '.join(names) or 'none is there'}",
+                field="model",
+            )
+        return names[0]
 
     def close(self) -> None:
         """Unload everything; a second call does nothing."""
@@ -114,22 +129,16 @@ class Repository:
                 self._entries[name], self._entries, max_queue=self._max_queue, metrics=self._metrics
             )
         except GenserveError as error:
-            logger.error("model failed to load", extra={"model": name, "reason": str(error)})  # noqa: TRY400
             self._errors[name] = error
-            self._states[name] = ModelState.UNAVAILABLE
-        else:
-            self._states[name] = ModelState.READY
-
-    def _only_name(self) -> str:
-        names = list(self._states)
-        if len(names) != 1:
-            raise ModelNotFound(
-                "the request names no model, and there is not exactly one",
-                remedy=f"name one of: {', '.join(names) or 'none is loaded'}",
-            )
-        return names[0]
+        except Exception as error:
+            logger.exception("model %s failed to load", name)
+            reason = f"{type(error).__name__}: {error}"
+            self._errors[name] = RepositoryError(f"model {name!r} failed to load: {reason}")
+        self._states[name] = ModelState.READY if name in self._ready else ModelState.UNAVAILABLE
 
     def _not_found(self, name: str) -> ModelNotFound:
         roots = ", ".join(str(root) for root in self._roots)
         known = ", ".join(self.names) or "none"
-        return ModelNotFound(f"there is no model {name!r}", remedy=f"models in {roots}: {known}")
+        return ModelNotFound(
+            f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from genserve.server.faults import add_fault_handlers
 from genserve.server.gate import Gate
@@ -27,7 +28,8 @@ def create_app(services: Services) -> FastAPI:
     for router in (tgi.router, openai.router, health.router):
         app.include_router(router)
     add_fault_handlers(app)
-    app.add_exception_handler(ClientLeft, _on_client_left)
+    for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body
+        app.add_exception_handler(left, _on_client_left)
     if services.settings.api_key:
         app.add_middleware(Gate, api_key=services.settings.api_key)
     return app

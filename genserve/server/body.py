@@ -105,16 +105,17 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body must be a JSON object")
     # Only an escape can make one, so most bodies need no look at their strings.
     if "\\u" in text:
-        _refuse_surrogates(value, "body")
+        _refuse_surrogates(value, "")
     return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"the key {twice[:64]!r} is given twice", field=twice[:64])
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            readable = ascii(name[:64])[1:-1]
+            raise InvalidRequest(f"the key {readable!r} is given twice", field=readable)
+        result[name] = value
     return result
 
 
@@ -131,14 +132,15 @@ def _bounded_int(digits: str) -> int:
 def _refuse_surrogates(value: Any, place: str) -> None:
     match value:
         case str() if _LONE_SURROGATE.search(value):
-            raise InvalidRequest(f"{place} holds half a surrogate pair, which is no character", field=place)
+            where = place or "the body"
+            raise InvalidRequest(f"{where} holds half a surrogate pair, which is no character", field=where)
         case dict():
             for key, inner in value.items():
                 _refuse_surrogates(key, place)
-                _refuse_surrogates(inner, key)
+                _refuse_surrogates(inner, f"{place}.{key}" if place else key)
         case list():
-            for inner in value:
-                _refuse_surrogates(inner, place)
+            for index, inner in enumerate(value):
+                _refuse_surrogates(inner, f"{place}[{index}]")
 
 
 def _too_large(limit: int) -> BodyTooLarge:

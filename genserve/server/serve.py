@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
         )
         self._on_ready = on_ready
         self._loading: asyncio.Task[None] | None = None
-        self._failure: GenserveError | None = None
+        self._failure: Exception | None = None
 
     def serve_until_stopped(self) -> None:
         """Bind, load, answer, drain, close; raises what `serve` raises."""
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(repository.load, settings.load_model)
             if not repository.ready:
                 raise next(iter(repository.errors.values()), _nothing_to_load(settings))
-        except GenserveError as error:
+        except Exception as error:
             self._failure = error
             self.should_exit = True
             return

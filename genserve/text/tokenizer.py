@@ -61,18 +61,17 @@ class Tokenizer:
         """
         return cls(read_tokenizer_files(path))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "inputs") -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. Text of special tokens in it means these tokens: the caller meant them.
 
         Args:
             text: any length.
             add_special_tokens: begin with the model's bos token, if it wants one.
-            field: the request field that an error names.
 
         Raises:
-            InvalidRequest: the text is not valid Unicode.
+            InvalidRequest: the text is not valid Unicode; `field` is "prompt".
         """
-        _refuse_surrogates(text, field=field)
+        _refuse_surrogates(text, field="prompt")
         [ids] = self._encode([text], add_special_tokens=add_special_tokens)
         if not add_special_tokens or self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids

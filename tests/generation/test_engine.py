@@ -293,3 +293,78 @@ def test_a_seed_gives_the_same_answer_alone_and_in_company():
         return answer(sequence)
 
     assert one(0) == one(5)
+
+
+def test_a_loop_may_begin_with_tokens_of_its_own():
+    async def forced(sequence: TokenSequence) -> None:
+        sequence.append(11)
+        await sample_loop(sequence)
+
+    engine = Engine(CachedLogits(), decode=forced)
+    sequence = sequence_of([3], max_tokens=5)
+    engine.add(sequence)
+    run(engine)
+    assert answer(sequence) == [11, *greedy_answer([3, 11], num_tokens=4)]
+
+
+def test_ids_of_numpy_become_plain_integers():
+    async def best(sequence: TokenSequence) -> None:
+        while not sequence.finished:
+            sequence.append((await sequence.logits()).argmax())
+
+    engine = Engine(CachedLogits(), decode=best)
+    sequence = sequence_of([3], max_tokens=3)
+    engine.add(sequence)
+    run(engine)
+    assert {type(token_id) for token_id in sequence.take_delta().token_ids} == {int}
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-300, 1e-6])
+def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature):
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    sequence = sequence_of([5], max_tokens=4, temperature=temperature)
+    engine.add(sequence)
+    assert run(engine) == {}
+    assert answer(sequence) == greedy_answer([5], num_tokens=4)
+
+
+async def _exits(sequence: TokenSequence) -> None:
+    await sequence.sample()
+    raise SystemExit
+
+
+async def _ends_with_a_word_of_its_own(sequence: TokenSequence) -> None:
+    await sequence.sample()
+    sequence.finish("enough")
+
+
+async def _appends_a_fraction(sequence: TokenSequence) -> None:
+    await sequence.sample()
+    sequence.append(0.5)
+
+
+@pytest.mark.parametrize("decode", [_exits, _ends_with_a_word_of_its_own, _appends_a_fraction])
+def test_nothing_that_a_loop_does_ends_the_engine(decode):
+    engine = Engine(CachedLogits(), decode=decode)
+    bad = sequence_of([9], max_tokens=4)
+    engine.add(bad)
+    assert list(run(engine)) == [bad]
+
+
+def test_a_loop_that_raises_at_its_end_is_let_go():
+    async def stubborn(sequence: TokenSequence) -> None:
+        try:
+            await sample_loop(sequence)
+        finally:
+            raise RuntimeError("I will not go")
+
+    engine = Engine(CachedLogits(num_slots=1), decode=stubborn)
+    first, second = sequence_of([1], max_tokens=50), sequence_of([2], max_tokens=50)
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.remove([first])
+    engine.step()
+    assert second.num_new_tokens == 1
+    engine.remove([second])
+    assert engine.num_running == 0

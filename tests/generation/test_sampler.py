@@ -133,3 +133,8 @@ def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
 
 def test_the_prefilter_is_at_work_in_these_tests():
     assert sampler.BLOCK * sampler.HEAD < VOCAB_SIZE
+
+
+def test_a_top_k_beyond_the_vocabulary_leaves_top_p_at_work():
+    logits = np.random.default_rng(1).standard_normal((3, 1000)).astype(np.float32)
+    assert sample(logits, rows_of(3, top_k=5000, top_p=1e-9)).tolist() == greedy(logits).tolist()

@@ -6,7 +6,7 @@ import pytest
 
 from genserve.errors import ModelNotFound, ModelNotReady, RepositoryError
 from genserve.repository.index import scan
-from genserve.repository.repository import Repository
+from genserve.repository.repository import ModelState, Repository
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_broken_model_does_not_stop_a_good_one(copy):
     with pytest.raises(ModelNotReady, match="unavailable"):
         repository.get("broken")
     assert "nowhere" in repository.errors["broken"].message
-    assert not repository.healthy
+    assert repository.state is ModelState.UNAVAILABLE
     repository.close()
 
 
@@ -110,3 +110,20 @@ def test_unknown_names_are_answered_with_the_known_ones(copy):
 def test_a_repository_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RepositoryError, match="genserve pull"):
         Repository([tmp_path / "none"])
+
+
+def test_a_model_that_was_not_to_be_loaded_is_not_ready_rather_than_unknown(copy):
+    shutil.copytree(copy / "tiny", copy / "other")
+    config = copy / "other" / "config.pbtxt"
+    config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
+    repository = Repository([copy])
+    repository.load(["tiny"])
+    with pytest.raises(ModelNotReady, match="not loaded"):
+        repository.get("other")
+    repository.close()
+
+
+def test_a_cache_that_cannot_be_reserved_is_an_error_of_that_model(copy):
+    path = copy / "tiny_logits" / "config.pbtxt"
+    path.write_text(path.read_text().replace("max_batch_size: 32", "max_batch_size: 2000000000"))
+    assert "cannot be reserved" in loaded(copy).errors["tiny"].message

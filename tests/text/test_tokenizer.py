@@ -138,7 +138,7 @@ def test_half_a_surrogate_pair_is_refused_with_its_field() -> None:
     tokenizer = chat_tokenizer(byte_level_bpe())
     with pytest.raises(InvalidRequest) as raised:
         tokenizer.encode("a\ud800")
-    assert raised.value.field == "inputs"
+    assert raised.value.field == "prompt"
     with pytest.raises(InvalidRequest) as raised:
         tokenizer.encode_chat([user("fine"), user("\udfff")])
     assert raised.value.field == "messages[1].content"

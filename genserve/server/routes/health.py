@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from genserve.repository.repository import ModelState
 from genserve.server.services import SharedServices
 
 __all__ = ["router"]
@@ -18,11 +19,11 @@ async def health(services: SharedServices) -> JSONResponse:
     """200 if every model answers and the server does not drain, else 503 with the reason."""
     if services.draining:
         return JSONResponse({"status": "draining"}, status_code=503)
-    if services.repository.healthy:
+    state = services.repository.state
+    if state is ModelState.READY:
         return JSONResponse({"status": "ok"})
-    failed = services.repository.errors
-    status = "failed" if failed else "loading"
-    return JSONResponse({"status": status, "models": sorted(failed)}, status_code=503)
+    status = "loading" if state is ModelState.LOADING else "failed"
+    return JSONResponse({"status": status}, status_code=503)
 
 
 @router.get("/metrics")

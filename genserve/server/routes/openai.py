@@ -20,7 +20,7 @@ from genserve.backends.ensemble import GenerationEnsemble
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Delta, FinishReason, Message, SamplingParams, Usage, join_deltas, read_messages
 from genserve.server.body import Body, StrictRoute
-from genserve.server.faults import openai_error
+from genserve.server.faults import openai_error, renamed
 from genserve.server.services import Open, SharedServices
 from genserve.server.sse import EventStream, event, read_all
 
@@ -79,17 +79,23 @@ class TextPart(Body):
     text: str
 
 
+def _text_parts(content: Any) -> Any:
+    if not isinstance(content, str | list):
+        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic takes this one
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 class ChatMessage(Body):
     """One turn; what an answer of ours or of OpenAI's also holds may stand there empty."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
 
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+        return "".join(part.text for part in self.content)
 
 
 class StreamOptions(Body):
@@ -118,6 +124,13 @@ class ChatBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+
+    def names(self) -> dict[str, str]:
+        """Our names of what can be wrong, and this request's."""
+        return {
+            "prompt": "messages",
+            "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
+        }
 
     def params(self) -> SamplingParams:
         """The sampling parameters; raises InvalidRequest."""
@@ -168,7 +181,10 @@ async def chat_completions(body: ChatBody, services: SharedServices, request: Re
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
     model_name = None if body.model in _ANY_MODEL else body.model
-    opened = await services.open(model_name, body.chat(), body.params())
+    try:
+        opened = await services.open(model_name, body.chat(), body.params())
+    except InvalidRequest as error:
+        raise renamed(error, body.names()) from None
     response: Response
     if body.stream:
         response = EventStream(opened.stream, ChatFrames(opened, body))
