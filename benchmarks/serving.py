@@ -166,7 +166,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--api", choices=["chat", "generate"], default="chat")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--waves", type=int, default=2, help="requests per connection and round")
+    parser.add_argument("--waves", type=int, default=4, help="requests per connection and round")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--json", type=Path, help="write every round to this file")
