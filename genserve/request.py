@@ -134,8 +134,11 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
             raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
     values = dict(options)
     stop = values.get("stop") or ()
+    _require(isinstance(stop, Iterable), "stop", "must be text, or a list of texts")
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+    stop_token_ids = values.get("stop_token_ids") or ()
+    _require(isinstance(stop_token_ids, Iterable), "stop_token_ids", "must be a list of whole numbers")
+    values["stop_token_ids"] = tuple(stop_token_ids)
     return SamplingParams(**values)
 
 

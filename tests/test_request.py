@@ -22,6 +22,8 @@ from genserve.request import Delta, Message, join_deltas, read_messages, samplin
         ({"seed": 1.5}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"stop": ["a" * 257]}, "stop[0]"),
         ({"stop_token_ids": [1.0]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

@@ -58,8 +58,6 @@ def _set(session: ChatSession, argument: str) -> None:
         sampling_params(options)
     except InvalidRequest as error:
         session.note(str(error))
-    except TypeError:
-        session.note(f"{name} does not take {value!r}")
     else:
         session.options = cast(SamplingOptions, options)
         session.note(f"{name} = {json.dumps(options[name])}")

@@ -56,6 +56,7 @@ def test_an_unknown_command_suggests_the_nearest(said, line: str, answer: str) -
         ("ignore_eos true", "ignore_eos", True),
         ("stop END", "stop", "END"),
         ('stop ["a b", "c"]', "stop", ["a b", "c"]),
+        ("stop", "stop", None),
     ],
 )
 def test_set_changes_an_option_of_the_next_question(
@@ -72,7 +73,7 @@ def test_set_changes_an_option_of_the_next_question(
         ("temperature -1", "temperature must be between 0 and 100"),
         ("temperature hot", "temperature"),
         ("temprature 1", "temperature"),
-        ("stop", "stop"),
+        ("stop 5", "stop must be text"),
     ],
 )
 def test_set_refuses_what_the_model_would_refuse_and_changes_nothing(
