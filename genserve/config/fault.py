@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 
 from genserve.errors import ConfigError
 
-__all__ = ["Fault", "Severity", "first_error"]
+__all__ = ["Fault", "Severity", "first_error", "nearest"]
 
 
 class Severity(StrEnum):
@@ -51,3 +52,10 @@ def first_error(faults: Iterable[Fault]) -> ConfigError | None:
         if fault.severity is Severity.ERROR:
             return ConfigError(f"{fault.where}: {fault.message}", remedy=fault.remedy)
     return None
+
+
+def nearest(name: str, *, known: Iterable[str]) -> str:
+    """Return the remedy for a name that is not known: the nearest that is, or all of them."""
+    names = list(known)
+    close = get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"known there: {', '.join(names) or 'none'}"

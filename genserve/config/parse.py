@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import descriptor_pool, text_format
 
-from genserve.config.fault import Fault, Severity, first_error
+from genserve.config.fault import Fault, Severity, first_error, nearest
 from genserve.config.model_config import (
     AllVersions,
     EnsembleStep,
@@ -89,7 +88,8 @@ def _parse(text: str, *, source: Path) -> ParsedConfig:
     except text_format.ParseError as error:
         message = PREFIX.sub("", str(error)).rstrip(".")
         unknown = UNKNOWN_NAME.match(message)
-        place, remedy = f"{error.GetLine()}:{error.GetColumn()}", _nearest(unknown) if unknown else ""
+        place = f"{error.GetLine()}:{error.GetColumn()}"
+        remedy = _nearest_of_schema(unknown) if unknown else ""
         return _unreadable(source, place=place, message=message, remedy=remedy)
     places = Places(text)
     return ParsedConfig(
@@ -104,14 +104,13 @@ def _unreadable(path: Path, *, place: str, message: str, remedy: str) -> ParsedC
     return ParsedConfig(config=None, places=Places(""), faults=(fault,))
 
 
-def _nearest(unknown: re.Match[str]) -> str:
+def _nearest_of_schema(unknown: re.Match[str]) -> str:
     pool = descriptor_pool.Default()
     if unknown["kind"] == "Enum":
         names = list(pool.FindEnumTypeByName(unknown["type"]).values_by_name)
     else:
         names = list(pool.FindMessageTypeByName(unknown["type"]).fields_by_name)
-    close = get_close_matches(unknown["name"], names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known there: {', '.join(names)}"
+    return nearest(unknown["name"], known=names)
 
 
 def _from_proto(proto: Any, *, name: str) -> ModelConfig:

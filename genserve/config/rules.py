@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from genserve.config.fault import Fault, Severity
+from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.honoured import unhonoured_fields
 from genserve.config.places import Places
 
@@ -91,20 +90,14 @@ def _backend(config: _Config) -> Iterator[Fault]:
         )
     elif backend not in BACKENDS:
         yield config.error(
-            "backend", f"there is no backend {backend!r}", remedy=_nearest(backend, known=BACKENDS)
+            "backend", f"there is no backend {backend!r}", remedy=nearest(backend, known=BACKENDS)
         )
 
 
 def _platform_remedy(platform: str) -> str:
     if platform == "onnxruntime_onnx":  # Triton's older word
         return 'write `backend: "onnxruntime"` in its place'
-    return f"{_nearest(platform, known=['ensemble'])}; a model that is no ensemble has a `backend`"
-
-
-def _nearest(name: str, *, known: Iterable[str]) -> str:
-    names = list(known)
-    close = get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+    return f"{nearest(platform, known=['ensemble'])}; a model that is no ensemble has a `backend`"
 
 
 def _batch_size(config: _Config) -> Iterator[Fault]:
@@ -172,7 +165,7 @@ def _parameters(config: _Config) -> Iterator[Fault]:
                 path=config.source,
                 place=place,
                 message=f"parameter {name!r} is not known, and has no effect",
-                remedy=_nearest(name, known=known) if known else "leave it out",
+                remedy=nearest(name, known=known) if known else "leave it out",
             )
         elif not value.isdecimal() or int(value) < 1:
             yield Fault(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 
-from genserve.config.fault import Fault, Severity
+from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.repository.index import ModelEntry
 
@@ -69,7 +68,7 @@ def _step(
             entry,
             f"{path}.model_name",
             f"a step names the model {step.model_name!r}, and the repository has none of this name",
-            remedy=_nearest(step.model_name, known=(name for name in entries if name != entry.name)),
+            remedy=nearest(step.model_name, known=(name for name in entries if name != entry.name)),
         )
         return
     if step.model_version > 0 and model.versions and step.model_version != model.versions[-1]:
@@ -113,7 +112,7 @@ def _unknown_names(
                 path=entry.path / "config.pbtxt",
                 place=entry.parsed.places.of_key(path, name),
                 message=f"the model {model!r} has no {kind} {name!r}",
-                remedy=_nearest(name, known=names),
+                remedy=nearest(name, known=names),
             )
 
 
@@ -141,7 +140,7 @@ def _makers(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
                     path=entry.path / "config.pbtxt",
                     place=entry.parsed.places.of_key(path, key),
                     message=f"nobody makes the tensor {tensor!r} that the step {step.model_name!r} takes",
-                    remedy=_nearest(tensor, known=made),
+                    remedy=nearest(tensor, known=made),
                 )
     for index, output in enumerate(config.outputs):
         if output.name not in made:
@@ -149,7 +148,7 @@ def _makers(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
                 entry,
                 f"output[{index}].name",
                 f"no step makes the output {output.name!r}",
-                remedy=_nearest(output.name, known=made),
+                remedy=nearest(output.name, known=made),
             )
 
 
@@ -172,9 +171,3 @@ def _cycle(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
             )
             return
         waiting = still
-
-
-def _nearest(name: str, *, known: Iterable[str]) -> str:
-    names = list(known)
-    close = get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names) or 'none'}"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from genserve.config.fault import Fault, Severity, first_error
+from genserve.config.fault import Fault, Severity, first_error, nearest
 
 
 def fault(severity: Severity, *, place: str = "") -> Fault:
@@ -20,3 +20,9 @@ def test_only_an_error_is_one_to_raise() -> None:
     error = first_error([fault(Severity.WARNING), fault(Severity.ERROR, place="1:2"), fault(Severity.ERROR)])
     assert error is not None
     assert (error.message, error.remedy) == ("m:1:2: wrong", "mend it")
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_or_with_all() -> None:
+    assert nearest("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
+    assert nearest("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
+    assert nearest("vllm", known=[]) == "known there: none"

@@ -28,7 +28,7 @@ CASES = {
     ),
     "a backend of somebody else's": (
         '\n  backend: "vllm"',
-        ["2:3: error: there is no backend 'vllm'; known: onnxruntime, python, tokenizer"],
+        ["2:3: error: there is no backend 'vllm'; known there: onnxruntime, python, tokenizer"],
     ),
     "Triton's older word": (
         'platform: "onnxruntime_onnx"',

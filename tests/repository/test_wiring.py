@@ -35,7 +35,7 @@ def step(backend_stage: str) -> str:
         (OUTPUT_OF_LOGITS, OUTPUT_OF_LOGITS.replace('key: "logits"', 'key: "logit"'),
          ["29:7: error: the model 'smollm2_logits' has no output 'logit'; did you mean logits?"]),
         (OUTPUT_OF_LOGITS, "",
-         ["34:7: error: nobody makes the tensor 'logits' that the step 'smollm2_decoder' takes; known: "
+         ["34:7: error: nobody makes the tensor 'logits' that the step 'smollm2_decoder' takes; known there: "
           "text_input, max_tokens, temperature, top_k, top_p, stop_words, random_seed, stream, input_ids, "
           "text_output"]),
         ('value: "text_output"', 'value: "text"',
