@@ -8,6 +8,7 @@ import typer
 
 import genserve
 from genserve.cli.chat import chat
+from genserve.cli.check import check
 from genserve.cli.export import export
 from genserve.cli.generate import generate
 from genserve.cli.models import models
@@ -31,6 +32,7 @@ app.command(epilog="Example: genserve chat smollm2 --system 'Answer in one sente
 app.command(epilog="Example: echo 'The capital of France is' | genserve generate --max-tokens 8")(generate)
 app.command(epilog="Example: genserve pull smollm2")(pull)
 app.command(epilog="Example: genserve export ./checkpoint --name mine --precision int8")(export)
+app.command(epilog="Example: genserve check --model-repository ./model_repository --strict")(check)
 app.command(epilog="Example: genserve models --url http://127.0.0.1:8000")(models)
 
 
@@ -58,7 +60,8 @@ def _options(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 done; 1 a GenserveError, printed with its remedy; 2 wrong usage; 130 Ctrl-C.
+    Exit codes: 0 done; 1 a GenserveError, printed with its remedy, or faults that `genserve check` lists;
+    2 wrong usage; 130 Ctrl-C.
     """
     try:
         app()

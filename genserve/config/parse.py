@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import descriptor_pool, text_format
 
+from genserve.config.fault import Fault, Severity, first_error, nearest
 from genserve.config.model_config import (
     AllVersions,
     EnsembleStep,
@@ -20,14 +21,24 @@ from genserve.config.model_config import (
     TensorSpec,
     VersionPolicy,
 )
+from genserve.config.places import Places
+from genserve.config.rules import config_faults
 from genserve.config.schema import new_model_config
-from genserve.errors import ConfigError
 
-__all__ = ["parse_model_config", "read_model_config"]
+__all__ = ["ParsedConfig", "inspect_model_config", "parse_model_config", "read_model_config"]
 
 # What protobuf puts in front of its messages: the place, and the line that it is in.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
 UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedConfig:
+    """What one config.pbtxt says, and all that is wrong with it."""
+
+    config: ModelConfig | None      # None: it cannot be read; the only fault says why
+    places: Places
+    faults: tuple[Fault, ...]
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -36,13 +47,7 @@ def read_model_config(path: Path) -> ModelConfig:
     Raises:
         ConfigError: the file cannot be read, or see `parse_model_config`.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}:1:1: cannot be read: {error}", remedy="a model folder holds a config.pbtxt in UTF-8"
-        ) from None
-    return parse_model_config(text, source=path)
+    return _config_or_error(inspect_model_config(path))
 
 
 def parse_model_config(text: str, *, source: Path) -> ModelConfig:
@@ -53,62 +58,59 @@ def parse_model_config(text: str, *, source: Path) -> ModelConfig:
         source: the file it is from; its folder has the name of the model.
 
     Raises:
-        ConfigError: not the schema, or not a model; the message begins with `source:line:column: `.
+        ConfigError: not the schema, or not a model: the first error of its faults; the message begins
+            with `source:line:column: `.
     """
+    return _config_or_error(_parse(text, source=source))
+
+
+def inspect_model_config(path: Path) -> ParsedConfig:
+    """Read the config.pbtxt at `path`, which lies in the folder of its model, with all its faults."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "a model folder holds a config.pbtxt in UTF-8"
+        return _unreadable(path, place="1:1", message=f"cannot be read: {error}", remedy=remedy)
+    return _parse(text, source=path)
+
+
+def _config_or_error(parsed: ParsedConfig) -> ModelConfig:
+    error = first_error(parsed.faults)
+    if error is not None:
+        raise error
+    assert parsed.config is not None  # or there would be an error
+    return parsed.config
+
+
+def _parse(text: str, *, source: Path) -> ParsedConfig:
     try:
         proto = text_format.Parse(text, new_model_config())
     except text_format.ParseError as error:
-        raise _syntax_error(error, source=source) from None
-    _check(proto, text=text, source=source)
-    return _from_proto(proto, name=source.parent.name)
-
-
-def _syntax_error(error: Any, *, source: Path) -> ConfigError:
-    message = PREFIX.sub("", str(error)).rstrip(".")
-    unknown = UNKNOWN_NAME.match(message)
-    return ConfigError(
-        f"{source}:{error.GetLine()}:{error.GetColumn()}: {message}",
-        remedy=_nearest(unknown) if unknown else "",
+        message = PREFIX.sub("", str(error)).rstrip(".")
+        unknown = UNKNOWN_NAME.match(message)
+        place = f"{error.GetLine()}:{error.GetColumn()}"
+        remedy = _nearest_of_schema(unknown) if unknown else ""
+        return _unreadable(source, place=place, message=message, remedy=remedy)
+    places = Places(text)
+    return ParsedConfig(
+        config=_from_proto(proto, name=source.parent.name),
+        places=places,
+        faults=config_faults(proto, places=places, source=source),
     )
 
 
-def _nearest(unknown: re.Match[str]) -> str:
+def _unreadable(path: Path, *, place: str, message: str, remedy: str) -> ParsedConfig:
+    fault = Fault(severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy)
+    return ParsedConfig(config=None, places=Places(""), faults=(fault,))
+
+
+def _nearest_of_schema(unknown: re.Match[str]) -> str:
     pool = descriptor_pool.Default()
     if unknown["kind"] == "Enum":
         names = list(pool.FindEnumTypeByName(unknown["type"]).values_by_name)
     else:
         names = list(pool.FindMessageTypeByName(unknown["type"]).fields_by_name)
-    close = get_close_matches(unknown["name"], names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known there: {', '.join(names)}"
-
-
-def _check(proto: Any, *, text: str, source: Path) -> None:
-    folder = source.parent.name
-    if proto.name and proto.name != folder:
-        raise ConfigError(
-            f"{source}:{_place(text, 'name')}: the model is named {proto.name!r} and its folder {folder!r}",
-            remedy="give both the same name, or leave `name` out",
-        )
-    if not proto.platform and not proto.backend:
-        raise ConfigError(
-            f"{source}:1:1: neither `backend` nor `platform` says how to run the model",
-            remedy='add `backend: "onnxruntime"`, "python" or "tokenizer", or `platform: "ensemble"`',
-        )
-    if proto.platform == "ensemble" and not proto.ensemble_scheduling.step:
-        raise ConfigError(
-            f"{source}:{_place(text, 'platform')}: the ensemble has no steps",
-            remedy="add `ensemble_scheduling { step [ { model_name: ... } ] }`",
-        )
-
-
-def _place(text: str, field: str) -> str:
-    """The line:column of a field of the outermost message."""
-    tokenizer, depth = text_format.Tokenizer(text.splitlines()), 0
-    while not tokenizer.AtEnd() and (depth or tokenizer.token != field):
-        depth += (tokenizer.token in "{[<") - (tokenizer.token in "}]>")
-        tokenizer.NextToken()
-    here = tokenizer.ParseError("")
-    return f"{here.GetLine()}:{here.GetColumn()}"
+    return nearest(unknown["name"], known=names)
 
 
 def _from_proto(proto: Any, *, name: str) -> ModelConfig:

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from genserve.config.fault import first_error
 from genserve.config.model_config import ModelConfig
-from genserve.config.parse import read_model_config
-from genserve.errors import RepositoryError
+from genserve.config.parse import ParsedConfig, inspect_model_config
+from genserve.errors import ConfigError, RepositoryError
 
 __all__ = ["ModelEntry", "scan"]
 
@@ -19,8 +20,17 @@ class ModelEntry:
 
     name: str
     path: Path
-    config: ModelConfig | None              # None: unreadable, `error` says why
-    error: RepositoryError | None = None
+    parsed: ParsedConfig                    # its config.pbtxt
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """What its config.pbtxt says; None: that cannot be read, `error` says why."""
+        return self.parsed.config
+
+    @property
+    def error(self) -> ConfigError | None:
+        """The first error of its config.pbtxt."""
+        return first_error(self.parsed.faults)
 
     @property
     def is_ensemble(self) -> bool:
@@ -53,7 +63,7 @@ def scan(roots: Iterable[Path]) -> dict[str, ModelEntry]:
 
     Returns:
         The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed
-        with its error. Where two roots hold the same name, the first root's counts.
+        with its faults. Where two roots hold the same name, the first root's counts.
 
     Raises:
         RepositoryError: a root is not a folder.
@@ -67,12 +77,6 @@ def scan(roots: Iterable[Path]) -> dict[str, ModelEntry]:
             )
         for path in root.iterdir():
             if path.is_dir() and not path.name.startswith(".") and path.name not in entries:
-                entries[path.name] = _read_entry(path)
+                parsed = inspect_model_config(path / "config.pbtxt")
+                entries[path.name] = ModelEntry(name=path.name, path=path, parsed=parsed)
     return dict(sorted(entries.items()))
-
-
-def _read_entry(path: Path) -> ModelEntry:
-    try:
-        return ModelEntry(name=path.name, path=path, config=read_model_config(path / "config.pbtxt"))
-    except RepositoryError as error:
-        return ModelEntry(name=path.name, path=path, config=None, error=error)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from genserve.backends.ensemble import GenerationEnsemble
 from genserve.backends.onnxruntime import OnnxLogits
 from genserve.backends.python import load_decode
+from genserve.config.fault import first_error
 from genserve.config.model_config import ModelConfig
-from genserve.errors import ConfigError, RepositoryError
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
 from genserve.metrics import Metrics
+from genserve.repository.check import model_faults
 from genserve.repository.index import ModelEntry
+from genserve.repository.wiring import STAGE_BACKENDS, step_models
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["StageEntries", "find_stages", "load_ensemble"]
 
-# Which backend makes which stage.
-_STAGE_BACKENDS = {"tokenizer": "tokenizer", "logits": "onnxruntime", "decoder": "python"}
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,29 +35,20 @@ class StageEntries:
 
 
 def find_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> StageEntries:
-    """Find the stages that an ensemble's steps name.
+    """Find the stages that an ensemble's steps name; its warnings and theirs are logged.
 
     Raises:
-        RepositoryError: a step's model is missing or broken, or the steps are not one tokenizer,
-            one logits and one decoder stage.
+        RepositoryError: the ensemble or one of its stages has an error; the first of them.
     """
-    config = _config(entry)
-    by_backend: dict[str, ModelEntry] = {}
-    for step in config.ensemble_steps:
-        stage = entries.get(step.model_name)
-        if stage is None:
-            raise RepositoryError(
-                f"ensemble {entry.name!r} has a step {step.model_name!r}, and the repository no such model",
-                remedy=f"models there: {', '.join(entries)}",
-            )
-        by_backend[_config(stage).backend] = stage
-    if set(by_backend) != set(_STAGE_BACKENDS.values()) or len(config.ensemble_steps) != len(_STAGE_BACKENDS):
-        found = ", ".join(f"{s.model_name}" for s in config.ensemble_steps)
-        raise RepositoryError(
-            f"ensemble {entry.name!r} is not a chain of a tokenizer, a logits and a decoder stage: {found}",
-            remedy="give it three steps whose backends are 'tokenizer', 'onnxruntime' and 'python'",
-        )
-    return StageEntries(**{stage: by_backend[backend] for stage, backend in _STAGE_BACKENDS.items()})
+    models = [entry, *step_models(entry, entries)]
+    faults = [fault for model in models for fault in model_faults(model, entries)]
+    error = first_error(faults)
+    if error is not None:
+        raise error
+    for fault in faults:
+        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
+    by_backend = {_config(model).backend: model for model in models}
+    return StageEntries(**{stage: by_backend[backend] for stage, backend in STAGE_BACKENDS.items()})
 
 
 def load_ensemble(
@@ -94,33 +86,18 @@ def load_ensemble(
 
 def _load_logits(entry: ModelEntry) -> OnnxLogits:
     config = _config(entry)
-    path = entry.latest_version() / (config.default_model_filename or "model.onnx")
-    if not path.exists():
-        raise RepositoryError(
-            f"{path} is missing",
-            remedy="its weights are not here: `genserve pull` or `genserve export` brings them",
-        )
     return OnnxLogits(
-        path,
+        entry.latest_version() / (config.default_model_filename or "model.onnx"),
         num_slots=max(1, config.max_batch_size),
-        max_length=_int_parameter(config, "max_sequence_length", path=entry.path),
-        num_threads=_int_parameter(config, "intra_op_thread_count", path=entry.path),
+        max_length=_int_parameter(config, "max_sequence_length"),
+        num_threads=_int_parameter(config, "intra_op_thread_count"),
     )
 
 
 def _config(entry: ModelEntry) -> ModelConfig:
-    if entry.config is None:
-        assert entry.error is not None
-        raise entry.error
+    assert entry.config is not None  # or it would have an error
     return entry.config
 
 
-def _int_parameter(config: ModelConfig, name: str, *, path: Path) -> int | None:
-    text = config.parameters.get(name)
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(
-            f"{path / 'config.pbtxt'}: parameter {name!r} is {text!r}", remedy="write a whole number above 0"
-        )
-    return int(text)
+def _int_parameter(config: ModelConfig, name: str) -> int | None:
+    return int(config.parameters[name]) if name in config.parameters else None

@@ -12,7 +12,7 @@ import genserve
 from genserve.cli.main import app, main
 from tests.client.scripted_server import PATIENCE_S, event_reply, json_reply, scripted
 
-COMMANDS = ["serve", "chat", "generate", "pull", "export", "models", "version"]
+COMMANDS = ["serve", "chat", "generate", "pull", "export", "check", "models", "version"]
 MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
 
 

@@ -127,3 +127,19 @@ def test_a_cache_that_cannot_be_reserved_is_an_error_of_that_model(copy):
     path = copy / "tiny_logits" / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 32", "max_batch_size: 2000000000"))
     assert "cannot be reserved" in loaded(copy).errors["tiny"].message
+
+
+def test_what_a_loaded_model_says_in_vain_is_logged_once(copy, caplog):
+    path = copy / "tiny_logits" / "config.pbtxt"
+    path.write_text(path.read_text() + "instance_group { count: 4 }")
+    repository = loaded(copy)
+    repository.close()
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "config.pbtxt:" in warning.getMessage()
+    assert "instance_group is not honoured: each model has one instance" in warning.getMessage()
+
+
+def test_a_model_that_would_be_served_wrongly_is_refused(copy):
+    path = copy / "tiny_logits" / "config.pbtxt"
+    path.write_text(path.read_text() + "version_policy { specific { versions: 7 } }")
+    assert "version_policy is not honoured" in loaded(copy).errors["tiny"].message

@@ -1,0 +1,79 @@
+"""Check: the command `genserve check`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY
+
+if TYPE_CHECKING:
+    from genserve.config.fault import Fault
+
+__all__ = ["check"]
+
+
+def check(
+    model_repository: Annotated[
+        list[Path],
+        typer.Option(
+            envvar="GENSERVE_MODEL_REPOSITORY",
+            help="Folder that holds models; may be given again. The first that has a model counts.",
+        ),
+    ] = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
+    strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one per fault.")] = False,
+) -> None:
+    """List every fault of every model of a repository. The exit code is 1 if one of them is an error."""
+    from genserve.config.fault import Severity
+    from genserve.repository.check import repository_faults
+
+    faults = repository_faults(model_repository)
+    severities = [fault.severity for of_model in faults.values() for fault in of_model]
+    num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
+    if as_json:
+        print(json.dumps(_objects(faults), indent=2))
+    else:
+        _print_faults(faults)
+        models, errors = _count(len(faults), "model"), _count(num_errors, "error")
+        print(f"{models}: {errors}, {_count(num_warnings, 'warning')}")
+    if num_errors or (strict and num_warnings):
+        raise typer.Exit(1)
+
+
+def _print_faults(faults: Mapping[str, tuple[Fault, ...]]) -> None:
+    from genserve.cli.render import visible
+
+    for model, of_model in faults.items():
+        if not of_model:
+            continue
+        print(visible(model))
+        for fault in of_model:
+            print(visible(f"{fault.where}: {fault.severity.value}: {fault.message}"))
+            if fault.remedy:
+                print(visible(f"  remedy: {fault.remedy}"))
+        print()
+
+
+def _objects(faults: Mapping[str, tuple[Fault, ...]]) -> list[dict[str, str | int | None]]:
+    return [
+        {
+            "model": model,
+            "severity": fault.severity.value,
+            "path": str(fault.path),
+            "line": fault.line,
+            "column": fault.column,
+            "message": fault.message,
+            "remedy": fault.remedy,
+        }
+        for model, of_model in faults.items()
+        for fault in of_model
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

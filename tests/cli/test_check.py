@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from genserve.cli.main import app
+
+
+def add_model(repository: Path, name: str, *, config: str = "") -> Path:
+    """A decoder stage that is in order but for what `config` adds."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").touch()
+    file = folder / "config.pbtxt"
+    file.write_text(f'backend: "python"\n{config}')
+    return file
+
+
+def run(*repositories: Path, flags: tuple[str, ...] = ()) -> Result:
+    roots = [word for repository in repositories for word in ("--model-repository", str(repository))]
+    return CliRunner().invoke(app, ["check", *roots, *flags])
+
+
+def test_every_fault_is_listed_by_model_with_its_place_and_remedy_and_counted(tmp_path: Path) -> None:
+    b = add_model(tmp_path, "b", config="max_batch_size: -1\nresponse_cache { enable: true }")
+    add_model(tmp_path, "fine")
+    a = add_model(tmp_path, "a", config='name: "x"')
+    ran = run(tmp_path)
+    assert ran.stdout == (
+        "a\n"
+        f"{a}:2:1: error: the model is named 'x' and its folder 'a'\n"
+        "  remedy: give both the same name, or leave `name` out\n"
+        "\n"
+        "b\n"
+        f"{b}:2:1: error: max_batch_size is -1\n"
+        "  remedy: write 0 for a model that does not batch, or how many requests share a batch\n"
+        f"{b}:3:1: warning: response_cache is not honoured: every answer is computed anew\n"
+        "  remedy: leave it out\n"
+        "\n"
+        "3 models: 2 errors, 1 warning\n"
+    )
+    assert ran.exit_code == 1
+
+
+def test_a_clean_repository_is_one_line(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    ran = run(tmp_path)
+    assert (ran.stdout, ran.exit_code) == ("1 model: 0 errors, 0 warnings\n", 0)
+
+
+def test_warnings_fail_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    add_model(tmp_path, "a", config="dynamic_batching { }")
+    assert run(tmp_path).exit_code == 0
+    assert run(tmp_path, flags=("--strict",)).exit_code == 1
+
+
+def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
+    file = add_model(tmp_path, "a", config="dynamic_batching { }")
+    (tmp_path / "a" / "1" / "model.py").unlink()
+    ran = run(tmp_path, flags=("--json",))
+    assert json.loads(ran.stdout) == [
+        {
+            "model": "a",
+            "severity": "warning",
+            "path": str(file),
+            "line": 2,
+            "column": 1,
+            "message": "dynamic_batching is not honoured: the logits stage batches by itself, at each step",
+            "remedy": "leave it out",
+        },
+        {
+            "model": "a",
+            "severity": "error",
+            "path": str(file.parent / "1"),
+            "line": None,
+            "column": None,
+            "message": "model.py is missing",
+            "remedy": "`genserve pull` or `genserve export` brings it",
+        },
+    ]
+    assert ran.exit_code == 1
+
+
+def test_several_repositories_are_checked_as_one(tmp_path: Path) -> None:
+    add_model(tmp_path / "one", "a")
+    add_model(tmp_path / "two", "b")
+    assert run(tmp_path / "one", tmp_path / "two").stdout == "2 models: 0 errors, 0 warnings\n"
+
+
+def test_what_files_say_does_not_drive_the_terminal(tmp_path: Path) -> None:
+    add_model(tmp_path, "\x1b[2J", config="response_cache { enable: true }")
+    stdout = run(tmp_path).stdout
+    assert "response_cache" in stdout
+    assert "\x1b" not in stdout

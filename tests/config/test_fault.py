@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from genserve.config.fault import Fault, Severity, first_error, nearest
+
+
+def fault(severity: Severity, *, place: str = "") -> Fault:
+    return Fault(severity=severity, path=Path("m"), place=place, message="wrong", remedy="mend it")
+
+
+def test_a_fault_says_where_it_is_as_far_as_that_is_known() -> None:
+    placed, unplaced = fault(Severity.ERROR, place="3:14"), fault(Severity.ERROR)
+    assert (placed.where, placed.line, placed.column) == ("m:3:14", 3, 14)
+    assert (unplaced.where, unplaced.line, unplaced.column) == ("m", None, None)
+
+
+def test_only_an_error_is_one_to_raise() -> None:
+    assert first_error([fault(Severity.WARNING)]) is None
+    error = first_error([fault(Severity.WARNING), fault(Severity.ERROR, place="1:2"), fault(Severity.ERROR)])
+    assert error is not None
+    assert (error.message, error.remedy) == ("m:1:2: wrong", "mend it")
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_or_with_all() -> None:
+    assert nearest("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
+    assert nearest("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
+    assert nearest("vllm", known=[]) == "known there: none"

@@ -1,0 +1,52 @@
+"""Where the fields of a text stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from genserve.config.places import Places
+
+TEXT = """\
+# name: "of a comment"
+name: "a" 'b'  max_batch_size: - 1;
+input [ { name: "x" dims: [ 1, 2 ] },
+        { name: "y" dims < > } ]
+input { name: "z" }, sequence_batching { state: { } oldest { preferred_batch_size: [ ] } }
+parameters { key: "k" value { string_value: "} name: 1" } }
+parameters [ { key: 'l' value: { } } ]
+platform: "p"
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("name", "2:1"),
+        ("max_batch_size", "2:16"),
+        ("input", "3:9"),
+        ("input[0].dims", "3:21"),
+        ("input[0].dims[1]", "3:21"),
+        ("input[1]", "4:9"),
+        ("input[1].name", "4:11"),
+        ("input[2]", "5:1"),
+        ("input[2].name", "5:9"),
+        ("sequence_batching[0].state[0]", "5:42"),
+        ("sequence_batching.oldest", "5:53"),
+        ("parameters[1]", "7:14"),
+        ("platform", "8:1"),
+    ],
+)
+def test_a_field_has_the_place_of_its_name_and_a_message_of_a_list_that_of_its_brace(
+    path: str, place: str
+) -> None:
+    assert Places(TEXT).of(path) == place
+
+
+def test_what_is_not_written_has_the_place_of_what_is_around_it() -> None:
+    assert Places(TEXT).of("input[1].data_type") == "4:9"
+    assert Places(TEXT).of("backend") == "1:1"
+
+
+def test_an_entry_of_a_map_is_found_by_its_key() -> None:
+    assert Places(TEXT).of_key("parameters", "k") == "6:1"
+    assert Places(TEXT).of_key("parameters", "l") == "7:14"

@@ -1,0 +1,96 @@
+"""Checking models: their files and version folders; the rest is in test_wiring.py and tests/config."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve.repository.check import repository_faults
+
+SHIPPED = Path(__file__).parents[2] / "model_repository"
+POLICY = 'backend: "python" version_policy: {{ {} }}'
+BRING = "`genserve pull` or `genserve export` brings it"
+
+
+def shipped_with_files(root: Path) -> Path:
+    """The repository that comes with the sources, with empty files where `genserve pull` puts the weights."""
+    shutil.copytree(SHIPPED, root)
+    for file in ("logits/1/model.onnx", "tokenizer/1/tokenizer.json", "tokenizer/1/tokenizer_config.json"):
+        path = root / f"smollm2_{file}"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return root
+
+
+def add(root: Path, *, config: str = 'backend: "python"', files: tuple[str, ...] = ("1/model.py",)) -> None:
+    for name in files:
+        path = root / "m" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (root / "m" / "config.pbtxt").write_text(config)
+
+
+def told(root: Path) -> list[str]:
+    """`place in the repository: severity: message; remedy` of each fault."""
+    faults = [fault for of_model in repository_faults([root]).values() for fault in of_model]
+    lines = [f"{fault.where}: {fault.severity.value}: {fault.message}; {fault.remedy}" for fault in faults]
+    return [line.removeprefix(f"{root}/") for line in lines]
+
+
+def test_the_repository_of_the_sources_is_clean_but_for_the_files_that_are_pulled(tmp_path):
+    assert repository_faults([shipped_with_files(tmp_path / "r")]) == dict.fromkeys(
+        ("smollm2", "smollm2_decoder", "smollm2_logits", "smollm2_tokenizer"), ()
+    )
+
+
+def test_an_exported_model_is_clean(tiny_repository):
+    assert set(repository_faults([tiny_repository]).values()) == {()}
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "golden"),
+    [
+        ('backend: "python"', ("x/model.py",),
+         [f"m: error: there is no version folder, such as '1'; {BRING}"]),
+        ('backend: "python"', ("v1/model.py",),
+         ["m/v1: warning: the folder 'v1' is not a version, and is passed over; rename it to '1': digits "
+          "that do not begin with 0",
+          f"m: error: there is no version folder, such as '1'; {BRING}"]),
+        ('backend: "python"', ("1/model.py", "02/model.py", "configs/a"),
+         ["m/02: warning: the folder '02' is not a version, and is passed over; rename it to '2': digits "
+          "that do not begin with 0"]),
+        ('backend: "python"', ("1/model.py", "2/other.py"), [f"m/2: error: model.py is missing; {BRING}"]),
+        ('backend: "onnxruntime"', ("1/model.pt",), [f"m/1: error: model.onnx is missing; {BRING}"]),
+        ('backend: "onnxruntime" default_model_filename: "g.onnx"', ("1/model.onnx",),
+         [f"m/1: error: g.onnx is missing; {BRING}"]),
+        ('backend: "tokenizer"', ("1/vocab.txt",),
+         [f"m/1: error: tokenizer.json is missing; {BRING}",
+          f"m/1: error: tokenizer_config.json is missing; {BRING}"]),
+        (POLICY.format("specific { versions: 1 }"), ("1/model.py", "2/model.py"),
+         ["m/config.pbtxt:1:19: error: version_policy is not honoured: it leaves out version 2, the "
+          "highest, and that one would be served; leave `version_policy` out, and move the folder '2' away"]),
+        (POLICY.format("all { }"), ("1/model.py", "2/model.py"),
+         ["m/config.pbtxt:1:19: warning: version_policy is not honoured: version 2, the highest, is served "
+          "alone; leave it out"]),
+        (POLICY.format("latest { num_versions: 2 }"), ("1/model.py", "2/model.py"),
+         ["m/config.pbtxt:1:19: warning: version_policy is not honoured: version 2, the highest, is served "
+          "alone; leave it out"]),
+        (POLICY.format("specific { versions: 2 }"), ("1/model.py", "2/model.py"), []),
+        (POLICY.format("latest { num_versions: 2 }"), ("1/model.py",), []),
+        ("name: 5", ("1/model.py",), ["m/config.pbtxt:1:7: error: Expected string but found: '5'; "]),
+        ('backend: "pytorch"', (),
+         ["m/config.pbtxt:1:1: error: there is no backend 'pytorch'; did you mean python?"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_files_of_a_model_is_told(tmp_path, config, files, golden):
+    (tmp_path / "m").mkdir()
+    add(tmp_path, config=config, files=files)
+    assert told(tmp_path) == golden
+
+
+def test_a_folder_without_a_config_is_told(tmp_path):
+    (tmp_path / "m").mkdir()
+    [line] = told(tmp_path)
+    assert line.startswith("m/config.pbtxt:1:1: error: cannot be read: ")
