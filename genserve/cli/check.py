@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepositories
 
 if TYPE_CHECKING:
     from genserve.config.fault import Fault
@@ -18,13 +17,7 @@ __all__ = ["check"]
 
 
 def check(
-    model_repository: Annotated[
-        list[Path],
-        typer.Option(
-            envvar="GENSERVE_MODEL_REPOSITORY",
-            help="Folder that holds models; may be given again. The first that has a model counts.",
-        ),
-    ] = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
+    model_repository: ModelRepositories = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one per fault.")] = False,
 ) -> None:

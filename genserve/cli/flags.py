@@ -10,6 +10,7 @@ import typer
 __all__ = [
     "DEFAULT_REPOSITORY",
     "MaxTokens",
+    "ModelRepositories",
     "ModelRepository",
     "Overwrite",
     "Precision",
@@ -22,6 +23,13 @@ DEFAULT_REPOSITORY = Path("model_repository")
 
 ModelRepository = Annotated[
     Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder that holds the models.")
+]
+ModelRepositories = Annotated[
+    list[Path],
+    typer.Option(
+        envvar="GENSERVE_MODEL_REPOSITORY",
+        help="Folder that holds models; may be given again. The first that has a model counts.",
+    ),
 ]
 Url = Annotated[
     str | None,

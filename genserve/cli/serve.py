@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from genserve.cli.flags import ModelRepositories
 from genserve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -20,13 +20,7 @@ _DEFAULTS = ServerSettings()
 
 
 def serve(
-    model_repository: Annotated[
-        list[Path],
-        typer.Option(
-            envvar="GENSERVE_MODEL_REPOSITORY",
-            help="Folder that holds models; may be given again. The first that has a model counts.",
-        ),
-    ] = list(_DEFAULTS.model_repository),  # noqa: B006  # typer copies it
+    model_repository: ModelRepositories = list(_DEFAULTS.model_repository),  # noqa: B006  # typer copies it
     host: Annotated[
         str, typer.Option(envvar="GENSERVE_HOST", help="Address to listen on; 0.0.0.0 lets others in.")
     ] = _DEFAULTS.host,

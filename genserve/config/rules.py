@@ -29,16 +29,18 @@ class _Config:
     places: Places
     source: Path
 
-    def fault(self, severity: Severity, path: str, message: str, *, remedy: str) -> Fault:
-        return Fault(
-            severity=severity, path=self.source, place=self.places.of(path), message=message, remedy=remedy
-        )
+    def fault(
+        self, severity: Severity, path: str, message: str, *, remedy: str, key: str | None = None
+    ) -> Fault:
+        """Make a fault at a field, or at the entry of a map that has this key."""
+        place = self.places.of(path) if key is None else self.places.of_key(path, key)
+        return Fault(severity=severity, path=self.source, place=place, message=message, remedy=remedy)
 
-    def error(self, path: str, message: str, *, remedy: str) -> Fault:
-        return self.fault(Severity.ERROR, path, message, remedy=remedy)
+    def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
+        return self.fault(Severity.ERROR, path, message, remedy=remedy, key=key)
 
-    def warning(self, path: str, message: str, *, remedy: str) -> Fault:
-        return self.fault(Severity.WARNING, path, message, remedy=remedy)
+    def warning(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
+        return self.fault(Severity.WARNING, path, message, remedy=remedy, key=key)
 
 
 def config_faults(proto: Any, *, places: Places, source: Path) -> tuple[Fault, ...]:
@@ -158,22 +160,20 @@ def _tensor(config: _Config, tensor: Any, *, kind: str, path: str) -> Iterator[F
 def _parameters(config: _Config) -> Iterator[Fault]:
     known = BACKENDS.get(config.proto.backend, ())
     for name, parameter in sorted(config.proto.parameters.items()):
-        value, place = parameter.string_value, config.places.of_key("parameters", name)
+        value = parameter.string_value
         if name not in known:
-            yield Fault(
-                severity=Severity.WARNING,
-                path=config.source,
-                place=place,
-                message=f"parameter {name!r} is not known, and has no effect",
+            yield config.warning(
+                "parameters",
+                f"parameter {name!r} is not known, and has no effect",
                 remedy=nearest(name, known=known) if known else "leave it out",
+                key=name,
             )
         elif not value.isdecimal() or int(value) < 1:
-            yield Fault(
-                severity=Severity.ERROR,
-                path=config.source,
-                place=place,
-                message=f"parameter {name!r} is {value!r}",
+            yield config.error(
+                "parameters",
+                f"parameter {name!r} is {value!r}",
                 remedy="write a whole number above 0",
+                key=name,
             )
 
 

@@ -15,6 +15,7 @@ from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.logits_model import FloatArray, LogitsModel
 from genserve.generation.pick import pick
 from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan, plan_step
+from genserve.generation.sampler import select_rows
 from genserve.generation.slots import Slots
 from genserve.generation.token_sequence import TokenSequence, Want
 
@@ -144,8 +145,7 @@ class Engine:
         if not sampling:
             return
         sequences = [s for _, s in sampling]
-        # Nearly always everyone samples: then no row is copied.
-        rows = logits if len(sampling) == len(logits) else logits[[row for row, _ in sampling]]
+        rows = select_rows(logits, [row for row, _ in sampling])
         try:
             picks = pick(rows, sequences)
         except Exception as error:

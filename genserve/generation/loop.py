@@ -129,6 +129,7 @@ class EngineLoop:
             while self._wait_for_work():
                 self._take_arrivals()
                 self._step()
+                self._report_occupancy()
             self._end_all(Closed("the server stopped before the answer was complete"))
         except BaseException:
             logger.exception("engine thread died")
@@ -158,7 +159,6 @@ class EngineLoop:
         for sequence in cancelled:
             self._metrics.request_cancelled()
             self._end(sequence)
-        self._report_occupancy()
 
     def _report_occupancy(self) -> None:
         self._metrics.occupancy(running=self._engine.num_running, waiting=self._engine.num_waiting)
@@ -171,7 +171,6 @@ class EngineLoop:
         self._num_steps += 1
         now = time.monotonic()
         self._metrics.step(seconds=now - started_s, prompt_tokens=result.num_prompt_tokens)
-        self._report_occupancy()
         self._hand_over(self._parcels(result), now=now)
 
     def _parcels(self, result: StepResult) -> list[Parcel]:

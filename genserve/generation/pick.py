@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from genserve.generation.logits_model import FloatArray, TokenArray
-from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample
+from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample, select_rows
 from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Pick", "pick"]
@@ -57,9 +57,8 @@ def _draw(
         seed=np.array([sequences[i].seed for i in drawing], dtype=np.uint64),
         step=np.array([sequences[i].num_new_tokens for i in drawing], dtype=np.uint64),
     )
-    everyone = len(drawing) == len(sequences)
     token_ids = best.copy()
-    token_ids[drawing] = sample(logits if everyone else logits[drawing], rows)
+    token_ids[drawing] = sample(select_rows(logits, drawing), rows)
     return token_ids
 
 
@@ -70,5 +69,5 @@ def _logprobs(
     asking = [i for i, s in enumerate(sequences) if s.params.logprobs]
     if not asking:
         return {}
-    values = log_probabilities(logits[asking], token_ids[asking])
+    values = log_probabilities(select_rows(logits, asking), token_ids[asking])
     return dict(zip(asking, values.tolist(), strict=True))

@@ -7,6 +7,7 @@ those do not reach far enough is the whole row sorted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray, TokenArray
 
-__all__ = ["SamplingRows", "greedy", "log_probabilities", "sample", "uniforms"]
+__all__ = ["SamplingRows", "greedy", "log_probabilities", "sample", "select_rows", "uniforms"]
 
 # The block maxima tell a level that at least HEAD tokens reach, without looking at every token twice.
 BLOCK = 64
@@ -32,6 +33,14 @@ class SamplingRows:
     top_p: FloatArray                   # [R], in (0, 1]
     seed: NDArray[np.uint64]            # [R]
     step: NDArray[np.uint64]            # [R], how many tokens the answer has
+
+
+def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> FloatArray:
+    """Return those rows of an array [R, V], which are distinct and ascending.
+
+    Nearly always all are asked for: then it is the array itself, and nothing is copied.
+    """
+    return array if len(rows) == len(array) else array[rows]
 
 
 def greedy(logits: FloatArray) -> TokenArray:
@@ -64,17 +73,18 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     token_ids = np.empty(len(scaled), dtype=np.int64)
     whole = np.flatnonzero(~filtered)
     if whole.size:
-        token_ids[whole] = _draw_from_all(weights[whole] if filtered.any() else weights, uniform[whole])
-    if filtered.any():
-        totals = weights.sum(axis=1)
-        heads = _heads(scaled)
-        for index in np.flatnonzero(filtered):
+        token_ids[whole] = _draw_from_all(select_rows(weights, whole), uniform[whole])
+    reduced = np.flatnonzero(filtered)
+    if reduced.size:
+        totals = select_rows(weights, reduced).sum(axis=1)
+        heads = _heads(select_rows(scaled, reduced))
+        for index, total, head in zip(reduced, totals, heads, strict=True):
             keep = _Keep(
                 top_k=min(int(rows.top_k[index]), scaled.shape[1]),
                 top_p=float(rows.top_p[index]),
-                total=float(totals[index]),
+                total=float(total),
             )
-            kept = np.flatnonzero(scaled[index] >= _kept_level(scaled[index], heads[index], keep))
+            kept = np.flatnonzero(scaled[index] >= _kept_level(scaled[index], head, keep))
             cumulative = np.cumsum(weights[index, kept], dtype=np.float64)
             token_ids[index] = kept[_invert(cumulative, uniform[index])]
     return token_ids

@@ -33,11 +33,13 @@ def wiring_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Itera
     yield from _cycle(entry, config)
 
 
-def _error(entry: ModelEntry, path: str, message: str, *, remedy: str) -> Fault:
+def _error(entry: ModelEntry, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
+    """Make an error at a field, or at the entry of a map that has this key."""
+    places = entry.parsed.places
     return Fault(
         severity=Severity.ERROR,
         path=entry.path / "config.pbtxt",
-        place=entry.parsed.places.of(path),
+        place=places.of(path) if key is None else places.of_key(path, key),
         message=message,
         remedy=remedy,
     )
@@ -107,12 +109,12 @@ def _unknown_names(
     kind = path.rpartition(".")[2].removesuffix("_map")
     for name in mapped:
         if names and name not in names:  # without any the model's config leaves them to its file
-            yield Fault(
-                severity=Severity.ERROR,
-                path=entry.path / "config.pbtxt",
-                place=entry.parsed.places.of_key(path, name),
-                message=f"the model {model!r} has no {kind} {name!r}",
+            yield _error(
+                entry,
+                path,
+                f"the model {model!r} has no {kind} {name!r}",
                 remedy=nearest(name, known=names),
+                key=name,
             )
 
 
@@ -123,24 +125,22 @@ def _makers(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
         for key, tensor in step.output_map.items():
             made[tensor] += 1
             if made[tensor] > 1:
-                path = f"ensemble_scheduling.step[{index}].output_map"
-                yield Fault(
-                    severity=Severity.ERROR,
-                    path=entry.path / "config.pbtxt",
-                    place=entry.parsed.places.of_key(path, key),
-                    message=f"the tensor {tensor!r} is made more than once",
+                yield _error(
+                    entry,
+                    f"ensemble_scheduling.step[{index}].output_map",
+                    f"the tensor {tensor!r} is made more than once",
                     remedy="give each output of a step a name of its own",
+                    key=key,
                 )
     for index, step in enumerate(config.ensemble_steps):
         for key, tensor in step.input_map.items():
             if tensor not in made:
-                path = f"ensemble_scheduling.step[{index}].input_map"
-                yield Fault(
-                    severity=Severity.ERROR,
-                    path=entry.path / "config.pbtxt",
-                    place=entry.parsed.places.of_key(path, key),
-                    message=f"nobody makes the tensor {tensor!r} that the step {step.model_name!r} takes",
+                yield _error(
+                    entry,
+                    f"ensemble_scheduling.step[{index}].input_map",
+                    f"nobody makes the tensor {tensor!r} that the step {step.model_name!r} takes",
                     remedy=nearest(tensor, known=made),
+                    key=key,
                 )
     for index, output in enumerate(config.outputs):
         if output.name not in made:

@@ -110,13 +110,15 @@ def _answer(request: Request, error: GenserveError) -> JSONResponse:
         headers = {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
     elif isinstance(error, InvalidRequest):
         headers = {"x-should-retry": "false"}
-    if _speaks_openai(request):
-        return JSONResponse(openai_error(error), status_code=_lookup(_STATUS, error), headers=headers)
-    return JSONResponse(tgi_error(error), status_code=_lookup(_TGI, error)[0], headers=headers)
+    body, status = _in_dialect(request, error)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
-def _speaks_openai(request: Request) -> bool:
-    return request.url.path.startswith("/v1/")
+def _in_dialect(request: Request, error: GenserveError) -> tuple[dict[str, Any], int]:
+    """Return the body and the status of the route's dialect."""
+    if request.url.path.startswith("/v1/"):
+        return openai_error(error), _lookup(_STATUS, error)
+    return tgi_error(error), _lookup(_TGI, error)[0]
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
@@ -156,8 +158,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     message = {404: "there is no such route", 405: "this route takes another method"}.get(
         error.status_code, str(error.detail)
     )
-    fault = InvalidRequest(message, remedy="GET /docs lists the routes")
-    body = openai_error(fault) if _speaks_openai(request) else tgi_error(fault)
+    body, _ = _in_dialect(request, InvalidRequest(message, remedy="GET /docs lists the routes"))
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 
 

@@ -20,8 +20,6 @@ from genserve.settings import ServerSettings
 
 __all__ = ["ModelInfo", "Server", "ServerInfo", "serve"]
 
-logger = logging.getLogger(__name__)
-
 # After the drain, streams get a moment to write their error event before their tasks are cancelled.
 _FAREWELL_S = 5
 

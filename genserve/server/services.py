@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -38,7 +38,7 @@ class Services:
     repository: Repository
     metrics: Metrics
     draining: bool = False                                  # set once, when the server is told to stop
-    _outbox: EventLoopOutbox | None = field(default=None)
+    _outbox: EventLoopOutbox | None = None
 
     async def open(
         self, model: str | None, prompt: str | tuple[Message, ...], params: SamplingParams

@@ -180,3 +180,20 @@ def test_an_engine_that_dies_ends_its_requests_and_says_that_it_is_dead():
         list(ThreadStream(loop, sequence_of([1])))
     loop.close()
     assert not loop.alive
+
+
+def test_the_gauges_return_to_zero_when_the_last_reader_leaves():
+    metrics = Metrics()
+    loop = EngineLoop(
+        Engine(CachedLogits(), decode=sample_loop),
+        name="test",
+        num_slots=4,
+        max_waiting=8,
+        metrics=metrics.for_model("test"),
+    )
+    with ThreadStream(loop, sequence_of([5], max_tokens=50)) as stream:
+        next(stream)
+    while metrics.registry.get_sample_value("genserve_num_requests_running", {"model": "test"}):
+        pass
+    loop.close()
+    assert metrics.registry.get_sample_value("genserve_num_requests_waiting", {"model": "test"}) == 0
