@@ -7,6 +7,7 @@
     ├── ModelNotReady             the model is there and is not loaded, or its load failed
     ├── Overloaded                the queue is full, or the server drains; try again later
     ├── ModelFailed               a model or a decoding loop raised, or answered nonsense
+    ├── InferenceError            an inference by named tensors failed; Triton's code and text
     ├── RepositoryError           a model repository cannot be used as it stands
     │   └── ConfigError           one place of one config.pbtxt; file, line and column
     ├── ExportError               a checkpoint could not be turned into a repository model
@@ -18,6 +19,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import ClassVar
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "ContextLengthExceeded",
     "ExportError",
     "GenserveError",
+    "InferenceError",
     "InvalidRequest",
     "MissingDependency",
     "ModelFailed",
@@ -33,6 +36,7 @@ __all__ = [
     "ModelNotReady",
     "Overloaded",
     "RepositoryError",
+    "Status",
     "StreamBroken",
     "Unreachable",
 ]
@@ -114,6 +118,35 @@ class ConfigError(RepositoryError):
     """One place of one config.pbtxt is wrong; the message starts with file:line:column."""
 
     code = "config_error"
+
+
+class Status(StrEnum):
+    """Triton's error codes; each protocol has its own number for them."""
+
+    UNKNOWN = "UNKNOWN"
+    INTERNAL = "INTERNAL"
+    NOT_FOUND = "NOT_FOUND"
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNSUPPORTED = "UNSUPPORTED"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    CANCELLED = "CANCELLED"
+
+
+class InferenceError(GenserveError):
+    """An inference failed; the message is Triton's literal text, which its clients compare.
+
+    Attributes:
+        status: Triton's code.
+    """
+
+    code = "inference_error"
+
+    def __init__(
+        self, message: str, *, status: Status = Status.INVALID_ARG, remedy: str = "", field: str | None = None
+    ) -> None:
+        super().__init__(message, remedy=remedy, field=field)
+        self.status = status
 
 
 class ExportError(GenserveError):

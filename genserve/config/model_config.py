@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = [
     "AllVersions",
+    "BatchInput",
+    "BatchOutput",
+    "Control",
+    "DirectStrategy",
+    "DynamicBatching",
     "EnsembleStep",
+    "InitialState",
+    "InstanceGroup",
     "LatestVersions",
     "ModelConfig",
+    "OldestStrategy",
+    "QueuePolicy",
+    "RateLimiter",
+    "Resource",
+    "SequenceBatching",
     "SpecificVersions",
     "StateSpec",
     "TensorSpec",
     "VersionPolicy",
+    "WarmupInput",
+    "WarmupSample",
 ]
 
 
@@ -22,9 +37,101 @@ class TensorSpec:
     """One input or output of a model."""
 
     name: str
-    data_type: str              # as in the schema: "TYPE_INT64"
-    dims: tuple[int, ...]       # without the batch dimension; -1: any size
-    optional: bool = False      # inputs only
+    data_type: str                              # as in the schema: "TYPE_INT64"
+    dims: tuple[int, ...]                       # without the batch dimension; -1: any size
+    reshape: tuple[int, ...] | None = None      # what the model sees in place of `dims`
+    optional: bool = False                      # inputs only
+    allow_ragged_batch: bool = False            # inputs only: requests of different shapes share a batch
+    label_filename: str = ""                    # outputs only: in the folder of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchInput:
+    """An input that is computed from the batch: sizes and offsets of ragged inputs."""
+
+    kind: str                                   # "BATCH_ELEMENT_COUNT" ...
+    target_names: tuple[str, ...]
+    source_inputs: tuple[str, ...]
+    data_type: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutput:
+    """An output that is divided over the requests by the shape of an input."""
+
+    kind: str                                   # "BATCH_SCATTER_WITH_INPUT_SHAPE"
+    target_names: tuple[str, ...]
+    source_inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """A resource of the rate limiter."""
+
+    name: str
+    count: int
+    is_global: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimiter:
+    """What an instance must hold before it executes."""
+
+    resources: tuple[Resource, ...] = ()
+    priority: int = 1                           # 2 gets half as many turns as 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceGroup:
+    """Instances of one kind."""
+
+    name: str
+    kind: str                                   # "KIND_AUTO", "KIND_CPU", "KIND_GPU", "KIND_MODEL"
+    count: int = 1
+    gpus: tuple[int, ...] = ()
+    rate_limiter: RateLimiter = RateLimiter()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePolicy:
+    """How long and how many requests of one priority may wait."""
+
+    delays: bool = False                        # on a timeout: run it later; else refuse it
+    default_timeout_us: int = 0                 # 0: none
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0                     # 0: any number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicBatching:
+    """Requests that wait at the same time share an execution."""
+
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_us: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority_level: int = 0
+    default_queue_policy: QueuePolicy = QueuePolicy()
+    priority_queue_policy: Mapping[int, QueuePolicy] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A tensor by which a model of sequences is told where a sequence stands."""
+
+    name: str
+    kind: str                                   # "CONTROL_SEQUENCE_START", "..._READY", "..._END", "..._CORRID"
+    data_type: str                              # of the tensor: TYPE_INT32, TYPE_FP32, TYPE_BOOL; of CORRID, its own
+    false_true: tuple[float, float] = (0, 1)    # not for CORRID
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialState:
+    """What a state is at the start of a sequence."""
+
+    data_type: str
+    dims: tuple[int, ...]
+    data_file: str = ""                         # in the model's folder `initial_state`; empty: zeros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +142,58 @@ class StateSpec:
     output_name: str
     data_type: str
     dims: tuple[int, ...]
-    same_buffer: bool           # input and output share one buffer
+    initial_state: InitialState | None = None
+    same_buffer: bool = False                   # input and output share one buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectStrategy:
+    """A sequence holds one slot of one instance."""
+
+    max_queue_delay_us: int = 0
+    minimum_slot_utilization: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldestStrategy:
+    """Requests of different sequences are batched dynamically, the oldest first."""
+
+    max_candidate_sequences: int = 0            # 0: max_batch_size
+    preferred_batch_sizes: tuple[int, ...] = ()
+    max_queue_delay_us: int = 0
+    preserve_ordering: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceBatching:
+    """Requests with one correlation id are a sequence, and run one after the other."""
+
+    strategy: DirectStrategy | OldestStrategy = DirectStrategy()
+    max_sequence_idle_us: int = 1_000_000
+    controls: tuple[Control, ...] = ()
+    states: tuple[StateSpec, ...] = ()
+    iterative: bool = False                     # one request is run again and again: continuous batching
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupInput:
+    """One input of a warmup sample."""
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...]
+    source: str                                 # "zero_data", "random_data", or "input_data_file"
+    data_file: str = ""                         # in the model's folder `warmup`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSample:
+    """A request to run before the model is ready."""
+
+    name: str
+    batch_size: int
+    count: int
+    inputs: tuple[WarmupInput, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +230,12 @@ VersionPolicy = LatestVersions | AllVersions | SpecificVersions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model of the repository."""
+    """One model of the repository.
+
+    Attributes:
+        message: the whole `inference.ModelConfig` that these values are from; read only. What a model
+            or a client is shown of the config comes from it, fields included that mean nothing here.
+    """
 
     name: str
     platform: str = ""
@@ -80,10 +243,25 @@ class ModelConfig:
     max_batch_size: int = 0                 # 0: the model does not batch
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
     version_policy: VersionPolicy = LatestVersions(count=1)
     default_model_filename: str = ""        # empty: the backend's own default
+    instance_groups: tuple[InstanceGroup, ...] = ()     # empty: one, of KIND_AUTO
+    dynamic_batching: DynamicBatching | None = None
+    sequence_batching: SequenceBatching | None = None
     decoupled: bool = False                 # any number of responses to one request
-    iterative_sequence: bool = False        # one request is run again and again: continuous batching
-    states: tuple[StateSpec, ...] = ()
     ensemble_steps: tuple[EnsembleStep, ...] = ()
+    warmups: tuple[WarmupSample, ...] = ()
+    response_cache: bool = False
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
+    message: Any = field(default=None, repr=False, compare=False)
+
+    def input(self, name: str) -> TensorSpec | None:
+        """Return the input of this name; None: there is none."""
+        return next((spec for spec in self.inputs if spec.name == name), None)
+
+    def output(self, name: str) -> TensorSpec | None:
+        """Return the output of this name; None: there is none."""
+        return next((spec for spec in self.outputs if spec.name == name), None)

@@ -16,6 +16,7 @@ from genserve.config.model_config import (
     EnsembleStep,
     LatestVersions,
     ModelConfig,
+    SequenceBatching,
     SpecificVersions,
     StateSpec,
     TensorSpec,
@@ -124,16 +125,25 @@ def _from_proto(proto: Any, *, name: str) -> ModelConfig:
         version_policy=_version_policy(proto.version_policy),
         default_model_filename=proto.default_model_filename,
         decoupled=proto.model_transaction_policy.decoupled,
-        iterative_sequence=proto.sequence_batching.iterative_sequence,
-        states=tuple(map(_state, proto.sequence_batching.state)),
+        sequence_batching=_sequence_batching(proto),
         ensemble_steps=tuple(map(_ensemble_step, proto.ensemble_scheduling.step)),
         parameters=MappingProxyType({key: value.string_value for key, value in proto.parameters.items()}),
+        message=proto,
     )
 
 
 def _tensor(proto: Any, *, optional: bool) -> TensorSpec:
     return TensorSpec(
         name=proto.name, data_type=_data_type(proto), dims=tuple(proto.dims), optional=optional
+    )
+
+
+def _sequence_batching(proto: Any) -> SequenceBatching | None:
+    if not proto.HasField("sequence_batching"):
+        return None
+    batching = proto.sequence_batching
+    return SequenceBatching(
+        states=tuple(map(_state, batching.state)), iterative=batching.iterative_sequence
     )
 
 

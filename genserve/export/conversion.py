@@ -56,7 +56,7 @@ class Conversion:
             return
         found = read_model_config(path)
         made = parse_model_config(self._files()[part], source=path)
-        if (found.outputs, found.states) != (made.outputs, made.states):
+        if (found.outputs, found.sequence_batching) != (made.outputs, made.sequence_batching):
             raise ExportError(
                 f"{path} declares other outputs or states than {self.checkpoint.source} in {self.precision}",
                 remedy="--overwrite writes a new one; or export under another --name",

@@ -68,9 +68,10 @@ def test_every_value_of_a_logits_stage_arrives() -> None:
     )
     assert config.outputs == (TensorSpec(name="logits", data_type="TYPE_FP32", dims=(-1, 49152)),)
     assert config.version_policy == SpecificVersions(versions=(1, 3))
-    assert config.iterative_sequence
+    assert config.sequence_batching is not None
+    assert config.sequence_batching.iterative
     assert not config.decoupled
-    assert config.states == (
+    assert config.sequence_batching.states == (
         StateSpec(
             input_name="past_key_values.0.key",
             output_name="present.0.key",

@@ -55,10 +55,12 @@ def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
 def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
     path = "smollm2_logits/config.pbtxt"
     config = parse_model_config(FILES[path], source=Path(path))
-    assert config.iterative_sequence
-    assert len(config.states) == 60
-    assert all(state.same_buffer and state.dims == (3, -1, 64) for state in config.states)
-    assert {state.data_type for state in config.states} == {"TYPE_FP32"}
+    batching = config.sequence_batching
+    assert batching is not None
+    assert batching.iterative
+    assert len(batching.states) == 60
+    assert all(state.same_buffer and state.dims == (3, -1, 64) for state in batching.states)
+    assert {state.data_type for state in batching.states} == {"TYPE_FP32"}
 
 
 def test_a_fp16_model_keeps_its_cache_in_fp16() -> None:

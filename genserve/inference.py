@@ -1,0 +1,194 @@
+"""Inference: a request with named tensors on its way through a model, until its last response."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
+
+from genserve.errors import Closed, GenserveError, InferenceError, Status
+from genserve.tensor import Tensor
+
+__all__ = [
+    "Door",
+    "Inference",
+    "InferenceRequest",
+    "InferenceResponse",
+    "OnResponse",
+    "Parameter",
+    "RequestFlags",
+]
+
+Parameter: TypeAlias = bool | int | float | str
+_NONE: Mapping[str, Parameter] = MappingProxyType({})
+
+
+class RequestFlags(IntFlag):
+    """Where a request stands in its sequence; the bits are Triton's."""
+
+    NONE = 0
+    SEQUENCE_START = 1
+    SEQUENCE_END = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """What is asked of one model, as every protocol and BLS say it."""
+
+    model_name: str
+    model_version: int = -1                             # -1: the highest that is ready
+    id: str = ""
+    inputs: Mapping[str, Tensor]
+    requested_outputs: tuple[str, ...] = ()             # empty: all of them
+    parameters: Mapping[str, Parameter] = _NONE
+    correlation_id: int | str = 0                       # of its sequence; 0 or "": it is in none
+    flags: RequestFlags = RequestFlags.NONE
+    priority: int = 0                                   # 1 is the highest; 0: the model's default
+    timeout_us: int = 0                                 # how long it may wait in the queue; 0: no limit of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceResponse:
+    """One answer to a request; a decoupled model gives any number of them."""
+
+    outputs: tuple[Tensor, ...] = ()
+    parameters: Mapping[str, Parameter] = _NONE
+    error: GenserveError | None = None                  # if there is one, the outputs mean nothing
+
+    def output(self, name: str) -> Tensor | None:
+        """Return the output of this name; None: there is none."""
+        return next((tensor for tensor in self.outputs if tensor.name == name), None)
+
+
+# Called once for each response and once with `final`, which may come with the last response or alone (None).
+# On whichever thread the model answers from; it must not block and must not raise.
+OnResponse: TypeAlias = Callable[[InferenceResponse | None, bool], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Inference:
+    """One request on its way. It ends exactly once: with the response that is `final`.
+
+    The requester makes it and hands it to `Door.submit`; schedulers queue it, an instance executes it.
+    `send`, `fail` and `cancel` are safe from any thread.
+
+    Attributes:
+        request: what was asked, unchanged.
+        on_response: where the responses go.
+        inputs: what the model gets: the request's inputs, and the control tensors and states that a
+            scheduler adds.
+        batch_size: how many rows it has; 1 where the model does not batch.
+        model_name: of the model that it is at; with the version, in every response.
+        model_version: the one that was chosen.
+        submitted_ns: `time.monotonic_ns()` at the door.
+        started_ns: when an instance took it up; 0: it waits.
+        reschedule: set by a model of iterative sequences: execute this request again, it has not ended.
+        states: the implicit states of its sequence by input name; None: the model has none.
+    """
+
+    request: InferenceRequest
+    on_response: OnResponse
+    inputs: dict[str, Tensor] = field(init=False)
+    batch_size: int = 1
+    model_name: str = ""
+    model_version: int = 0
+    submitted_ns: int = field(default_factory=time.monotonic_ns)
+    started_ns: int = 0
+    reschedule: bool = False
+    states: dict[str, Tensor] | None = None
+    num_responses: int = 0
+    failed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _ended: bool = False
+    _cancelled: bool = False
+    _on_cancel: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _on_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.inputs = dict(self.request.inputs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the final response was sent."""
+        return self._ended
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the requester has lost interest; whoever runs it may stop, and still has to end it."""
+        return self._cancelled
+
+    def send(self, response: InferenceResponse | None, *, final: bool) -> None:
+        """Answer with one response, or end without one.
+
+        Raises:
+            Closed: it has ended already.
+        """
+        with self._lock:
+            if self._ended:
+                raise Closed("Unable to send response. Response sender has been closed.")
+            self._ended = final
+            if response is not None:
+                self.num_responses += 1
+                self.failed = self.failed or response.error is not None
+        self.on_response(response, final)
+        if final:
+            for callback in self._on_end:
+                callback()
+
+    def fail(self, error: GenserveError) -> None:
+        """End with an error; does nothing if it has ended already."""
+        try:
+            self.send(InferenceResponse(error=error), final=True)
+        except Closed:
+            return
+
+    def cancel(self) -> None:
+        """Say that nobody waits for it any more; a second call does nothing."""
+        with self._lock:
+            if self._cancelled or self._ended:
+                return
+            self._cancelled = True
+            callbacks = list(self._on_cancel)
+        for callback in callbacks:
+            callback()
+
+    def when_cancelled(self, callback: Callable[[], None]) -> None:
+        """Call back once it is cancelled: at once if it is already."""
+        with self._lock:
+            if not self._cancelled:
+                self._on_cancel.append(callback)
+                return
+        callback()
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call back after the final response; to be registered before the inference is submitted on."""
+        self._on_end.append(callback)
+
+    def fail_cancelled(self) -> None:
+        """End it as cancelled, in Triton's words."""
+        self.fail(InferenceError("Request was cancelled", status=Status.CANCELLED))
+
+
+class Door(Protocol):
+    """The way in to every model of the repository: for the routes, for ensembles and for BLS alike."""
+
+    def submit(self, inference: Inference) -> None:
+        """Find the model, check the request against its config, and queue it.
+
+        Raises:
+            InferenceError: no such model or version, not ready, a request that does not fit, a full queue.
+                Nothing was sent then, and `inference` has not ended.
+        """
+
+    def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+        """Load or reload a model; with `files`, from these alone. Raises InferenceError."""
+
+    def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model. Raises InferenceError."""
+
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        """Whether a model answers."""

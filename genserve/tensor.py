@@ -1,0 +1,151 @@
+"""Tensor: one named array at the border of a stage."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.data_type import DataType
+from genserve.errors import InvalidRequest
+
+__all__ = ["Tensor"]
+
+_CPU = 1  # kDLCPU of dlpack.h
+
+
+class Tensor:
+    """A named array, on the CPU or on a device. It is passed on, renamed and sliced without a copy.
+
+    Attributes:
+        name: of the input or output.
+        data_type: of its elements.
+        shape: with the batch dimension, where the model batches.
+    """
+
+    __slots__ = ("_data", "data_type", "name", "shape")
+
+    def __init__(self, name: str, data: Any, *, data_type: DataType | None = None) -> None:
+        """Name an array.
+
+        Args:
+            name: of the tensor.
+            data: a numpy array, C-contiguous; or, for what numpy cannot hold, an object with `__dlpack__`,
+                `__dlpack_device__` and `shape` (a torch tensor).
+            data_type: of the elements; None: the array's own. BF16 data is uint16 to numpy.
+
+        Raises:
+            KeyError: the protocol has no such type of elements.
+        """
+        self.name = name
+        self.data_type = DataType.of_numpy(data.dtype) if data_type is None else data_type
+        self.shape: tuple[int, ...] = tuple(data.shape)
+        self._data = data
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the array lies in the memory of the CPU."""
+        return isinstance(self._data, np.ndarray) or self._data.__dlpack_device__()[0] == _CPU
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The array itself, for numpy; from a device it is copied."""
+        if isinstance(self._data, np.ndarray):
+            return self._data
+        return _to_numpy(self._data, self.data_type)
+
+    @property
+    def data(self) -> Any:
+        """The array as it was given: of numpy, or an object with `__dlpack__`."""
+        return self._data
+
+    def renamed(self, name: str) -> Tensor:
+        """Return the same array by another name."""
+        return self if name == self.name else Tensor(name, self._data, data_type=self.data_type)
+
+    def reshaped(self, shape: Sequence[int]) -> Tensor:
+        """Return the same elements in another shape."""
+        return Tensor(self.name, self._data.reshape(tuple(shape)), data_type=self.data_type)
+
+    def to_bytes(self) -> bytes | memoryview:
+        """Return the elements as the protocol's binary extension has them.
+
+        Little-endian, row-major; an element of BYTES is its length, uint32, and its bytes.
+        """
+        array = self.array
+        if self.data_type is DataType.BYTES:
+            return _join_strings(array)
+        array = np.ascontiguousarray(array)
+        return array.reshape(-1).view(np.uint8).data
+
+    @classmethod
+    def from_bytes(
+        cls, name: str, buffer: bytes | bytearray | memoryview, *, data_type: DataType, shape: Sequence[int]
+    ) -> Tensor:
+        """Read what `to_bytes` wrote; fixed-size elements are a view of `buffer`.
+
+        Raises:
+            InvalidRequest: the buffer is not as long as the shape says; `field` is the name.
+        """
+        count = math.prod(shape)
+        if data_type is DataType.BYTES:
+            array = _split_strings(name, buffer, count=count)
+        else:
+            expected = count * data_type.itemsize
+            if len(buffer) != expected:
+                raise InvalidRequest(
+                    f"input byte size mismatch for input '{name}'. Expected {expected}, got {len(buffer)}",
+                    field=name,
+                )
+            array = np.frombuffer(buffer, dtype=data_type.numpy)
+        return cls(name, array.reshape(tuple(shape)), data_type=data_type)
+
+
+def _to_numpy(data: Any, data_type: DataType) -> NDArray[Any]:
+    # Only torch makes such tensors here, so that importing it costs nothing.
+    import torch
+
+    tensor = torch.from_dlpack(data).cpu()
+    return (tensor.view(torch.uint16) if data_type is DataType.BF16 else tensor).numpy()
+
+
+def _join_strings(array: NDArray[Any]) -> bytes:
+    parts: list[bytes] = []
+    for element in array.reshape(-1).tolist():
+        text = element if isinstance(element, bytes) else str(element).encode()
+        parts += (struct.pack("<I", len(text)), text)
+    return b"".join(parts)
+
+
+def _split_strings(name: str, buffer: bytes | bytearray | memoryview, *, count: int) -> NDArray[Any]:
+    view = memoryview(buffer)
+    elements: list[bytes] = []
+    position = 0
+    while position < len(view):
+        if position + 4 > len(view):
+            raise _bad_strings(name, f"{len(view) - position} bytes are left over, too few for a length")
+        (length,) = struct.unpack_from("<I", view, position)
+        position += 4
+        if position + length > len(view):
+            raise _bad_strings(name, f"an element says it has {length} bytes, {len(view) - position} are left")
+        elements.append(bytes(view[position : position + length]))
+        position += length
+    if len(elements) != count:
+        raise InvalidRequest(
+            f"expected {count} string elements for inference input '{name}', got {len(elements)}", field=name
+        )
+    array = np.empty(count, dtype=object)
+    array[:] = elements
+    return array
+
+
+def _bad_strings(name: str, what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"incomplete string data for inference input '{name}': {what}",
+        field=name,
+        remedy="write each element as its length, 4 bytes little-endian, and its bytes",
+    )
