@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from genserve.backends.ensemble import GenerationEnsemble
-from genserve.backends.onnxruntime import OnnxLogits
+from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.python import load_decode
 from genserve.config.fault import first_error
 from genserve.config.model_config import ModelConfig
