@@ -1,4 +1,4 @@
-"""ONNX Runtime backend: a logits graph with its KV cache, one session, buffers bound in place.
+"""ONNX logits: a logits graph with its KV cache, one session, buffers bound in place.
 
 The graph (`genserve.export` makes it) reads and writes the cache in place: past and present of a
 layer are bound to the same memory, of which every call sees the slots that it runs.

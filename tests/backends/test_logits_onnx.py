@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from genserve.backends.onnxruntime import OnnxLogits
+from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import RepositoryError
 
 TOLERANCE = 1e-4
