@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.errors import MissingDependency, RepositoryError
+from genserve.backends.onnx_session import SPIN_US, onnxruntime_module
+from genserve.errors import RepositoryError
 from genserve.generation.logits_model import FloatArray, TokenArray
 
 __all__ = ["OnnxLogits"]
 
-# After a run ONNX Runtime's workers spin in wait of the next one. By default that burns 36 ms of a
-# core, which the event loop needs; with 200 us it is 1 to 3 ms, and the step takes no longer.
-SPIN_US = 200
 _GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
 
 
@@ -169,13 +167,7 @@ def _reserve(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _open_session(path: Path, *, num_threads: int | None) -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependency(
-            "serving an ONNX model needs ONNX Runtime",
-            remedy="pip install 'genserve[cpu]', or 'genserve[gpu]' on a machine with a GPU, never both",
-        ) from error
+    onnxruntime = onnxruntime_module()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads or len(os.sched_getaffinity(0))
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
