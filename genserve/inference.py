@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntFlag
-from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, InferenceError, Status
@@ -27,7 +26,6 @@ __all__ = [
 ]
 
 Parameter: TypeAlias = bool | int | float | str
-_NONE: Mapping[str, Parameter] = MappingProxyType({})
 
 
 class RequestFlags(IntFlag):
@@ -47,7 +45,7 @@ class InferenceRequest:
     id: str = ""
     inputs: Mapping[str, Tensor]
     requested_outputs: tuple[str, ...] = ()             # empty: all of them
-    parameters: Mapping[str, Parameter] = _NONE
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     correlation_id: int | str = 0                       # of its sequence; 0 or "": it is in none
     flags: RequestFlags = RequestFlags.NONE
     priority: int = 0                                   # 1 is the highest; 0: the model's default
@@ -59,7 +57,7 @@ class InferenceResponse:
     """One answer to a request; a decoupled model gives any number of them."""
 
     outputs: tuple[Tensor, ...] = ()
-    parameters: Mapping[str, Parameter] = _NONE
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error: GenserveError | None = None                  # if there is one, the outputs mean nothing
 
     def output(self, name: str) -> Tensor | None:
