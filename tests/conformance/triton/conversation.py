@@ -22,7 +22,7 @@ from tests.conformance.triton.normal import normalised
 __all__ = ["Addresses", "Conversation"]
 
 _TIMEOUT_S = 30
-_HEADERS_THAT_MATTER = ("content-type", "inference-header-content-length", "content-encoding", "accept-encoding")
+_HEADERS_THAT_MATTER = ("content-type", "content-encoding", "accept-encoding")
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _LENGTH_OF_JSON = "Inference-Header-Content-Length"
 
@@ -53,7 +53,8 @@ class Conversation:
         """The answers to all steps, in their order; those of a concurrent group are sent together."""
         answers: list[dict[str, Any]] = []
         for concurrent, group in groupby(steps, key=lambda step: step.concurrent):
-            answers += self._together(list(group)) if concurrent else map(self._one, group)
+            answer = self._together if concurrent else self._in_turn
+            answers += answer(list(group))
         return answers
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -76,6 +77,9 @@ class Conversation:
 
         with ThreadPoolExecutor(len(steps)) as pool:
             return list(pool.map(late, steps))
+
+    def _in_turn(self, steps: list[Step]) -> list[dict[str, Any]]:
+        return [self._one(step) for step in steps]
 
     def _one(self, step: Step) -> dict[str, Any]:
         if not step.settle:
@@ -124,7 +128,7 @@ class Conversation:
         metadata = list(request.get("metadata", {}).items())
         try:
             for response in call(iter(messages), timeout=_TIMEOUT_S, metadata=metadata):
-                responses.append(_to_json(response))  # noqa: PERF401: an error keeps those before it
+                responses.append(_to_json(response))
         except grpc.RpcError as error:
             return {"responses": responses, **_grpc_error(error)}
         return {"responses": responses}
@@ -166,11 +170,10 @@ def _http_body(request: dict[str, Any]) -> tuple[bytes | None, dict[str, str]]:
 
 def _http_answer(response: http.client.HTTPResponse, body: bytes) -> dict[str, Any]:
     headers = {name: response.headers[name] for name in _HEADERS_THAT_MATTER if name in response.headers}
-    # It follows from the JSON, whose spelling is free; that it is there is what matters.
-    length = int(headers.pop(_LENGTH_OF_JSON.lower(), 0))
     answer: dict[str, Any] = {"status": response.status, "headers": headers}
-    if length:
-        return answer | {"json": json.loads(body[:length]), "base64": base64.b64encode(body[length:]).decode()}
+    if length := int(response.headers.get(_LENGTH_OF_JSON, 0)):
+        binary = base64.b64encode(body[length:]).decode()
+        return answer | {"json": json.loads(body[:length]), "base64": binary}
     if response.headers.get("content-type", "").startswith("text/event-stream"):
         return answer | {"events": list(_events(body.decode()))}
     return answer | _decoded(body)
