@@ -57,6 +57,11 @@ class Ensemble:
             self._door.is_ready(step.model_name, step.model_version) for step in self._config.ensemble_steps
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for nothing: each step waits at its own model."""
+        return 0
+
     def submit(self, inference: Inference) -> None:
         """Start the steps that can."""
         try:
@@ -99,8 +104,11 @@ class _Step:
 
     def outputs(self, response: InferenceResponse | None) -> dict[str, Tensor | None]:
         """Return the tensors of a response by the ensemble's names; None for those it lacks."""
-        made = {name: response and response.output(output) for output, name in self.spec.output_map.items()}
-        return {name: tensor and tensor.renamed(name) for name, tensor in made.items()}
+        made: dict[str, Tensor | None] = {}
+        for output, name in self.spec.output_map.items():
+            tensor = response.output(output) if response is not None else None
+            made[name] = tensor.renamed(name) if tensor is not None else None
+        return made
 
     def _fitted(self, tensor: Tensor) -> Tensor:
         """Add or strip a batch dimension of one where only one of ensemble and model batches."""

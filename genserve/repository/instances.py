@@ -60,6 +60,11 @@ class Instances:
         """Whether an instance runs that can execute."""
         return any(instance.ready for instance in self._instances)
 
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for an instance."""
+        return self._scheduler.num_waiting
+
     def submit(self, inference: Inference) -> None:
         """Queue an inference."""
         inference.executors = self._executors

@@ -35,6 +35,11 @@ class LogitsStage:
         """Whether the engine runs."""
         return self._loop.alive
 
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for a slot."""
+        return max(0, self._loop.num_accepted - self._loop.num_running)
+
     def submit(self, inference: Inference) -> None:
         """Hand each row to the engine.
 

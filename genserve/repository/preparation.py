@@ -8,11 +8,12 @@ from pathlib import Path
 
 from genserve.backends.registry import find_backend
 from genserve.config.backends import deduce_backend
+from genserve.config.fault import first_error
 from genserve.config.from_json import read_config_json
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
-from genserve.config.rules import config_faults
+from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.options import RepositoryOptions
 

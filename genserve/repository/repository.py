@@ -98,15 +98,25 @@ class Repository:
         return generation_models(self._entries)
 
     @property
-    def ready(self) -> list[GenerationEnsemble]:
+    def generation_models(self) -> list[GenerationEnsemble]:
         """The generation models that answer."""
         runners = (served.runner for served in self._versions.served)
         return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
 
     @property
-    def served(self) -> list[Served]:
+    def all_served(self) -> list[Served]:
         """Every version of every model that answers."""
         return self._versions.served
+
+    @property
+    def live(self) -> bool:
+        """Whether requests are taken at all."""
+        return not self._closing.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model that was to be loaded answers."""
+        return self.state is ModelState.READY
 
     @property
     def errors(self) -> dict[str, GenserveError]:
@@ -134,13 +144,13 @@ class Repository:
         """Return the versions of a model that answer, ascending."""
         return [served.version for served in self._versions.of(name)]
 
-    def find(self, name: str, version: int = -1) -> Served:
-        """Return a version of a model; -1: the highest that answers.
+    def served(self, name: str, version: str = "") -> Served:
+        """Return a version of a model, as the protocols write it; "" and "-1": the highest that answers.
 
         Raises:
-            InferenceError: there is none, with Triton's text.
+            InferenceError: there is none, or it is no number; with Triton's text.
         """
-        return self._versions.find(name, version)
+        return self._versions.find(name, _number(version))
 
     def get(self, name: str | None = None) -> GenerationEnsemble:
         """Return a generation model; without a name, the only one.
@@ -151,7 +161,7 @@ class Repository:
         """
         if name is None:
             name = self.only_name()
-        for model in self.ready:
+        for model in self.generation_models:
             if model.name == name:
                 return model
         if name not in self.names:
@@ -405,6 +415,18 @@ class Repository:
         return ModelNotFound(
             f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
         )
+
+
+def _number(version: str) -> int:
+    if not version:
+        return -1
+    try:
+        return int(version)
+    except ValueError:
+        raise InferenceError(
+            f"failed to get model version from specified version string '{version}' (details: stol), "
+            "version should be an integral value > 0"
+        ) from None
 
 
 def _reason(error: Exception) -> str:

@@ -23,6 +23,10 @@ class Runner(Protocol):
     def ready(self) -> bool:
         """Whether it can answer now."""
 
+    @property
+    def num_waiting(self) -> int:
+        """Inferences taken and not executed yet."""
+
     def submit(self, inference: Inference) -> None:
         """Take an inference whose request fits the config; must not block.
 
@@ -85,6 +89,11 @@ class Served:
     def ready(self) -> bool:
         """Whether it answers."""
         return not self._closing and self.runner.ready
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not executed yet."""
+        return self.runner.num_waiting
 
     @property
     def num_pending(self) -> int:

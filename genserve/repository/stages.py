@@ -98,6 +98,10 @@ class _Inside:
     def ready(self) -> bool:
         return self._ensemble.loop.alive
 
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
     def submit(self, inference: Inference) -> None:
         raise InferenceError(
             f"model '{inference.model_name}' runs inside of the ensemble '{self._ensemble.name}'",

@@ -45,6 +45,11 @@ class TextGeneration:
         """Whether its engine runs."""
         return self.ensemble.loop.alive
 
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for a slot."""
+        return max(0, self.ensemble.loop.num_accepted - self.ensemble.loop.num_running)
+
     def submit(self, inference: Inference) -> None:
         """Prepare the request on a worker, and hand it to the engine."""
         self._workers.submit(self._open, inference)
