@@ -12,12 +12,13 @@ from genserve.backends.onnxruntime import OnnxLogits
 from genserve.backends.python import load_decode
 from genserve.config.fault import first_error
 from genserve.config.model_config import ModelConfig
+from genserve.errors import RepositoryError
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
 from genserve.metrics import Metrics
 from genserve.repository.check import model_faults
 from genserve.repository.index import ModelEntry
-from genserve.repository.wiring import STAGE_BACKENDS, step_models
+from genserve.repository.wiring import generation_stages, step_models
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["StageEntries", "find_stages", "load_ensemble"]
@@ -47,8 +48,13 @@ def find_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> StageEn
         raise error
     for fault in faults:
         logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
-    by_backend = {_config(model).backend: model for model in models}
-    return StageEntries(**{stage: by_backend[backend] for stage, backend in STAGE_BACKENDS.items()})
+    stages = generation_stages(entry, entries)
+    if stages is None:
+        raise RepositoryError(
+            f"the ensemble {entry.name!r} is not a chain of a tokenizer, a logits and a decoder stage",
+            remedy="give it three steps whose backends are 'tokenizer', 'onnxruntime' and 'python'",
+        )
+    return StageEntries(**stages)
 
 
 def load_ensemble(
