@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from genserve.backends.ensemble import GenerationEnsemble
 from genserve.backends.onnxruntime import OnnxLogits
-from genserve.backends.python import load_decode
+from genserve.backends.python.decoding import load_decode
 from genserve.config.fault import first_error
 from genserve.config.model_config import ModelConfig
 from genserve.generation.engine import Engine
