@@ -49,15 +49,15 @@ class Entry:
 def alike(config: ModelConfig) -> Alike:
     """Return what requests must have in common to share a batch.
 
-    The shapes of the inputs that may vary and are not ragged; and if some inputs are optional, which there are.
+    The shapes of the inputs that may vary and are not ragged; if some are optional, which there are.
     """
     enforced = [spec.name for spec in config.inputs if -1 in spec.dims and not spec.allow_ragged_batch]
     first = 1 if config.max_batch_size else 0  # the batch dimension may differ
     if any(spec.optional for spec in config.inputs):
-        return lambda inference: (frozenset(inference.inputs), _shapes(inference, enforced, first=first))
+        return lambda sent: (frozenset(sent.request.inputs), _shapes(sent, enforced, first=first))
     if enforced:
-        return lambda inference: _shapes(inference, enforced, first=first)
-    return lambda inference: None
+        return lambda sent: _shapes(sent, enforced, first=first)
+    return lambda sent: None
 
 
 def plan_batch(entries: Iterable[Entry], rules: BatchRules, *, now_ns: int) -> Plan:
@@ -98,5 +98,5 @@ def _inferences(entries: Sequence[Entry]) -> tuple[Inference, ...]:
 
 
 def _shapes(inference: Inference, names: Sequence[str], *, first: int) -> tuple[tuple[int, ...] | None, ...]:
-    inputs = inference.inputs
+    inputs = inference.request.inputs  # as sent: controls come and go
     return tuple(inputs[name].shape[first:] if name in inputs else None for name in names)

@@ -35,7 +35,7 @@ class DirectQueue:
         """Return the one that has waited longest."""
         return Plan((next(iter(self._waiting)),)) if self._waiting else NOTHING_TO_DO
 
-    def start(self, instance: int, batch: Sequence[Inference]) -> tuple[Inference, ...]:
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
         """Take it out."""
         for inference in batch:
             del self._waiting[inference]

@@ -1,4 +1,4 @@
-"""Dynamic batcher: requests that wait at the same time share an execution; by priority, with a policy for each."""
+"""Dynamic batcher: requests that wait at the same time share an execution, by priority."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DynamicQueue:
         """Return the batch at the head of the queue, if it is complete."""
         return plan_batch(self._entries(), self._rules, now_ns=now_ns)
 
-    def start(self, instance: int, batch: Sequence[Inference]) -> tuple[Inference, ...]:
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
         """Take a batch out."""
         for inference in batch:
             self._level_of.pop(inference).remove(inference)

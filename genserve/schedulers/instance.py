@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Instance:
     """One instance on a thread of its own: Python models may be bound to their thread.
 
-    Whatever it takes ends or is in the hands of the model; what it can no longer take, it has its scheduler fail.
+    Whatever it takes ends, or is in the hands of the model. If it dies, what waits for it fails.
 
     Attributes:
         placement: its name, kind and device.

@@ -50,8 +50,8 @@ class Queue(Protocol):
     def expires_ns(self) -> int | None:
         """When `expire` has something to do; None: never, as things stand."""
 
-    def add(self, inference: Inference, *, now_ns: int) -> int:
-        """Queue an inference; return the number of the instance that should plan now, or ANY_INSTANCE.
+    def add(self, inference: Inference, *, now_ns: int) -> int | None:
+        """Queue an inference; return the number of the instance that should plan now, ANY_INSTANCE, or None.
 
         Raises:
             InferenceError: the queue is full, or the request breaks the rules of its sequence.
@@ -60,7 +60,7 @@ class Queue(Protocol):
     def plan(self, instance: int, *, now_ns: int) -> Plan:
         """Return what an instance may execute now; changes nothing."""
 
-    def start(self, instance: int, batch: Sequence[Inference]) -> tuple[Inference, ...]:
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
         """Take a planned batch out, for an instance; return what it executes."""
 
     def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Refusal]:
@@ -76,7 +76,7 @@ class Queue(Protocol):
         """Expect no more: wait for nothing that has not come."""
 
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
-        """Take out what only this instance could have executed, since it is gone; ANY_INSTANCE: everything."""
+        """Take out what only this instance could have executed: it is gone. ANY_INSTANCE: everything."""
 
 
 def named(request: InferenceRequest, text: str) -> str:

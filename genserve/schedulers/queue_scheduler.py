@@ -66,7 +66,7 @@ class QueueScheduler:
                 raise stopping(inference.request)
             instance = self._queue.add(inference, now_ns=time.monotonic_ns())
             self._arm()
-            if self._asleep:
+            if instance is not None and self._asleep:
                 self._ring(instance)
         inference.when_cancelled(partial(self._cancel, inference))
 
@@ -82,7 +82,7 @@ class QueueScheduler:
                     refused = self._queue.expire(now_ns=now_ns)
                 plan = self._queue.plan(instance, now_ns=now_ns)
                 if plan.batch and is_held and not refused:
-                    return self._start(instance, plan)
+                    return self._start(instance, plan, now_ns=now_ns)
                 is_over = self._closed and not self._queue
                 is_sleepy = not (refused or plan.batch or is_over)
                 if is_sleepy:
@@ -126,8 +126,9 @@ class QueueScheduler:
         for inference in lost:
             inference.fail(error)
 
-    def _start(self, instance: int, plan: Plan) -> Sequence[Inference]:
-        batch = self._queue.start(instance, plan.batch)
+    def _start(self, instance: int, plan: Plan, *, now_ns: int) -> Sequence[Inference]:
+        batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
+        self._arm()
         if self._queue and self._asleep:
             self._ring(ANY_INSTANCE)  # for what is left
         elif self._closed and not self._queue:

@@ -14,11 +14,13 @@ START, END = RequestFlags.SEQUENCE_START, RequestFlags.SEQUENCE_END
 class Asked:
     """An inference, and what came of it."""
 
-    def __init__(self, *, rows=1, shape=(4,), id="", inputs=("X",), flags=RequestFlags.NONE, **request):
+    def __init__(
+        self, *, rows=1, shape=(4,), request_id="", inputs=("X",), flags=RequestFlags.NONE, **request
+    ):
         self.responses: list[tuple[InferenceResponse | None, bool]] = []
         tensors = {name: Tensor(name, np.zeros((rows, *shape), np.float32)) for name in inputs}
         self.inference = Inference(
-            request=InferenceRequest(model_name="m", id=id, inputs=tensors, flags=flags, **request),
+            request=InferenceRequest(model_name="m", id=request_id, inputs=tensors, flags=flags, **request),
             on_response=lambda response, final: self.responses.append((response, final)),
             batch_size=rows,
             model_name="m",
@@ -60,7 +62,8 @@ class Desk:
 
     def take(self, instance=0) -> list[Asked]:
         """Take what may run now."""
-        batch = self.queue.start(instance, self.plan(instance).batch)
+        planned = self.plan(instance).batch
+        batch = self.queue.start(instance, planned, now_ns=self.now_ns) if planned else ()
         return [self.asked_of(inference) for inference in batch]
 
     def asked_of(self, inference) -> Asked | None:

@@ -55,7 +55,9 @@ def test_ragged_inputs_of_any_shape_run_together():
 
 
 def test_requests_with_other_optional_inputs_do_not_run_together():
-    specs = tuple(TensorSpec(name=name, data_type="TYPE_FP32", dims=(4,), optional=name == "Y") for name in "XY")
+    specs = tuple(
+        TensorSpec(name=name, data_type="TYPE_FP32", dims=(4,), optional=name == "Y") for name in "XY"
+    )
     queue = desk(inputs=specs)
     queue.add(Asked(), Asked(inputs="XY"), Asked(inputs="XY"), Asked())
     assert sizes(queue) == [1, 2, 1]
@@ -130,7 +132,7 @@ def test_a_full_queue_refuses_in_tritons_words():
     queue = desk(default_queue_policy=QueuePolicy(max_queue_size=2))
     queue.add(*asked(2))
     with pytest.raises(InferenceError, match=r"^\[request id: r7\] Exceeds maximum queue size") as refusal:
-        queue.add(Asked(id="r7"))
+        queue.add(Asked(request_id="r7"))
     assert refusal.value.status is Status.UNAVAILABLE
     with pytest.raises(InferenceError, match=r"^\[request id: <id_unknown>\] "):
         queue.add(Asked())
@@ -229,11 +231,15 @@ def test_under_random_arrivals_nothing_is_lost_or_run_twice_and_the_rules_hold(s
     choose = random.Random(seed)
     max_batch_size = choose.choice([1, 4, 8])
     policy = QueuePolicy(
-        default_timeout_us=choose.choice([0, 3000]), delays=choose.random() < 0.3, max_queue_size=choose.choice([0, 6])
+        default_timeout_us=choose.choice([0, 3000]),
+        delays=choose.random() < 0.3,
+        max_queue_size=choose.choice([0, 6]),
     )
     queue = desk(
         max_batch_size=max_batch_size,
-        preferred_batch_sizes=tuple(choose.sample(range(1, max_batch_size + 1), k=1)) if choose.random() < 0.5 else (),
+        preferred_batch_sizes=tuple(choose.sample(range(1, max_batch_size + 1), k=1))
+        if choose.random() < 0.5
+        else (),
         max_queue_delay_us=choose.choice([0, 2000]),
         priority_levels=choose.choice([0, 2]),
         default_priority_level=2,
@@ -244,7 +250,9 @@ def test_under_random_arrivals_nothing_is_lost_or_run_twice_and_the_rules_hold(s
         match choose.randrange(4):
             case 0:
                 one = Asked(
-                    rows=choose.randint(1, max_batch_size), shape=(choose.choice([4, 4, 5]),), priority=choose.randint(0, 2)
+                    rows=choose.randint(1, max_batch_size),
+                    shape=(choose.choice([4, 4, 5]),),
+                    priority=choose.randint(0, 2),
                 )
                 try:
                     queue.add(one)
@@ -271,5 +279,7 @@ def _check(batch, max_batch_size, *, in_order, desk):
     for priority in range(3):
         places = [desk.asked.index(one) for one in batch if one.inference.request.priority == priority]
         assert not in_order or places == sorted(places)
-        waiting = [desk.asked.index(desk.asked_of(i)) for i in desk.queue._level_of if i.request.priority == priority]
+        waiting = [
+            desk.asked.index(desk.asked_of(i)) for i in desk.queue._level_of if i.request.priority == priority
+        ]
         assert not in_order or not places or not waiting or max(places) < min(waiting)

@@ -44,10 +44,10 @@ class Model:
 class Call:
     """An inference on its way, to be waited for."""
 
-    def __init__(self, scheduler, id="", **request):
+    def __init__(self, scheduler, name="", **request):
         self.ended = threading.Event()
         self.inference = Inference(
-            request=InferenceRequest(model_name="m", id=id, inputs={}, **request),
+            request=InferenceRequest(model_name="m", id=name, inputs={}, **request),
             on_response=self._on_response,
             model_name="m",
         )
@@ -106,7 +106,7 @@ def test_everything_that_is_submitted_from_many_threads_is_answered_once(start, 
 
     def submit(mine):
         for number in range(100):
-            mine.append(Call(scheduler, id=str(number)))
+            mine.append(Call(scheduler, str(number)))
             if number % 10 == 0:
                 mine[-1].wait()
 
@@ -123,7 +123,7 @@ def test_everything_that_is_submitted_from_many_threads_is_answered_once(start, 
 def test_first_come_is_first_served_one_at_a_time(start):
     scheduler, model = direct(), Model(is_shut=True)
     start(scheduler, model)
-    calls = [Call(scheduler, id=id) for id in "abc"]
+    calls = [Call(scheduler, name) for name in "abc"]
     model.is_shut = False
     model.gate.release()
     assert [call.wait() for call in calls] == [None] * 3
@@ -133,9 +133,9 @@ def test_first_come_is_first_served_one_at_a_time(start):
 def test_a_batch_grows_while_the_instance_is_busy(start):
     scheduler, model = dynamic(), Model(is_shut=True)
     start(scheduler, model)
-    first = Call(scheduler, id="a")
+    first = Call(scheduler, "a")
     assert model.has_batch.acquire(timeout=30)
-    calls = [first, *(Call(scheduler, id=id) for id in "bcd")]
+    calls = [first, *(Call(scheduler, name) for name in "bcd")]
     model.is_shut = False
     model.gate.release()
     assert [call.wait() for call in calls] == [None] * 4
@@ -145,7 +145,7 @@ def test_a_batch_grows_while_the_instance_is_busy(start):
 def test_a_batch_that_is_not_full_runs_after_its_delay_and_a_full_one_before(start):
     scheduler, model = dynamic(max_queue_delay_us=20_000), Model()
     start(scheduler, model)
-    assert Call(scheduler, id="a").wait() is None
+    assert Call(scheduler, "a").wait() is None
     patient = dynamic(max_queue_delay_us=3600 * 1_000_000)
     other = Model()
     start(patient, other)
@@ -156,8 +156,8 @@ def test_what_is_left_after_a_batch_wakes_another_instance(start):
     scheduler = dynamic(num_instances=2, preferred_batch_sizes=(2,), max_queue_delay_us=3600 * 1_000_000)
     models = [Model(is_shut=True), Model(is_shut=True)]
     start(scheduler, *models)
-    for id in "abcd":
-        Call(scheduler, id=id)
+    for name in "abcd":
+        Call(scheduler, name)
     for model in models:
         assert model.has_batch.acquire(timeout=30)
 
@@ -166,14 +166,14 @@ def test_what_is_left_after_a_batch_wakes_another_instance(start):
 def test_a_cancelled_request_is_answered_while_the_instance_is_busy_and_never_runs(start, make):
     scheduler, model = make(), Model(is_shut=True)
     start(scheduler, model)
-    Call(scheduler, id="a")
+    Call(scheduler, "a")
     assert model.has_batch.acquire(timeout=30)
-    call = Call(scheduler, id="b")
+    call = Call(scheduler, "b")
     call.inference.cancel()
     assert call.wait().status is Status.CANCELLED
     model.is_shut = False
     model.gate.release()
-    assert Call(scheduler, id="c").wait() is None
+    assert Call(scheduler, "c").wait() is None
     assert [model.batches.get(), model.batches.get()] == [["a"], ["c"]]
 
 
@@ -191,7 +191,9 @@ def test_a_late_request_is_refused_while_every_instance_is_busy(start):
     start(scheduler, model)
     first = Call(scheduler)
     assert model.has_batch.acquire(timeout=30)
-    assert [call.wait().message for call in [Call(scheduler), Call(scheduler)]] == ["Request timeout expired"] * 2
+    assert [call.wait().message for call in [Call(scheduler), Call(scheduler)]] == [
+        "Request timeout expired"
+    ] * 2
     assert not first.ended.is_set()
 
 
@@ -234,7 +236,7 @@ def test_what_waits_at_the_close_is_executed_and_what_comes_later_is_refused(sta
     calls = [Call(scheduler) for _ in range(3)]
     scheduler.close()
     with pytest.raises(InferenceError, match=r"^\[request id: x\] Server is stopping") as refusal:
-        Call(scheduler, id="x")
+        Call(scheduler, "x")
     assert refusal.value.status is Status.UNAVAILABLE
     model.is_shut = False
     model.gate.release()
