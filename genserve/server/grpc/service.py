@@ -12,14 +12,19 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Parameter
-from genserve.kserve.models import Models, Served
-from genserve.kserve.outbox import ResponseOutbox
+from genserve.kserve.metadata import EXTENSIONS, model_metadata
+from genserve.kserve.model_version import read_version
+from genserve.kserve.models import Models, ServedModel
+from genserve.kserve.outbox import EventLoopOutbox
+from genserve.kserve.statistics import find_for_statistics, statistics_json
+from genserve.server.grpc.call import Call
 from genserve.server.grpc.codes import status_code
-from genserve.server.grpc.descriptions import model_metadata, model_statistics, server_metadata
-from genserve.server.grpc.infer_request import GrpcRequest, read_request
+from genserve.server.grpc.infer_request import read_request
 from genserve.server.grpc.infer_response import write_response
+from genserve.server.grpc.settings import SettingsService
 from genserve.server.grpc.stream import InferStream
 from genserve.server.services import Services
+from genserve.version import __version__
 
 __all__ = ["Service"]
 
