@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntFlag
-from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.tensor import Tensor
 
 __all__ = [
+    "CURRENT_EXECUTOR",
     "Door",
+    "Executor",
     "Inference",
     "InferenceRequest",
     "InferenceResponse",
@@ -24,7 +26,6 @@ __all__ = [
 ]
 
 Parameter: TypeAlias = bool | int | float | str
-_NONE: Mapping[str, Parameter] = MappingProxyType({})
 
 
 class RequestFlags(IntFlag):
@@ -44,11 +45,11 @@ class InferenceRequest:
     id: str = ""
     inputs: Mapping[str, Tensor]
     requested_outputs: tuple[str, ...] = ()             # empty: all of them
-    parameters: Mapping[str, Parameter] = _NONE
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     correlation_id: int | str = 0                       # of its sequence; 0 or "": it is in none
     flags: RequestFlags = RequestFlags.NONE
     priority: int = 0                                   # 1 is the highest; 0: the model's default
-    timeout_us: int = 0                                 # how long it may wait in the queue; 0: no limit of its own
+    timeout_us: int = 0                                 # in the queue; 0: no limit of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class InferenceResponse:
     """One answer to a request; a decoupled model gives any number of them."""
 
     outputs: tuple[Tensor, ...] = ()
-    parameters: Mapping[str, Parameter] = _NONE
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error: GenserveError | None = None                  # if there is one, the outputs mean nothing
 
     def output(self, name: str) -> Tensor | None:
@@ -67,6 +68,25 @@ class InferenceResponse:
 # Called once for each response and once with `final`, which may come with the last response or alone (None).
 # On whichever thread the model answers from; it must not block and must not raise.
 OnResponse: TypeAlias = Callable[[InferenceResponse | None, bool], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Executor:
+    """Who executes: an instance of a model, seen from the requests that need it.
+
+    Attributes:
+        name: of the instance.
+        executing: the batch it has in hand; empty: it is free.
+        waiting_for: the inferences whose answers it waits for, by BLS.
+    """
+
+    name: str
+    executing: Sequence[Inference] = ()
+    waiting_for: set[Inference] = field(default_factory=set, repr=False)
+
+
+# The instance whose `execute` the code runs in.
+CURRENT_EXECUTOR: ContextVar[Executor | None] = ContextVar("current_executor", default=None)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,6 +108,11 @@ class Inference:
         started_ns: when an instance took it up; 0: it waits.
         reschedule: set by a model of iterative sequences: execute this request again, it has not ended.
         states: the implicit states of its sequence by input name; None: the model has none.
+        num_responses: sent so far, errors included.
+        error: of the first response that failed.
+        executors: those that may execute it, and once it is executed, the one that does; empty where no
+            executor is needed.
+        parts: what it waits for in its turn, as an ensemble does.
     """
 
     request: InferenceRequest
@@ -101,7 +126,9 @@ class Inference:
     reschedule: bool = False
     states: dict[str, Tensor] | None = None
     num_responses: int = 0
-    failed: bool = False
+    error: GenserveError | None = None
+    executors: Sequence[Executor] = ()
+    parts: list[Inference] = field(default_factory=list, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _ended: bool = False
     _cancelled: bool = False
@@ -133,7 +160,7 @@ class Inference:
             self._ended = final
             if response is not None:
                 self.num_responses += 1
-                self.failed = self.failed or response.error is not None
+                self.error = self.error or response.error
         self.on_response(response, final)
         if final:
             for callback in self._on_end:

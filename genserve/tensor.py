@@ -108,9 +108,14 @@ class Tensor:
 def _to_numpy(data: Any, data_type: DataType) -> NDArray[Any]:
     # Only torch makes such tensors here, so that importing it costs nothing.
     import torch
+    from torch.utils.dlpack import from_dlpack
 
-    tensor = torch.from_dlpack(data).cpu()
-    return (tensor.view(torch.uint16) if data_type is DataType.BF16 else tensor).numpy()
+    tensor = from_dlpack(data).cpu()
+    if data_type is DataType.BF16:
+        tensor = tensor.view(torch.uint16)
+
+    array: NDArray[Any] = tensor.numpy()
+    return array
 
 
 def _join_strings(array: NDArray[Any]) -> bytes:
@@ -131,7 +136,7 @@ def _split_strings(name: str, buffer: bytes | bytearray | memoryview, *, count: 
         (length,) = struct.unpack_from("<I", view, position)
         position += 4
         if position + length > len(view):
-            raise _bad_strings(name, f"an element says it has {length} bytes, {len(view) - position} are left")
+            raise _bad_strings(name, f"an element has {length} bytes, and {len(view) - position} are left")
         elements.append(bytes(view[position : position + length]))
         position += length
     if len(elements) != count:

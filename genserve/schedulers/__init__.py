@@ -1,0 +1,1 @@
+"""Schedulers: which inferences an instance executes together, and when."""

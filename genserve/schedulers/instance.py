@@ -1,0 +1,104 @@
+"""Instance: a thread that owns one instance of a model and executes what its scheduler gives it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from genserve.backends.backend import Backend, Placement
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import CURRENT_EXECUTOR, Executor, Inference
+from genserve.schedulers.scheduler import Scheduler
+from genserve.statistics import ModelStatistics
+
+__all__ = ["Instance"]
+
+logger = logging.getLogger(__name__)
+
+class Instance:
+    """One instance on a thread of its own: Python models may be bound to their thread.
+
+    Attributes:
+        placement: its name, kind and device.
+        executor: what it does now.
+        started: done once the backend has started; the exception is the backend's.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Backend],
+        *,
+        number: int,
+        placement: Placement,
+        scheduler: Scheduler,
+        statistics: ModelStatistics,
+    ) -> None:
+        """Begin to start the instance; `started` tells when it is."""
+        self.placement = placement
+        self.executor = Executor(name=placement.name)
+        self.started: Future[None] = Future()
+        self._start = start
+        self._number = number
+        self._scheduler = scheduler
+        self._statistics = statistics
+        self._thread = threading.Thread(target=self._run, name=f"instance-{placement.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until it has closed, after its scheduler was."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        CURRENT_EXECUTOR.set(self.executor)
+        try:
+            backend = self._start()
+        except BaseException as error:
+            self.started.set_exception(error)
+            return
+        self.started.set_result(None)
+        try:
+            while (batch := self._scheduler.take(self._number)) is not None:
+                self._execute(backend, batch)
+                del batch  # not kept alive while it waits for the next one
+        except BaseException:
+            logger.exception("instance %s died", self.placement.name)
+        finally:
+            self._close(backend)
+
+    def _execute(self, backend: Backend, batch: Sequence[Inference]) -> None:
+        self.executor.executing = batch
+        started_ns = time.monotonic_ns()
+        for inference in batch:
+            inference.started_ns = inference.started_ns or started_ns
+            inference.executors = (self.executor,)
+        try:
+            backend.execute(batch)
+        except Exception as error:
+            failure = _failure(error, batch[0].model_name)
+            for inference in batch:
+                inference.fail(failure)
+        finally:
+            self.executor.executing = ()
+            self._statistics.executed(batch, started_ns=started_ns, ended_ns=time.monotonic_ns())
+            self._scheduler.done(self._number, batch)
+
+    def _close(self, backend: Backend) -> None:
+        try:
+            backend.close()
+        except Exception:
+            logger.exception("instance %s failed to close", self.placement.name)
+
+
+def _failure(error: Exception, model: str) -> GenserveError:
+    if isinstance(error, GenserveError):
+        return error
+    logger.error("model %s failed", model, exc_info=error)
+    return InferenceError(f"{type(error).__name__}: {error}", status=Status.INTERNAL)

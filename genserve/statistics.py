@@ -1,0 +1,123 @@
+"""Statistics: what one version of a model has done, in Triton's counts and durations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import Inference
+
+__all__ = ["BatchStatistics", "FailureReason", "Measured", "ModelStatistics"]
+
+
+class FailureReason(StrEnum):
+    """Why a request failed; the label of `nv_inference_request_failure`."""
+
+    REJECTED = "REJECTED"       # in the queue: full, or timed out
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"         # the model
+    OTHER = "OTHER"
+
+
+@dataclass(slots=True)
+class Measured:
+    """How often something happened, and how long it took together."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, *, count: int = 1) -> None:
+        """Count it once more."""
+        self.count += count
+        self.ns += ns
+
+
+@dataclass(slots=True)
+class BatchStatistics:
+    """The executions of one batch size."""
+
+    compute_input: Measured = field(default_factory=Measured)
+    compute_infer: Measured = field(default_factory=Measured)
+    compute_output: Measured = field(default_factory=Measured)
+
+
+class ModelStatistics:
+    """Counts of one version of a model; its methods are safe from any thread.
+
+    Attributes, read by the protocols (see `InferStatistics` of the KServe v2 extensions):
+        inference_count: rows that were executed with success.
+        execution_count: batches that were executed.
+        last_inference_ms: wall-clock time of the last request, milliseconds since 1970.
+        success, fail, queue, compute_input, compute_infer, compute_output, cache_hit, cache_miss.
+        batches: by the number of rows of the executed batch.
+        failures: requests that failed, by reason.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.inference_count = 0
+        self.execution_count = 0
+        self.last_inference_ms = 0
+        self.success = Measured()
+        self.fail = Measured()
+        self.queue = Measured()
+        self.compute_input = Measured()
+        self.compute_infer = Measured()
+        self.compute_output = Measured()
+        self.cache_hit = Measured()
+        self.cache_miss = Measured()
+        self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
+        self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
+
+    def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
+        """Note one execution, whether its requests have ended or not."""
+        size = sum(inference.batch_size for inference in batch)
+        with self._lock:
+            self.execution_count += 1
+            by_size = self.batches[size]
+            by_size.compute_input.add(0)
+            by_size.compute_infer.add(ended_ns - started_ns)
+            by_size.compute_output.add(0)
+
+    def ended(self, inference: Inference) -> None:
+        """Note the end of a request that was accepted."""
+        error = inference.error
+        now_ns = time.monotonic_ns()
+        total_ns = now_ns - inference.submitted_ns
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            if error is not None:
+                self.fail.add(total_ns)
+                self.failures[_reason(inference, error)] += 1
+                return
+            self.success.add(total_ns)
+            self.inference_count += inference.batch_size
+            self.queue.add(inference.started_ns - inference.submitted_ns)
+            self.compute_input.add(0)
+            self.compute_infer.add(now_ns - inference.started_ns)
+            self.compute_output.add(0)
+
+    def cache_hit_ended(self, inference: Inference, *, lookup_ns: int) -> None:
+        """Note a request that the response cache answered."""
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            self.success.add(time.monotonic_ns() - inference.submitted_ns)
+            self.cache_hit.add(lookup_ns)
+
+    def cache_missed(self, *, lookup_and_insert_ns: int) -> None:
+        """Note a request that the response cache did not know."""
+        with self._lock:
+            self.cache_miss.add(lookup_and_insert_ns)
+
+
+def _reason(inference: Inference, error: GenserveError) -> FailureReason:
+    if inference.cancelled or (isinstance(error, InferenceError) and error.status is Status.CANCELLED):
+        return FailureReason.CANCELED
+    if not inference.started_ns:
+        return FailureReason.REJECTED
+    return FailureReason.BACKEND
