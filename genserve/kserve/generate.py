@@ -12,7 +12,8 @@ from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter
 from genserve.kserve.infer_answer import dump
-from genserve.kserve.infer_body import custom_parameter, prefixed
+from genserve.kserve.infer_body import custom_parameter
+from genserve.kserve.input_tensor import fail
 from genserve.kserve.json_document import JsonText, Kind, Members, checked, read_pairs
 from genserve.kserve.json_elements import elements_of, read_elements
 from genserve.kserve.metadata import tensor_shape
@@ -89,7 +90,7 @@ class _Reader:
                 # Of a key given twice, Triton reads the first.
                 self.parameters.setdefault(name, custom_parameter(name, value))
             elif name in self.inputs:
-                raise prefixed(self.request_id, f"input '{name}' already exists in request")
+                raise fail(f"input '{name}' already exists in request", request_id=self.request_id)
             else:
                 self.inputs[name] = self._tensor(spec, value)
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from genserve.data_type import DataType
-from genserve.errors import InferenceError, InvalidRequest, Status
+from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, Parameter, RequestFlags
+from genserve.kserve.input_tensor import fail, input_tensor
 from genserve.kserve.json_document import JsonText, Kind, checked, member, read_json
 from genserve.kserve.json_elements import read_elements
 from genserve.kserve.models import ServedModel
@@ -19,7 +20,7 @@ from genserve.kserve.requested_output import RequestedOutput
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.tensor import Tensor
 
-__all__ = ["InferBody", "custom_parameter", "prefixed", "read_infer_body", "read_raw_body", "strings_error"]
+__all__ = ["InferBody", "custom_parameter", "read_infer_body", "read_raw_body"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +75,30 @@ def read_raw_body(
     """
     config = model.config
     if len(config.inputs) != 1:
-        raise prefixed(
-            "",
+        raise fail(
             f"Raw request must only have 1 input (found 1) to be deduced but got {len(config.inputs)} inputs "
             f"in '{model.name}' model configuration",
+            request_id="",
         )
     spec = config.inputs[0]
     data_type = DataType.from_config_name(spec.data_type)
     lead = [1] if config.max_batch_size else []
     if data_type is DataType.BYTES:
         if spec.dims != (1,):
-            raise prefixed(
-                "", f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
-            )
+            text = f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
+            raise fail(text, request_id="")
         array = np.empty((*lead, 1), dtype=object)
         array.reshape(-1)[0] = bytes(data)
         tensor = Tensor(spec.name, array)
     else:
         shape = [*lead, *_deduced(spec.name, spec.dims, num_elements=len(data) // data_type.itemsize)]
-        expected = math.prod(shape) * data_type.itemsize
-        if expected != len(data):
-            raise _wrong_size("", "raw_input", model.name, expected=expected, got=len(data))
+        if math.prod(shape) * data_type.itemsize != len(data):
+            expected = math.prod(shape) * data_type.itemsize
+            raise fail(
+                f"input byte size mismatch for input 'raw_input' for model '{model.name}'. "
+                f"Expected {expected}, got {len(data)}",
+                request_id="",
+            )
         tensor = Tensor.from_bytes(spec.name, data, data_type=data_type, shape=shape)
     request = InferenceRequest(
         model_name=model.name, model_version=version, inputs={spec.name: tensor}, parameters=parameters
@@ -113,33 +117,6 @@ def custom_parameter(name: str, value: Any) -> Parameter:
     raise InferenceError(
         f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
     )
-
-
-def prefixed(request_id: str, text: str) -> InferenceError:
-    """Return an error in the form in which Triton's core reports it."""
-    return InferenceError(f"[request id: {request_id or '<id_unknown>'}] {text}")
-
-
-def strings_error(name: str, data: memoryview, *, model: str, count: int, request_id: str) -> InferenceError:
-    """Return what is wrong with string data that could not be read: its lengths, or how many there are."""
-    found = position = 0
-    about = f"for inference input '{name}' for model '{model}'"
-    while position < len(data):
-        left = len(data) - position - 4
-        if left < 0:
-            text = f"incomplete string length indicator {about}, expecting 4 bytes but only {left + 4} bytes "
-            return prefixed(
-                request_id, text + "available. Please make sure the string length indicator is in one buffer."
-            )
-        length = int.from_bytes(data[position : position + 4], "little")
-        if length > left:
-            text = f"incomplete string data {about}, expecting string of length {length} but only {left} "
-            return prefixed(
-                request_id, text + "bytes available. Please make sure the string data is in one buffer."
-            )
-        position += 4 + length
-        found += 1
-    return prefixed(request_id, f"expected {count} string elements {about}, got {found}")
 
 
 class _Reader:
@@ -193,59 +170,54 @@ class _Reader:
             data_type = _data_type(name, member(entry, "datatype", Kind.STRING))
             shape = _shape(member(entry, "shape", Kind.ARRAY))
             if name in inputs:
-                raise prefixed(self._id, f"input '{name}' already exists in request")
-            tensor = self._tensor(content, entry, name=name, data_type=data_type, shape=shape)
+                raise fail(f"input '{name}' already exists in request", request_id=self._id)
+            tensor = (
+                self._of_json(entry, name=name, data_type=data_type, shape=shape)
+                if content == "data"
+                else self._of_bytes(self._data(content, entry), name=name, data_type=data_type, shape=shape)
+            )
             if tensor is not None:
                 inputs[name] = tensor
         return inputs
 
-    def _tensor(
-        self, content: str, entry: Any, *, name: str, data_type: DataType, shape: list[int]
-    ) -> Tensor | None:
-        """Return an input; None: it is wrong in a way that is told later."""
-        if content == "data":
-            data = member(entry, "data", Kind.ARRAY)
-            return self._of_json(data, name=name, data_type=data_type, shape=shape)
-        if content == "binary_data_size":
-            size = member(entry["parameters"], "binary_data_size", Kind.UNSIGNED)
-            data = self._take(name, size)
-        else:
-            data = self._shared(entry["parameters"])
-        return self._of_bytes(data, name=name, data_type=data_type, shape=shape)
-
-    def _of_json(
-        self, data: list[Any], *, name: str, data_type: DataType, shape: list[int]
-    ) -> Tensor | None:
-        array = read_elements(name, data, data_type)
-        count = math.prod(shape)
-        if len(array) == count:
+    def _of_json(self, entry: Any, *, name: str, data_type: DataType, shape: list[int]) -> Tensor | None:
+        array = read_elements(name, member(entry, "data", Kind.ARRAY), data_type)
+        if len(array) == math.prod(shape):
             return Tensor(name, array.reshape(shape), data_type=data_type)
         if data_type is not DataType.BYTES:
             text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
             raise InferenceError(text, status=Status.INTERNAL)
-        text = f"expected {count} string elements for inference input '{name}' for model '{self._model.name}'"
-        self._note(name, data_type, prefixed(self._id, f"{text}, got {len(array)}"))
-        return None
+        # With the text that the same strings get in binary form.
+        return self._of_bytes(
+            memoryview(Tensor(name, array).to_bytes()), name=name, data_type=data_type, shape=shape
+        )
 
     def _of_bytes(
         self, data: memoryview, *, name: str, data_type: DataType, shape: list[int]
     ) -> Tensor | None:
-        count = math.prod(shape)
-        expected = count * data_type.itemsize
-        if data_type is not DataType.BYTES and expected != len(data):
-            error = _wrong_size(self._id, name, self._model.name, expected=expected, got=len(data))
-            self._note(name, data_type, error)
-            return None
+        """Return an input; None: its size is wrong, which Triton notices after all else is read."""
         try:
-            tensor = Tensor.from_bytes(name, data, data_type=data_type, shape=shape)
-        except InvalidRequest:
-            error = strings_error(name, data, model=self._model.name, count=count, request_id=self._id)
-            self._note(name, data_type, error)
+            tensor = input_tensor(
+                name,
+                data,
+                data_type=data_type,
+                shape=shape,
+                config=self._model.config,
+                request_id=self._id,
+            )
+        except InferenceError as error:
+            self._late = self._late or error
             return None
         # Behind a string, numbers may lie askew, which not every runtime takes.
         if not tensor.array.flags.aligned:
             return Tensor(name, tensor.array.copy(), data_type=data_type)
         return tensor
+
+    def _data(self, content: str, entry: Any) -> memoryview:
+        given = entry["parameters"]
+        if content == "shared_memory_region":
+            return self._shared(given)
+        return self._take(entry["name"], member(given, "binary_data_size", Kind.UNSIGNED))
 
     def _take(self, name: str, size: int) -> memoryview:
         data = self._tail[self._position : self._position + size]
@@ -256,20 +228,6 @@ class _Reader:
             )
         self._position += size
         return data
-
-    def _note(self, name: str, data_type: DataType, error: InferenceError) -> None:
-        """Keep an error of an input's size; an input that the model has not, or not so, is told first."""
-        spec = self._model.config.input(name)
-        if spec is None:
-            error = InferenceError(f"unexpected inference input '{name}' for model '{self._model.name}'")
-        elif spec.data_type != data_type.config_name:
-            expected = DataType.from_config_name(spec.data_type).name
-            error = prefixed(
-                self._id,
-                f"inference input '{name}' data-type is '{data_type.name}', but model '{self._model.name}' "
-                f"expects '{expected}'",
-            )
-        self._late = self._late or error
 
     def _outputs(self, entries: list[Any]) -> dict[str, RequestedOutput]:
         outputs: dict[str, RequestedOutput] = {}
@@ -368,15 +326,11 @@ def _shape(values: list[Any]) -> list[int]:
 
 def _deduced(name: str, dims: tuple[int, ...], *, num_elements: int) -> list[int]:
     if dims.count(-1) > 1:
-        raise prefixed(
-            "",
+        raise fail(
             f"The shape of the raw input '{name}' can not be deduced because there are more than one "
             "variable-sized dimension",
+            request_id="",
         )
     fixed = math.prod(dim for dim in dims if dim != -1)
     return [num_elements // fixed if dim == -1 else dim for dim in dims]
 
-
-def _wrong_size(request_id: str, name: str, model: str, *, expected: int, got: int) -> InferenceError:
-    text = f"input byte size mismatch for input '{name}' for model '{model}'. Expected {expected}, got {got}"
-    return prefixed(request_id, text)
