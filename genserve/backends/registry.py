@@ -18,7 +18,7 @@ _BUILT_IN = {
     "onnxruntime": ("genserve.backends.onnxruntime", "OnnxRuntimeBackend"),
     "pytorch": ("genserve.backends.pytorch", "PyTorchBackend"),
     "tensorflow": ("genserve.backends.tensorflow", "TensorFlowBackend"),
-    "python": ("genserve.backends.python", "PythonBackend"),
+    "python": ("genserve.backends.python.backend", "PythonBackend"),
 }
 
 
@@ -37,7 +37,7 @@ def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Ba
     for entry_point in entry_points(group=ENTRY_POINTS, name=name):
         return _from_entry_point(entry_point)
     if backend_directory is not None and (backend_directory / name / "model.py").is_file():
-        python_based = import_module("genserve.backends.python").python_based
+        python_based = import_module("genserve.backends.python.backend").python_based
         return cast("type[Backend]", python_based(backend_directory / name))
     known = known_backends([backend_directory] if backend_directory else [])
     raise RepositoryError(

@@ -120,8 +120,8 @@ class Control:
     """A tensor by which a model of sequences is told where a sequence stands."""
 
     name: str
-    kind: str                                   # "CONTROL_SEQUENCE_START", or ..._READY, _END, _CORRID
-    data_type: str                              # of the tensor: INT32, FP32, BOOL; a CORRID has its own
+    kind: str                                   # "CONTROL_SEQUENCE_START", "_READY", "_END", "_CORRID"
+    data_type: str                              # TYPE_INT32, TYPE_FP32 or TYPE_BOOL; of CORRID, its own
     false_true: tuple[float, float] = (0, 1)    # not for CORRID
 
 

@@ -9,6 +9,8 @@ from transformers import LlamaForCausalLM
 
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import RepositoryError
+from genserve.generation.engine import Engine
+from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 TOLERANCE = 1e-4
 
@@ -77,6 +79,41 @@ def test_a_reused_slot_does_not_see_what_was_there(logits, reference):
     history = random_ids(5, 3)
     rows = logits.prefill([history], first_slot=0, past=0)
     np.testing.assert_allclose(rows[0], last_row(reference, history), atol=TOLERANCE)
+
+
+def test_logits_of_growing_ids_equal_those_computed_afresh(logits, tiny_repository):
+    """Two loops beside a sequence that samples: one is away at every third step, one branches off."""
+    fresh = OnnxLogits(tiny_repository / "tiny_logits" / "1" / "model.onnx", num_slots=1, max_length=128)
+    engine = Engine(logits, decode=sample_loop, clock=Clock())
+    sizes = {"max_length": 128, "vocab_size": logits.vocab_size}
+    sequence = sequence_of(random_ids(9, 12), max_tokens=30, **sizes)
+    engine.add(sequence)
+    steady, fickle = random_ids(7, 40), random_ids(8, 25)
+    for step in range(12):
+        histories = [steady, fickle] if step % 3 else [steady]
+        requests = [logits_request(history, **sizes) for history in histories]
+        for request in requests:
+            request.submitted_s = engine.clock()
+            engine.add(request)
+        rows = {}
+        while len(rows) < len(requests):
+            rows.update(engine.step().answered)
+        for request, history in zip(requests, histories, strict=True):
+            expected = fresh.prefill([history], first_slot=0, past=0)[0]
+            np.testing.assert_allclose(rows[request], expected, atol=1e-5)
+            history.append(step + 3)
+        if step == 6:
+            steady = [*steady[:30], 5, 6, 7]
+    while not sequence.finished:
+        engine.step()
+    assert sequence.token_ids[12:] == greedy(fresh, sequence.token_ids[:12], num_tokens=30)
+
+
+def greedy(logits: OnnxLogits, prompt: list[int], *, num_tokens: int) -> list[int]:
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(logits.prefill([token_ids], first_slot=0, past=0)[0].argmax()))
+    return token_ids[len(prompt) :]
 
 
 def test_the_logits_are_a_view_of_one_buffer(logits):

@@ -1,4 +1,4 @@
-"""Python backend: a repository's model.py, loaded as it stands."""
+"""Decoding: the decode loop of a decoder stage, from its model.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.backends.python import load_decode
+from genserve.backends.python.decoding import load_decode
 from genserve.errors import RepositoryError
 from genserve.generation.engine import Engine
 from tests.fakes.logits import CachedLogits, greedy_answer
