@@ -210,6 +210,10 @@ class Repository:
         except InferenceError:
             return False
 
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """Whether a model gives any number of responses to a request; raises as `find` does."""
+        return self.find(name, version).config.decoupled
+
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """Load a model, or load it anew if its folder has changed; see `Door`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:

@@ -89,7 +89,7 @@ class Models:
         self.loaded = []
 
     def write(self, name, source, config="", **files):
-        """Write a model's files; a file's name has `__` for its dot and `_in_model` to lie above the version."""
+        """Write a model's files; paths are relative to the folder of the version."""
         folder = self.root / name / "1"
         folder.mkdir(parents=True, exist_ok=True)
         (self.root / name / "config.pbtxt").write_text(f'backend: "python"\n{config}')
