@@ -123,7 +123,8 @@ class Series:
         self._check("Increment", Kind.COUNTER, Kind.GAUGE)
         if self._family.kind is Kind.COUNTER and value < 0:
             raise ValueError(
-                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
+                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative "
+                "values."
             )
         with self._lock:
             self._value += value

@@ -64,7 +64,8 @@ class Answer:
 
     @property
     def error(self):
-        return self.wait().responses[-1].error if self.responses else None
+        self.wait()
+        return self.responses[-1].error if self.responses else None
 
     @property
     def arrays(self):
