@@ -38,10 +38,9 @@ class Batches:
         self._batch_inputs = config.batch_inputs
         self._states = config.sequence_batching.states if config.sequence_batching else ()
         self._specs = {spec.name: spec for spec in config.outputs}
-        self._types = {
-            **{state.output_name: state.data_type for state in self._states},
-            **{spec.name: spec.data_type for spec in config.outputs},
-        }
+        types = {state.output_name: state.data_type for state in self._states}
+        types |= {spec.name: spec.data_type for spec in config.outputs}
+        self._types = {name: DataType.from_config_name(data_type) for name, data_type in types.items()}
         # Triton's backends answer in the order of the names.
         self._output_names = tuple(sorted(self._types))
         self._scattered = {name: kind for kind in config.batch_outputs for name in kind.target_names}
@@ -123,7 +122,7 @@ class Batches:
         ]
 
     def _check_type(self, output: Tensor) -> None:
-        expected = DataType.from_config_name(self._types[output.name])
+        expected = self._types[output.name]
         if output.data_type is not expected:
             raise InferenceError(
                 f"configuration expects datatype TYPE_{expected.name} for output '{output.name}', "

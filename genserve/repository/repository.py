@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,7 +86,8 @@ class Repository:
         self._started = False
         self._fingerprints: dict[str, object] = {}          # of what is loaded
         self._polled: dict[str, object] = {}                # of what the last poll saw
-        self._overrides: dict[str, TemporaryDirectory[str]] = {}
+        self._scratch: TemporaryDirectory[str] | None = None    # for the files that load calls bring
+        self._numbers = itertools.count()
         self._retiring: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._poller: threading.Thread | None = None
@@ -104,7 +106,7 @@ class Repository:
         return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
 
     @property
-    def all_served(self) -> list[Served]:
+    def served(self) -> list[Served]:
         """Every version of every model that answers."""
         return self._versions.served
 
@@ -144,13 +146,13 @@ class Repository:
         """Return the versions of a model that answer, ascending."""
         return [served.version for served in self._versions.of(name)]
 
-    def served(self, name: str, version: str = "") -> Served:
-        """Return a version of a model, as the protocols write it; "" and "-1": the highest that answers.
+    def find(self, name: str, version: int = -1) -> Served:
+        """Return a version of a model; -1: the highest that answers.
 
         Raises:
-            InferenceError: there is none, or it is no number; with Triton's text.
+            InferenceError: there is none, with Triton's text.
         """
-        return self._versions.find(name, _number(version))
+        return self._versions.find(name, version)
 
     def get(self, name: str | None = None) -> GenerationEnsemble:
         """Return a generation model; without a name, the only one.
@@ -210,6 +212,10 @@ class Repository:
         except InferenceError:
             return False
 
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """Whether a model gives any number of responses."""
+        return self._versions.find(name, version).config.decoupled
+
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """Load a model, or load it anew if its folder has changed; see `Door`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
@@ -268,9 +274,8 @@ class Repository:
             self._unload(name, timeout_s=0)
         for thread in list(self._retiring):
             thread.join()
-        for folder in self._overrides.values():
-            folder.cleanup()
-        self._overrides.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     # Loading.
 
@@ -350,15 +355,15 @@ class Repository:
                 f"failed to load '{name}', override model directory requires the 'config' parameter to be set",
                 remedy="send the model's config as JSON along with its files",
             )
-        folder = TemporaryDirectory(prefix="genserve-")
+        self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
+        root = Path(self._scratch.name) / str(next(self._numbers))
         for path, content in files.items():
-            target = (Path(folder.name) / name / path).resolve()
-            if not target.is_relative_to(Path(folder.name).resolve() / name):
+            target = (root / name / path).resolve()
+            if not target.is_relative_to(root.resolve() / name):
                 raise InferenceError(f"the file {path!r} would lie outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        self._overrides[name] = folder
-        return scan([Path(folder.name)])[name]
+        return scan([root])[name]
 
     # Unloading.
 
@@ -415,18 +420,6 @@ class Repository:
         return ModelNotFound(
             f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
         )
-
-
-def _number(version: str) -> int:
-    if not version:
-        return -1
-    try:
-        return int(version)
-    except ValueError:
-        raise InferenceError(
-            f"failed to get model version from specified version string '{version}' (details: stol), "
-            "version should be an integral value > 0"
-        ) from None
 
 
 def _reason(error: Exception) -> str:

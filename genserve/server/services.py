@@ -17,7 +17,8 @@ from genserve.kserve.outbox import EventLoopOutbox as KServeOutbox
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
-from genserve.repository.repository import ModelState, Repository
+from genserve.repository.repository import Repository
+from genserve.repository.versions import ModelState
 from genserve.request import Message, SamplingParams
 from genserve.settings import ServerSettings
 

@@ -16,7 +16,7 @@ def copy(tiny_repository, tmp_path):
 
 def loaded(root) -> Repository:
     repository = Repository([root])
-    repository.load()
+    repository.start()
     return repository
 
 
@@ -92,7 +92,7 @@ def test_unknown_names_are_answered_with_the_known_ones(copy):
     with pytest.raises(ModelNotFound, match="tiny"):
         repository.get("nobody")
     with pytest.raises(ModelNotFound, match="tiny"):
-        repository.load(["nobody"])
+        repository.start(["nobody"])
     repository.close()
 
 
@@ -106,7 +106,7 @@ def test_a_model_that_was_not_to_be_loaded_is_not_ready_rather_than_unknown(copy
     config = copy / "other" / "config.pbtxt"
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
     repository = Repository([copy])
-    repository.load(["tiny"])
+    repository.start(["tiny"])
     with pytest.raises(ModelNotReady, match="not loaded"):
         repository.get("other")
     repository.close()
