@@ -64,11 +64,11 @@ class Models(Door, Protocol):
         """The worst of all models': READY, LOADING or UNAVAILABLE."""
 
     @property
-    def all_served(self) -> Sequence[ServedModel]:
+    def served(self) -> Sequence[ServedModel]:
         """Every version of every model that answers, by name and version."""
 
-    def served(self, name: str, version: str = "") -> ServedModel:
-        """Return a version of a model; "" and "-1": the highest that answers.
+    def find(self, name: str, version: int = -1) -> ServedModel:
+        """Return a version of a model; -1: the highest that answers.
 
         Raises:
             InferenceError: there is none, with Triton's text.

@@ -25,8 +25,8 @@ def find_for_statistics(models: Models, name: str, version: int = -1) -> list[Se
         InferenceError: INVALID_ARG, there is none.
     """
     if not name:
-        return list(models.all_served)
-    found = [served for served in models.all_served if served.name == name]
+        return list(models.served)
+    found = [served for served in models.served if served.name == name]
     if not found:
         raise InferenceError(f"requested model '{name}' is not available")
     found = [served for served in found if version in (-1, served.version)]

@@ -129,7 +129,7 @@ class Service(Administration):
         return Call(request, models=self._models, outbox=self._outbox)
 
     def _find(self, name: str, version: str) -> ServedModel:
-        return self._models.served(name, str(read_version(version)))
+        return self._models.find(name, read_version(version))
 
     def _headers(self, context: Any) -> Mapping[str, Parameter]:
         assert self._forwards is not None

@@ -68,9 +68,9 @@ class Call:
         return self.names["model"]
 
     @property
-    def version(self) -> str:
-        """The version that is asked for; "": the latest."""
-        return self.names["version"]
+    def version(self) -> int:
+        """The version that is asked for; -1: the latest."""
+        return int(self.names["version"] or -1)
 
     def header(self, name: bytes) -> str | None:
         """Return the value of a header, by its name in lower case."""

@@ -59,9 +59,9 @@ class EventResponse(Response):
 
 
 async def _start(call: Call) -> RunningInference:
-    model = call.services.repository.served(call.model, call.version)
+    model = call.services.repository.find(call.model, call.version)
     body = await call.body(limit=call.services.settings.http_max_input_size)
-    return call.start(read_generate_body(body, model=model, version=int(call.version or -1)))
+    return call.start(read_generate_body(body, model=model, version=call.version))
 
 
 def _tell(response: InferenceResponse, inference: Inference) -> tuple[bytes, bool]:

@@ -31,7 +31,7 @@ _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
 async def infer(call: Call) -> Response:
     """Run one inference."""
-    model = call.services.repository.served(call.model, call.version)
+    model = call.services.repository.find(call.model, call.version)
     if model.config.decoupled:
         raise InferenceError(
             "HTTP end point doesn't support models with decoupled transaction policy",
@@ -68,7 +68,7 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBo
         )
     if length > limit:
         raise too_large(length, limit=limit)
-    version = int(call.version or -1)
+    version = call.version
     parameters = call.forwarded_headers()
     if not length:
         return read_raw_body(body, model=model, version=version, parameters=parameters)

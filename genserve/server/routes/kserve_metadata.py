@@ -35,7 +35,7 @@ async def server_ready(call: Call) -> Response:
 
 async def model_ready(call: Call) -> Response:
     """200 if the model answers, else 400."""
-    if call.services.repository.is_ready(call.model, int(call.version or -1)):
+    if call.services.repository.is_ready(call.model, call.version):
         return empty_response(content_type=_TEXT)
     return message_response("Model version not ready", status_code=400)
 
@@ -49,14 +49,14 @@ async def server_metadata(call: Call) -> Response:
 async def model_metadata(call: Call) -> Response:
     """Say what a model takes and gives."""
     repository = call.services.repository
-    model = repository.served(call.model, call.version)
+    model = repository.find(call.model, call.version)
     versions = repository.versions(model.name)
     return json_response(metadata.model_metadata(model.config, versions=versions))
 
 
 async def model_config(call: Call) -> Response:
     """Return the config of a model as it is in force."""
-    model = call.services.repository.served(call.model, call.version)
+    model = call.services.repository.find(call.model, call.version)
     text = config_json(model.config.message)
     return Response(text, headers={"content-type": "application/json"})
 
