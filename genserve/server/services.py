@@ -13,6 +13,7 @@ from genserve.backends.ensemble import GenerationEnsemble
 from genserve.errors import Overloaded
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
 from genserve.kserve.log_settings import LogSettings
+from genserve.kserve.outbox import EventLoopOutbox as KServeOutbox
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
@@ -46,6 +47,7 @@ class Services:
     trace_settings: TraceSettings = field(default_factory=TraceSettings)
     log_settings: LogSettings = field(init=False)
     _outbox: EventLoopOutbox | None = None
+    _kserve_outbox: KServeOutbox | None = None
 
     def __post_init__(self) -> None:
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
@@ -55,6 +57,12 @@ class Services:
     def ready(self) -> bool:
         """Whether requests are taken, and every model that was to be loaded answers."""
         return not self.draining and self.repository.state == ModelState.READY
+
+    def kserve_outbox(self) -> KServeOutbox:
+        """Return where responses to the requests of the event loop go; it runs this call."""
+        if self._kserve_outbox is None:
+            self._kserve_outbox = KServeOutbox(asyncio.get_running_loop())
+        return self._kserve_outbox
 
     async def open(
         self, model: str | None, prompt: str | tuple[Message, ...], params: SamplingParams
