@@ -14,7 +14,7 @@ import rapidjson
 
 from genserve.errors import InferenceError, Status
 
-__all__ = ["JsonText", "Kind", "checked", "member", "read_json", "read_pairs"]
+__all__ = ["JsonText", "Kind", "Members", "checked", "member", "read_json", "read_pairs"]
 
 JsonText: TypeAlias = bytes | bytearray | memoryview
 
@@ -31,6 +31,10 @@ class Kind(Enum):
     OBJECT = "attempt to access JSON non-object as object"
 
 
+class Members(list[tuple[str, Any]]):
+    """The members of an object in their order; a key may be there twice."""
+
+
 def read_json(text: JsonText) -> Any:
     """Parse a document; of a key given twice, the last counts.
 
@@ -44,7 +48,7 @@ def read_json(text: JsonText) -> Any:
 
 
 def read_pairs(text: JsonText) -> Any:
-    """Parse a document with each object as the list of its (key, value) pairs, in their order.
+    """Parse a document with each object as its `Members`.
 
     Raises:
         InferenceError: INTERNAL, it is not JSON.
@@ -82,8 +86,8 @@ def member(owner: Any, name: str, kind: Kind) -> Any:
 
 
 class _PairDecoder(rapidjson.Decoder):
-    def start_object(self) -> list[tuple[str, Any]]:
-        return []
+    def start_object(self) -> Members:
+        return Members()
 
 
 def _read_slowly(text: JsonText, parse: Any) -> Any:

@@ -48,11 +48,12 @@ class EventLoopOutbox:
 class Responses:
     """The responses of one inference, for one reader on the event loop; made by `EventLoopOutbox.open`."""
 
-    __slots__ = ("_arrived", "_outbox", "_waiter")
+    __slots__ = ("_arrived", "_error", "_outbox", "_waiter")
 
     def __init__(self, outbox: EventLoopOutbox) -> None:
         self._outbox = outbox
         self._arrived: deque[_Item] = deque()
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def on_response(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
@@ -62,19 +63,20 @@ class Responses:
     def put(self, item: _Item) -> None:
         """Add what arrived; for the outbox, on the event loop."""
         self._arrived.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     def abandon(self, error: Exception) -> None:
-        """Let whoever waits for the next response have this error in its place; on the event loop."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
+        """Let the reader have this error in place of all that follows; on the event loop."""
+        self._error = error
+        self._wake()
 
     async def next(self) -> tuple[InferenceResponse | None, bool]:
-        """Return the next response, or None, and whether it is the last."""
-        while not self._arrived:
+        """Return the next response, or None, and whether it is the last; raises what `abandon` was given."""
+        while not self._arrived and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if self._error is not None:
+            raise self._error
         return self._arrived.popleft()
 
     async def __aiter__(self) -> AsyncIterator[InferenceResponse]:
@@ -84,3 +86,7 @@ class Responses:
             response, final = await self.next()
             if response is not None:
                 yield response
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

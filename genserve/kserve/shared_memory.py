@@ -54,8 +54,7 @@ class SharedMemory:
             InferenceError: UNSUPPORTED, the server does not allow it; ALREADY_EXISTS, the name is taken;
                 INTERNAL, there is no such object, or it is too small.
         """
-        if not self._allowed:
-            raise _disabled()
+        self.refuse_if_disabled()
         with self._lock:
             if name in self._regions:
                 text = f"shared memory region '{name}' already in manager"
@@ -69,13 +68,21 @@ class SharedMemory:
         Raises:
             InferenceError: UNSUPPORTED, the server does not allow it.
         """
-        if not self._allowed:
-            raise _disabled()
+        self.refuse_if_disabled()
         with self._lock:
             if name:
                 self._regions.pop(name, None)
             else:
                 self._regions.clear()
+
+    def refuse_if_disabled(self) -> None:
+        """Raise InferenceError, UNSUPPORTED, where clients may register no region."""
+        if not self._allowed:
+            raise InferenceError(
+                "Client shared memory is disabled. "
+                "Start the server with '--allow-client-shm=true' to enable.",
+                status=Status.UNSUPPORTED,
+            )
 
     def regions(self, name: str = "") -> list[Region]:
         """Return the region of a name, or all of them.
@@ -125,13 +132,6 @@ def store(tensor: Tensor, target: memoryview) -> None:
             status=Status.INTERNAL,
         )
     target[: len(data)] = data
-
-
-def _disabled() -> InferenceError:
-    text = (
-        "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-    )
-    return InferenceError(text, status=Status.UNSUPPORTED)
 
 
 def _map(key: str, *, offset: int, byte_size: int) -> memoryview:

@@ -1,69 +1,125 @@
-"""Stages: from the folders of an ensemble to a running one."""
+"""Stages: from the folders of a generation ensemble to a running one."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from genserve.backends.ensemble import GenerationEnsemble
-from genserve.backends.onnxruntime import OnnxLogits
-from genserve.backends.python import load_decode
+from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.python.decoding import load_decode
 from genserve.config.fault import first_error
+from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
+from genserve.config.normalise import normalise
+from genserve.errors import InferenceError, Status
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
+from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.check import model_faults
 from genserve.repository.index import ModelEntry
-from genserve.repository.wiring import STAGE_BACKENDS, step_models
+from genserve.repository.logits_stage import LogitsStage
+from genserve.repository.served import Runner, Served
+from genserve.repository.text_generation import TextGeneration
+from genserve.repository.wiring import generation_stages
+from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["StageEntries", "find_stages", "load_ensemble"]
+__all__ = ["generation_models", "load_generation", "stage_owners"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageEntries:
-    """The three models that a generation ensemble chains."""
-
-    tokenizer: ModelEntry
-    logits: ModelEntry
-    decoder: ModelEntry
+def generation_models(entries: Mapping[str, ModelEntry]) -> list[str]:
+    """Return the ensembles that chain a tokenizer, a logits and a decoder stage."""
+    return [name for name, entry in entries.items() if generation_stages(entry, entries)]
 
 
-def find_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> StageEntries:
-    """Find the stages that an ensemble's steps name; its warnings and theirs are logged.
+def stage_owners(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
+    """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
+    owners: dict[str, str] = {}
+    for name in generation_models(entries):
+        stages = generation_stages(entries[name], entries) or {}
+        for stage in ("logits", "decoder"):
+            owners.setdefault(stages[stage].name, name)
+    return owners
+
+
+def load_generation(
+    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
+) -> list[Served]:
+    """Load the three stages of an ensemble and start its engine.
+
+    Returns:
+        The ensemble, and the stages that its engine runs.
 
     Raises:
-        RepositoryError: the ensemble or one of its stages has an error; the first of them.
+        RepositoryError: the ensemble or a stage has an error, is missing, or cannot be loaded.
+        MissingDependency: ONNX Runtime is not installed.
     """
-    models = [entry, *step_models(entry, entries)]
+    started_s = time.monotonic()
+    stages = generation_stages(entry, entries)
+    assert stages is not None
+    models = [entry, *stages.values()]
     faults = [fault for model in models for fault in model_faults(model, entries)]
     error = first_error(faults)
     if error is not None:
         raise error
     for fault in faults:
         logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
-    by_backend = {_config(model).backend: model for model in models}
-    return StageEntries(**{stage: by_backend[backend] for stage, backend in STAGE_BACKENDS.items()})
+    ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
+    load_s = time.monotonic() - started_s
+    return [
+        _served(entry, TextGeneration(ensemble), version=(entry.versions or (1,))[-1], load_s=load_s),
+        _served(
+            stages["logits"],
+            LogitsStage(ensemble.loop, vocab_size=ensemble.vocab_size, max_length=ensemble.max_length),
+            version=stages["logits"].versions[-1],
+            load_s=load_s,
+        ),
+        _served(
+            stages["decoder"],
+            _Inside(ensemble),
+            version=stages["decoder"].versions[-1],
+            load_s=load_s,
+        ),
+    ]
 
 
-def load_ensemble(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
+class _Inside:
+    """A decoder stage, which is a loop inside of its ensemble's engine; a `Runner`."""
+
+    def __init__(self, ensemble: GenerationEnsemble) -> None:
+        self._ensemble = ensemble
+
+    @property
+    def ready(self) -> bool:
+        return self._ensemble.loop.alive
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    def submit(self, inference: Inference) -> None:
+        raise InferenceError(
+            f"model '{inference.model_name}' runs inside of the ensemble '{self._ensemble.name}'",
+            status=Status.UNSUPPORTED,
+            remedy=f"ask '{self._ensemble.name}'",
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _ensemble(
+    entry: ModelEntry, stages: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
 ) -> GenerationEnsemble:
-    """Load the three stages of an ensemble and start its engine.
-
-    Raises:
-        RepositoryError: a stage is missing or cannot be loaded.
-        MissingDependency: ONNX Runtime is not installed.
-    """
-    stages = find_stages(entry, entries)
-    tokenizer = Tokenizer.from_folder(stages.tokenizer.latest_version())
-    decode = load_decode(stages.decoder.latest_version() / "model.py", name=stages.decoder.name)
-    logits = _load_logits(stages.logits)
+    tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
+    decoder = stages["decoder"]
+    decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
+    logits = _load_logits(stages["logits"])
     loop = EngineLoop(
         Engine(logits, decode=decode),
         name=entry.name,
@@ -82,6 +138,14 @@ def load_ensemble(
         precision=logits.metadata.get("genserve.precision", "unknown"),
         loaded_s=time.time(),
     )
+
+
+def _served(entry: ModelEntry, runner: Runner, *, version: int, load_s: float) -> Served:
+    message = type(entry.parsed.message)()
+    message.CopyFrom(entry.parsed.message)
+    normalise(message, model_folder=entry.path)
+    config = model_config(message, name=entry.name)
+    return Served(runner, config=config, version=version, statistics=ModelStatistics(), load_s=load_s)
 
 
 def _load_logits(entry: ModelEntry) -> OnnxLogits:

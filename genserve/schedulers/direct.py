@@ -2,55 +2,66 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from genserve.errors import InferenceError, Status
 from genserve.inference import Inference
+from genserve.schedulers.queue import ANY_INSTANCE, NOTHING_TO_DO, Plan, Refusal
 
-__all__ = ["DirectScheduler"]
+__all__ = ["DirectQueue"]
 
 
-class DirectScheduler:
-    """A queue without batching; the `Scheduler` protocol."""
+class DirectQueue:
+    """A queue without batching; the `Queue` protocol."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[Inference] = deque()
-        self._closed = False
+        self._waiting: OrderedDict[Inference, None] = OrderedDict()
 
-    @property
-    def num_waiting(self) -> int:
-        """Inferences accepted and not taken."""
+    def __len__(self) -> int:
+        """Inferences that wait."""
         return len(self._waiting)
 
-    def submit(self, inference: Inference) -> None:
-        """Queue an inference."""
-        with self._changed:
-            if self._closed:
-                raise InferenceError("the model is being unloaded", status=Status.UNAVAILABLE)
-            self._waiting.append(inference)
-            self._changed.notify()
+    @property
+    def expires_ns(self) -> int | None:
+        """Nothing expires."""
+        return None
 
-    def take(self, instance: int) -> Sequence[Inference] | None:
-        """Wait for the next inference."""
-        while True:
-            with self._changed:
-                while not self._waiting:
-                    if self._closed:
-                        return None
-                    self._changed.wait()
-                inference = self._waiting.popleft()
-            if not inference.cancelled:
-                return (inference,)
-            inference.fail_cancelled()
+    def add(self, inference: Inference, *, now_ns: int) -> int:
+        """Queue an inference, without a limit."""
+        self._waiting[inference] = None
+        return ANY_INSTANCE
 
-    def done(self, instance: int, batch: Sequence[Inference]) -> None:
+    def plan(self, instance: int, *, now_ns: int) -> Plan:
+        """Return the one that has waited longest."""
+        return Plan((next(iter(self._waiting)),)) if self._waiting else NOTHING_TO_DO
+
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
+        """Take it out."""
+        for inference in batch:
+            del self._waiting[inference]
+        return tuple(batch)
+
+    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Refusal]:
         """Nothing follows an execution."""
+        return []
 
-    def close(self) -> None:
-        """Accept no more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+    def cancel(self, inference: Inference, *, now_ns: int) -> list[Refusal]:
+        """Take it out, if it waits."""
+        if inference not in self._waiting:
+            return []
+        del self._waiting[inference]
+        return [Refusal(inference, None)]
+
+    def expire(self, *, now_ns: int) -> list[Refusal]:
+        """Nothing expires."""
+        return []
+
+    def close(self, *, now_ns: int) -> None:
+        """Nothing is waited for."""
+
+    def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
+        """Any instance executes anything."""
+        lost = list(self._waiting) if instance == ANY_INSTANCE else []
+        for inference in lost:
+            del self._waiting[inference]
+        return lost

@@ -18,8 +18,11 @@ __all__ = ["Instance"]
 
 logger = logging.getLogger(__name__)
 
+
 class Instance:
     """One instance on a thread of its own: Python models may be bound to their thread.
+
+    Whatever it takes ends, or is in the hands of the model. If it dies, what waits for it fails.
 
     Attributes:
         placement: its name, kind and device.
@@ -40,6 +43,7 @@ class Instance:
         self.placement = placement
         self.executor = Executor(name=placement.name)
         self.started: Future[None] = Future()
+        self._backend: Backend | None = None
         self._start = start
         self._number = number
         self._scheduler = scheduler
@@ -52,6 +56,14 @@ class Instance:
         """Whether its thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it runs, and its backend does not say that it is not ready."""
+        if self._backend is None or not self.alive:
+            return False
+        is_ready = getattr(self._backend, "is_ready", None)
+        return is_ready is None or bool(is_ready())
+
     def join(self) -> None:
         """Wait until it has closed, after its scheduler was."""
         self._thread.join()
@@ -63,13 +75,15 @@ class Instance:
         except BaseException as error:
             self.started.set_exception(error)
             return
+        self._backend = backend
         self.started.set_result(None)
         try:
             while (batch := self._scheduler.take(self._number)) is not None:
                 self._execute(backend, batch)
                 del batch  # not kept alive while it waits for the next one
-        except BaseException:
+        except BaseException as error:
             logger.exception("instance %s died", self.placement.name)
+            self._scheduler.abandon(self._number, _death(error, self.placement.name))
         finally:
             self._close(backend)
 
@@ -81,10 +95,12 @@ class Instance:
             inference.executors = (self.executor,)
         try:
             backend.execute(batch)
-        except Exception as error:
+        except BaseException as error:
             failure = _failure(error, batch[0].model_name)
             for inference in batch:
                 inference.fail(failure)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self.executor.executing = ()
             self._statistics.executed(batch, started_ns=started_ns, ended_ns=time.monotonic_ns())
@@ -97,7 +113,15 @@ class Instance:
             logger.exception("instance %s failed to close", self.placement.name)
 
 
-def _failure(error: Exception, model: str) -> GenserveError:
+def _death(error: BaseException, name: str) -> InferenceError:
+    return InferenceError(
+        f"instance {name} died: {type(error).__name__}: {error}",
+        status=Status.UNAVAILABLE,
+        remedy="the server's log has the reason; load the model again",
+    )
+
+
+def _failure(error: BaseException, model: str) -> GenserveError:
     if isinstance(error, GenserveError):
         return error
     logger.error("model %s failed", model, exc_info=error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from genserve.errors import GenserveError
 from genserve.inference import Inference
 
 __all__ = ["Scheduler"]
@@ -25,8 +26,8 @@ class Scheduler(Protocol):
         """Queue an inference, whose request fits the model's config.
 
         Raises:
-            InferenceError: the queue is full, or the request breaks the rules of its sequence.
-            Closed: the model is being unloaded.
+            InferenceError: the queue is full, the request breaks the rules of its sequence, or the model is
+                being unloaded.
         """
 
     def take(self, instance: int) -> Sequence[Inference] | None:
@@ -40,3 +41,9 @@ class Scheduler(Protocol):
 
     def close(self) -> None:
         """Accept no more; `take` hands out what waits, and then None."""
+
+    def abandon(self, instance: int, error: GenserveError) -> None:
+        """Note that an instance has died: what only it could have executed fails.
+
+        After the last one everything fails that waits, and nothing more is accepted.
+        """

@@ -1,0 +1,96 @@
+"""Queue: what waits for the instances of a model, and what may run now. Time is an argument; no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import Inference, InferenceRequest
+
+__all__ = ["ANY_INSTANCE", "NOTHING_TO_DO", "Plan", "Queue", "Refusal", "named", "stopping"]
+
+ANY_INSTANCE = -1
+
+
+class Plan(NamedTuple):
+    """What an instance may do now."""
+
+    batch: tuple[Inference, ...] = ()   # empty: nothing
+    until_ns: int | None = None         # then plan again, even if nothing has changed; None: no need to
+
+
+NOTHING_TO_DO = Plan()
+
+
+class Refusal(NamedTuple):
+    """An inference that leaves the queue without having run."""
+
+    inference: Inference
+    error: GenserveError | None         # None: it was cancelled
+
+    def tell(self) -> None:
+        """End the inference."""
+        if self.error is None:
+            self.inference.fail_cancelled()
+        else:
+            self.inference.fail(self.error)
+
+
+class Queue(Protocol):
+    """The order of things of one scheduler. Times are those of `time.monotonic_ns()`.
+
+    The caller ends what is refused, after it has let go of its lock: a requester may call back at once.
+    """
+
+    def __len__(self) -> int:
+        """Inferences that wait."""
+
+    @property
+    def expires_ns(self) -> int | None:
+        """When `expire` has something to do; None: never, as things stand."""
+
+    def add(self, inference: Inference, *, now_ns: int) -> int | None:
+        """Queue an inference; return the number of the instance that should plan now, ANY_INSTANCE, or None.
+
+        Raises:
+            InferenceError: the queue is full, or the request breaks the rules of its sequence.
+        """
+
+    def plan(self, instance: int, *, now_ns: int) -> Plan:
+        """Return what an instance may execute now; changes nothing."""
+
+    def start(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> tuple[Inference, ...]:
+        """Take a planned batch out, for an instance; return what it executes."""
+
+    def done(self, instance: int, batch: Sequence[Inference], *, now_ns: int) -> list[Refusal]:
+        """Note that an instance has executed what `start` gave it."""
+
+    def cancel(self, inference: Inference, *, now_ns: int) -> list[Refusal]:
+        """Take out an inference that was cancelled, and what has no sense without it, if it waits."""
+
+    def expire(self, *, now_ns: int) -> list[Refusal]:
+        """Take out what has waited for too long."""
+
+    def close(self, *, now_ns: int) -> None:
+        """Expect no more: wait for nothing that has not come."""
+
+    def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
+        """Take out what only this instance could have executed: it is gone. ANY_INSTANCE: everything."""
+
+
+def named(request: InferenceRequest, text: str) -> str:
+    """Prefix a text with the id of a request, as Triton does."""
+    return f"[request id: {request.id or '<id_unknown>'}] {text}"
+
+
+def stopping(request: InferenceRequest) -> InferenceError:
+    """Return the error of a request that comes after `close`."""
+    return InferenceError(
+        named(
+            request,
+            "Server is stopping, scheduler for model has stopped accepting new inference requests",
+        ),
+        status=Status.UNAVAILABLE,
+        remedy="the model is being unloaded; try again once it is ready",
+    )
