@@ -19,6 +19,7 @@ _BUILT_IN = {
     "pytorch": ("genserve.backends.pytorch", "PyTorchBackend"),
     "tensorflow": ("genserve.backends.tensorflow", "TensorFlowBackend"),
     "python": ("genserve.backends.python.backend", "PythonBackend"),
+    "tokenizer": ("genserve.backends.tokenizer", "TokenizerBackend"),
 }
 
 

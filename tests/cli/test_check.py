@@ -84,6 +84,25 @@ def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
     assert ran.exit_code == 1
 
 
+def test_a_repository_may_be_named_without_a_flag(tmp_path: Path) -> None:
+    add_model(tmp_path / "one", "a")
+    add_model(tmp_path / "two", "b")
+    ran = CliRunner().invoke(app, ["check", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert ran.stdout == "2 models: 0 errors, 0 warnings\n"
+
+
+def test_other_configs_and_backends_of_ones_own_are_found_where_serve_finds_them(tmp_path: Path) -> None:
+    (tmp_path / "backends" / "mine").mkdir(parents=True)
+    (tmp_path / "backends" / "mine" / "model.py").touch()
+    file = add_model(tmp_path / "r", "a")
+    (file.parent / "configs").mkdir()
+    (file.parent / "configs" / "big.pbtxt").write_text('backend: "mine"')
+    assert run(tmp_path / "r").exit_code == 0
+    assert run(tmp_path / "r", flags=("--model-config-name", "big")).exit_code == 1
+    flags = ("--model-config-name", "big", "--backend-directory", str(tmp_path / "backends"))
+    assert run(tmp_path / "r", flags=flags).exit_code == 0
+
+
 def test_several_repositories_are_checked_as_one(tmp_path: Path) -> None:
     add_model(tmp_path / "one", "a")
     add_model(tmp_path / "two", "b")

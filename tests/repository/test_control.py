@@ -71,9 +71,9 @@ def test_a_model_is_loaded_asked_and_unloaded(tmp_path: Path) -> None:
 def test_an_unchanged_model_is_not_loaded_again(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     with opened(tmp_path, "one") as repository:
-        served = repository.served("one")
+        served = repository.find("one")
         repository.load("one")
-        assert repository.served("one") is served
+        assert repository.find("one") is served
         write_model(tmp_path, "one", number=5)
         repository.load("one")
         assert value(ask(repository, "one", X=[1])) == [6]
@@ -208,10 +208,10 @@ def test_a_config_of_the_load_call_is_not_kept(tmp_path: Path) -> None:
     tensors = '"input": [{"name":"X","data_type":"TYPE_FP32","dims":[-1]}], "output": []'
     with opened(tmp_path, "one") as repository:
         repository.load("one", config=text % tensors)
-        assert repository.served("one").config.max_batch_size == 4
+        assert repository.find("one").config.max_batch_size == 4
         write_model(tmp_path, "one", number=2)
         repository.load("one")
-        assert repository.served("one").config.max_batch_size == 0
+        assert repository.find("one").config.max_batch_size == 0
 
 
 def test_unknown_models_are_told_in_tritons_words(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_the_response_cache_answers_without_the_model(tmp_path: Path) -> None:
     write_model(tmp_path, "one", config=CONFIG + "response_cache { enable: true }")
     with opened(tmp_path, "one", cache_bytes=2**20) as repository:
         assert [value(ask(repository, "one", X=[n])) for n in (1, 1, 2, 1)] == [[2], [2], [3], [2]]
-        statistics = repository.served("one").statistics
+        statistics = repository.find("one").statistics
         assert (statistics.success.count, statistics.cache_hit.count, statistics.cache_miss.count) == (4, 2, 2)
         assert (statistics.inference_count, statistics.execution_count) == (2, 2)
 

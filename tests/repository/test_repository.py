@@ -16,7 +16,7 @@ def copy(tiny_repository, tmp_path):
 
 def loaded(root) -> Repository:
     repository = Repository([root])
-    repository.load()
+    repository.start()
     return repository
 
 
@@ -74,9 +74,12 @@ def test_a_missing_file_is_named_with_what_brings_it(copy, missing, words):
     assert error.remedy
 
 
-def test_an_ensemble_of_another_shape_is_refused_by_name(copy):
+def test_an_ensemble_whose_decoder_has_no_loop_is_an_ordinary_one(copy):
     (copy / "tiny_decoder" / "1" / "model.py").write_text("class TritonPythonModel: ...")
-    assert "not a chain" in loaded(copy).errors["tiny"].message
+    repository = loaded(copy)
+    assert "tiny_decoder" in repository.errors["tiny"].message
+    assert repository.is_ready("tiny_logits")
+    repository.close()
 
 
 def test_a_bad_parameter_names_the_file(copy):
@@ -92,7 +95,7 @@ def test_unknown_names_are_answered_with_the_known_ones(copy):
     with pytest.raises(ModelNotFound, match="tiny"):
         repository.get("nobody")
     with pytest.raises(ModelNotFound, match="tiny"):
-        repository.load(["nobody"])
+        repository.start(["nobody"])
     repository.close()
 
 
@@ -106,7 +109,7 @@ def test_a_model_that_was_not_to_be_loaded_is_not_ready_rather_than_unknown(copy
     config = copy / "other" / "config.pbtxt"
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
     repository = Repository([copy])
-    repository.load(["tiny"])
+    repository.start(["tiny"])
     with pytest.raises(ModelNotReady, match="not loaded"):
         repository.get("other")
     repository.close()
