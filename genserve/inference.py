@@ -219,3 +219,10 @@ class Door(Protocol):
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         """Whether a model answers."""
+
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """Whether a model gives any number of responses to a request.
+
+        Raises:
+            InferenceError: no such model or version, or not ready.
+        """

@@ -43,7 +43,7 @@ class LLM:
         """
         self._repository = Repository([Path(model_repository)])
         name = model or self._repository.only_name()
-        self._repository.load([name])
+        self._repository.start([name])
         for error in self._repository.errors.values():
             raise error
         self._model = self._repository.get(name)

@@ -16,6 +16,11 @@ class ServerSettings:
     host: str = "127.0.0.1"
     http_port: int = 8000                   # 0: a free one
     load_model: tuple[str, ...] = ()        # empty: every generation model of the repository
+    allow_client_shm: bool = False          # whether clients may register regions of shared memory
+    server_id: str = "genserve"             # what the KServe protocols call the server
+    http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
+    http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
+    grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none
     api_key: str | None = None              # None: open to whoever reaches the port
     max_queue: int = 256                    # requests that may wait for a slot, per model
     max_body_bytes: int = 8 * 2**20         # of one request; parsing it stalls the event loop 4 ms per MB

@@ -84,21 +84,30 @@ class Tensor:
 
     @classmethod
     def from_bytes(
-        cls, name: str, buffer: bytes | bytearray | memoryview, *, data_type: DataType, shape: Sequence[int]
+        cls,
+        name: str,
+        buffer: bytes | bytearray | memoryview,
+        *,
+        data_type: DataType,
+        shape: Sequence[int],
+        model: str = "",
     ) -> Tensor:
         """Read what `to_bytes` wrote; fixed-size elements are a view of `buffer`.
+
+        `model`, if there is one, is who the error's text says that the input is for.
 
         Raises:
             InvalidRequest: the buffer is not as long as the shape says; `field` is the name.
         """
         count = math.prod(shape)
+        where = f"input '{name}' for model '{model}'" if model else f"input '{name}'"
         if data_type is DataType.BYTES:
-            array = _split_strings(name, buffer, count=count)
+            array = _split_strings(name, buffer, count=count, where=where)
         else:
             expected = count * data_type.itemsize
             if len(buffer) != expected:
                 raise InvalidRequest(
-                    f"input byte size mismatch for input '{name}'. Expected {expected}, got {len(buffer)}",
+                    f"input byte size mismatch for {where}. Expected {expected}, got {len(buffer)}",
                     field=name,
                 )
             array = np.frombuffer(buffer, dtype=data_type.numpy)
@@ -126,31 +135,44 @@ def _join_strings(array: NDArray[Any]) -> bytes:
     return b"".join(parts)
 
 
-def _split_strings(name: str, buffer: bytes | bytearray | memoryview, *, count: int) -> NDArray[Any]:
+def _split_strings(
+    name: str, buffer: bytes | bytearray | memoryview, *, count: int, where: str
+) -> NDArray[Any]:
     view = memoryview(buffer)
     elements: list[bytes] = []
     position = 0
     while position < len(view):
-        if position + 4 > len(view):
-            raise _bad_strings(name, f"{len(view) - position} bytes are left over, too few for a length")
+        rest = len(view) - position
+        if rest < 4:
+            raise _bad_strings(
+                name,
+                f"incomplete string length indicator for inference {where}, expecting 4 bytes but only "
+                f"{rest} bytes available. Please make sure the string length indicator is in one buffer.",
+            )
         (length,) = struct.unpack_from("<I", view, position)
         position += 4
         if position + length > len(view):
-            raise _bad_strings(name, f"an element has {length} bytes, and {len(view) - position} are left")
+            raise _bad_strings(
+                name,
+                f"incomplete string data for inference input '{name}', expecting string of length {length} "
+                f"but only {rest - 4} bytes available",
+            )
         elements.append(bytes(view[position : position + length]))
         position += length
     if len(elements) != count:
-        raise InvalidRequest(
-            f"expected {count} string elements for inference input '{name}', got {len(elements)}", field=name
-        )
+        raise _bad_strings(name, _wrong_count(len(elements), count=count, where=where))
     array = np.empty(count, dtype=object)
     array[:] = elements
     return array
 
 
-def _bad_strings(name: str, what: str) -> InvalidRequest:
+def _wrong_count(got: int, *, count: int, where: str) -> str:
+    if got < count:
+        return f"expected {count} string elements for inference {where}, got {got}"
+    return f"unexpected number of string elements {got} for inference {where}, expecting {count}"
+
+
+def _bad_strings(name: str, message: str) -> InvalidRequest:
     return InvalidRequest(
-        f"incomplete string data for inference input '{name}': {what}",
-        field=name,
-        remedy="write each element as its length, 4 bytes little-endian, and its bytes",
+        message, field=name, remedy="write each element as its length, 4 bytes little-endian, and its bytes"
     )

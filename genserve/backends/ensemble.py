@@ -27,6 +27,7 @@ class GenerationEnsemble:
         num_slots: requests that run together; more wait.
         kv_cache_bytes: the memory of all slots, if each is used to its end.
         precision: of the weights, as the exporter wrote it.
+        vocab_size: length of a row of logits.
         loaded_s: wall-clock time of the load, seconds since 1970.
     """
 
@@ -51,7 +52,7 @@ class GenerationEnsemble:
         self.kv_cache_bytes = kv_cache_bytes
         self.precision = precision
         self.loaded_s = loaded_s
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def prepare(self, prompt: str | Sequence[Message], params: SamplingParams) -> TokenSequence:
         """Turn a prompt or a chat into a token sequence, ready to submit to `loop`.
@@ -68,9 +69,9 @@ class GenerationEnsemble:
         else:
             field, token_ids = "messages", self.tokenizer.encode_chat(prompt)
         self._check_lengths(len(token_ids), params, field=field)
-        if any(token_id >= self._vocab_size for token_id in params.stop_token_ids):
+        if any(token_id >= self.vocab_size for token_id in params.stop_token_ids):
             raise InvalidRequest(
-                f"stop_token_ids must be below the vocabulary's size, {self._vocab_size}",
+                f"stop_token_ids must be below the vocabulary's size, {self.vocab_size}",
                 field="stop_token_ids",
             )
         return TokenSequence(
@@ -80,7 +81,7 @@ class GenerationEnsemble:
             eos_token_ids=self.tokenizer.eos_token_ids,
             text=StoppableText(self.tokenizer.detokenizer(), StopStrings(params.stop)),
             max_length=self.max_length,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
         )
 
     def close(self) -> None:

@@ -1,43 +1,56 @@
-"""Parse: the text of one config.pbtxt to a ModelConfig."""
+"""Parse: one config.pbtxt, or the lack of it, to a ModelConfig and all that is wrong with it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import descriptor_pool, text_format
 
+from genserve.config.backends import deduce_backend, known_backends
 from genserve.config.fault import Fault, Severity, first_error, nearest
-from genserve.config.model_config import (
-    AllVersions,
-    EnsembleStep,
-    LatestVersions,
-    ModelConfig,
-    SequenceBatching,
-    SpecificVersions,
-    StateSpec,
-    TensorSpec,
-    VersionPolicy,
-)
+from genserve.config.from_message import model_config
+from genserve.config.model_config import ModelConfig
 from genserve.config.places import Places
 from genserve.config.rules import config_faults
 from genserve.config.schema import new_model_config
+from genserve.errors import RepositoryError
 
-__all__ = ["ParsedConfig", "inspect_model_config", "parse_model_config", "read_model_config"]
+__all__ = [
+    "ParsedConfig",
+    "config_path",
+    "inspect_message",
+    "inspect_model_config",
+    "parse_model_config",
+    "read_model_config",
+]
 
 # What protobuf puts in front of its messages: the place, and the line that it is in.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
 UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')
+# What `iterative_sequence` was called at first; one letter longer, so a blank keeps the places right.
+_OLD_NAME = re.compile(r"\bgenerative_sequence\b(?=\s*:)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedConfig:
-    """What one config.pbtxt says, and all that is wrong with it."""
+    """What one config says, and all that is wrong with it.
 
-    config: ModelConfig | None      # None: it cannot be read; the only fault says why
+    Attributes:
+        path: of the config.pbtxt, which need not be there.
+        message: the `inference.ModelConfig` as it is written; None: it cannot be read, and the only fault
+            says why.
+        config: its values, with the backend as far as it can be told; None: as `message`.
+        places: of the fields in the text.
+        faults: in the order of the rules.
+    """
+
+    path: Path
+    message: Any
+    config: ModelConfig | None
     places: Places
     faults: tuple[Fault, ...]
 
@@ -46,9 +59,9 @@ def read_model_config(path: Path) -> ModelConfig:
     """Read the config.pbtxt at `path`, which lies in the folder of its model.
 
     Raises:
-        ConfigError: the file cannot be read, or see `parse_model_config`.
+        ConfigError: there is no such file, it cannot be read, or see `parse_model_config`.
     """
-    return _config_or_error(inspect_model_config(path))
+    return _config_or_error(_read(path, folder=path.parent, backends=known_backends()))
 
 
 def parse_model_config(text: str, *, source: Path) -> ModelConfig:
@@ -62,17 +75,79 @@ def parse_model_config(text: str, *, source: Path) -> ModelConfig:
         ConfigError: not the schema, or not a model: the first error of its faults; the message begins
             with `source:line:column: `.
     """
-    return _config_or_error(_parse(text, source=source))
+    return _config_or_error(_parse(text, path=source, folder=source.parent, backends=known_backends()))
 
 
-def inspect_model_config(path: Path) -> ParsedConfig:
-    """Read the config.pbtxt at `path`, which lies in the folder of its model, with all its faults."""
+def config_path(folder: Path, *, config_name: str = "") -> Path:
+    """Return where the config of a model is.
+
+    Args:
+        folder: of the model.
+        config_name: `configs/<config_name>.pbtxt` is taken in place of config.pbtxt, if it is there.
+    """
+    named = folder / "configs" / f"{config_name}.pbtxt"
+    return named if config_name and named.is_file() else folder / "config.pbtxt"
+
+
+def inspect_model_config(
+    folder: Path, *, config_name: str = "", backends: Iterable[str] = ()
+) -> ParsedConfig:
+    """Read the config of the model in `folder`, with all its faults; a missing one is an empty one.
+
+    Args:
+        folder: its name is the model's.
+        config_name: see `config_path`.
+        backends: those that there are; empty: `known_backends()`.
+    """
+    path = config_path(folder, config_name=config_name)
+    backends = tuple(backends) or known_backends()
+    if not path.exists():
+        return inspect_message(new_model_config(), path=path, folder=folder, backends=backends)
+    return _read(path, folder=folder, backends=backends)
+
+
+def inspect_message(
+    message: Any,
+    *,
+    path: Path,
+    folder: Path,
+    backends: Iterable[str] = (),
+    places: Places | None = None,
+    completed: bool = False,
+) -> ParsedConfig:
+    """Judge an `inference.ModelConfig`, wherever it comes from.
+
+    Args:
+        message: left as it is.
+        path: of the file that the faults name.
+        folder: of the model; its name is the model's.
+        backends: those that there are; empty: `known_backends()`.
+        places: of the fields in the text; None: there is no text, and faults have no place.
+        completed: whether a backend has completed it, so that nothing may be missing any more.
+    """
+    deduced = new_model_config()
+    deduced.CopyFrom(message)
+    faults: list[Fault] = []
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        remedy = "a model folder holds a config.pbtxt in UTF-8"
-        return _unreadable(path, place="1:1", message=f"cannot be read: {error}", remedy=remedy)
-    return _parse(text, source=path)
+        deduce_backend(deduced, folder)
+    except RepositoryError as error:
+        place = places.of("") if places else ""
+        faults.append(_error(path, place=place, message=error.message, remedy=error.remedy))
+    faults += config_faults(
+        deduced,
+        places=places,
+        source=path,
+        folder=folder,
+        backends=tuple(backends) or known_backends(),
+        completed=completed,
+    )
+    return ParsedConfig(
+        path=path,
+        message=message,
+        config=model_config(deduced, name=folder.name),
+        places=places or Places(""),
+        faults=tuple(faults),
+    )
 
 
 def _config_or_error(parsed: ParsedConfig) -> ModelConfig:
@@ -83,26 +158,37 @@ def _config_or_error(parsed: ParsedConfig) -> ModelConfig:
     return parsed.config
 
 
-def _parse(text: str, *, source: Path) -> ParsedConfig:
+def _read(path: Path, *, folder: Path, backends: tuple[str, ...]) -> ParsedConfig:
     try:
-        proto = text_format.Parse(text, new_model_config())
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return _unreadable(path, place="1:1", message=f"cannot be read: {error}", remedy=_UTF8)
+    return _parse(text, path=path, folder=folder, backends=backends)
+
+
+def _parse(text: str, *, path: Path, folder: Path, backends: tuple[str, ...]) -> ParsedConfig:
+    text = _OLD_NAME.sub("iterative_sequence ", text)
+    try:
+        message = text_format.Parse(text, new_model_config())
     except text_format.ParseError as error:
-        message = PREFIX.sub("", str(error)).rstrip(".")
-        unknown = UNKNOWN_NAME.match(message)
+        told = PREFIX.sub("", str(error)).rstrip(".")
+        unknown = UNKNOWN_NAME.match(told)
         place = f"{error.GetLine()}:{error.GetColumn()}"
         remedy = _nearest_of_schema(unknown) if unknown else ""
-        return _unreadable(source, place=place, message=message, remedy=remedy)
-    places = Places(text)
-    return ParsedConfig(
-        config=_from_proto(proto, name=source.parent.name),
-        places=places,
-        faults=config_faults(proto, places=places, source=source),
-    )
+        return _unreadable(path, place=place, message=told, remedy=remedy)
+    return inspect_message(message, path=path, folder=folder, backends=backends, places=Places(text))
+
+
+_UTF8 = "a model folder holds a config.pbtxt in UTF-8"
+
+
+def _error(path: Path, *, place: str, message: str, remedy: str) -> Fault:
+    return Fault(severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy)
 
 
 def _unreadable(path: Path, *, place: str, message: str, remedy: str) -> ParsedConfig:
-    fault = Fault(severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy)
-    return ParsedConfig(config=None, places=Places(""), faults=(fault,))
+    fault = _error(path, place=place, message=message, remedy=remedy)
+    return ParsedConfig(path=path, message=None, config=None, places=Places(""), faults=(fault,))
 
 
 def _nearest_of_schema(unknown: re.Match[str]) -> str:
@@ -112,70 +198,3 @@ def _nearest_of_schema(unknown: re.Match[str]) -> str:
     else:
         names = list(pool.FindMessageTypeByName(unknown["type"]).fields_by_name)
     return nearest(unknown["name"], known=names)
-
-
-def _from_proto(proto: Any, *, name: str) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        platform=proto.platform,
-        backend=proto.backend,
-        max_batch_size=proto.max_batch_size,
-        inputs=tuple(_tensor(tensor, optional=tensor.optional) for tensor in proto.input),
-        outputs=tuple(_tensor(tensor, optional=False) for tensor in proto.output),
-        version_policy=_version_policy(proto.version_policy),
-        default_model_filename=proto.default_model_filename,
-        decoupled=proto.model_transaction_policy.decoupled,
-        sequence_batching=_sequence_batching(proto),
-        ensemble_steps=tuple(map(_ensemble_step, proto.ensemble_scheduling.step)),
-        parameters=MappingProxyType({key: value.string_value for key, value in proto.parameters.items()}),
-        message=proto,
-    )
-
-
-def _tensor(proto: Any, *, optional: bool) -> TensorSpec:
-    return TensorSpec(
-        name=proto.name, data_type=_data_type(proto), dims=tuple(proto.dims), optional=optional
-    )
-
-
-def _sequence_batching(proto: Any) -> SequenceBatching | None:
-    if not proto.HasField("sequence_batching"):
-        return None
-    batching = proto.sequence_batching
-    return SequenceBatching(
-        states=tuple(map(_state, batching.state)), iterative=batching.iterative_sequence
-    )
-
-
-def _state(proto: Any) -> StateSpec:
-    return StateSpec(
-        input_name=proto.input_name,
-        output_name=proto.output_name,
-        data_type=_data_type(proto),
-        dims=tuple(proto.dims),
-        same_buffer=proto.use_same_buffer_for_input_output,
-    )
-
-
-def _data_type(proto: Any) -> str:
-    values = proto.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    return str(values[proto.data_type].name)
-
-
-def _ensemble_step(proto: Any) -> EnsembleStep:
-    return EnsembleStep(
-        model_name=proto.model_name,
-        model_version=proto.model_version,
-        input_map=MappingProxyType(dict(proto.input_map)),
-        output_map=MappingProxyType(dict(proto.output_map)),
-    )
-
-
-def _version_policy(proto: Any) -> VersionPolicy:
-    match proto.WhichOneof("policy_choice"):
-        case "all":
-            return AllVersions()
-        case "specific":
-            return SpecificVersions(versions=tuple(proto.specific.versions))
-        case _:
-            return LatestVersions(count=max(1, proto.latest.num_versions))

@@ -1,213 +1,283 @@
-"""Rules: what one config.pbtxt must say, by itself, so that its model can be served."""
+"""Rules: what one config must say, by itself, so that its model can be served.
+
+Where Triton has words for a fault, the message has the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genserve.config.fault import Fault, Severity, nearest
+from genserve.config.backends import BUILT_IN
+from genserve.config.fault import Fault, nearest
+from genserve.config.from_message import enum_name
 from genserve.config.honoured import unhonoured_fields
+from genserve.config.judged import JudgedConfig
+from genserve.config.parameter_rules import parameters
 from genserve.config.places import Places
+from genserve.config.sequence_rules import sequences
+from genserve.config.tensor_rules import batch_tensors, tensors
+from genserve.config.warmup_rules import warmups
 
-__all__ = ["BACKENDS", "config_faults"]
+__all__ = ["config_faults"]
 
-# The backends there are, each with the parameters that it reads; all are whole numbers above 0.
-BACKENDS: dict[str, tuple[str, ...]] = {
-    "onnxruntime": ("max_sequence_length", "intra_op_thread_count"),
-    "python": (),
-    "tokenizer": (),
+# What is written where `backend` has another word.
+_MEANT = {
+    "ensemble": 'leave `backend` out, and write `platform: "ensemble"`',
+    "libtorch": 'write `backend: "pytorch"` in its place',
+    "torch": 'write `backend: "pytorch"` in its place',
+    "onnx": 'write `backend: "onnxruntime"` in its place',
+    "tensorrt": "a TensorRT plan runs in Triton alone; export the model to ONNX, which `onnxruntime` runs",
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
-    """One config.pbtxt as its rules see it."""
-
-    proto: Any
-    places: Places
-    source: Path
-
-    def fault(
-        self, severity: Severity, path: str, message: str, *, remedy: str, key: str | None = None
-    ) -> Fault:
-        """Make a fault at a field, or at the entry of a map that has this key."""
-        place = self.places.of(path) if key is None else self.places.of_key(path, key)
-        return Fault(severity=severity, path=self.source, place=place, message=message, remedy=remedy)
-
-    def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
-        return self.fault(Severity.ERROR, path, message, remedy=remedy, key=key)
-
-    def warning(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
-        return self.fault(Severity.WARNING, path, message, remedy=remedy, key=key)
-
-
-def config_faults(proto: Any, *, places: Places, source: Path) -> tuple[Fault, ...]:
+def config_faults(
+    message: Any,
+    *,
+    places: Places | None,
+    source: Path,
+    folder: Path,
+    backends: tuple[str, ...],
+    completed: bool = False,
+) -> tuple[Fault, ...]:
     """Return all faults of one config.
 
     Args:
-        proto: the `inference.ModelConfig`.
-        places: of the fields of its text.
-        source: the file; its folder has the name of the model.
+        message: the `inference.ModelConfig`, with its backend.
+        places: of the fields of its text; None: there is no text.
+        source: the file that faults name.
+        folder: of the model; its name is the model's.
+        backends: the names that `backend` may have.
+        completed: whether what a backend knows from the model's file has been filled in.
     """
-    config = _Config(proto=proto, places=places, source=source)
+    config = JudgedConfig(
+        message=message, places=places, source=source, folder=folder, backends=backends, completed=completed
+    )
     rules = (
         _name,
         _backend,
         _batch_size,
-        _steps,
-        _tensors,
-        _parameters,
-        _sequences,
-        _file_name,
+        _ensemble,
+        tensors,
+        batch_tensors,
+        parameters,
+        _dynamic_batching,
+        sequences,
+        _cache,
+        _instance_groups,
+        _accelerators,
+        warmups,
         _unhonoured,
     )
     return tuple(fault for rule in rules for fault in rule(config))
 
 
-def _name(config: _Config) -> Iterator[Fault]:
-    name, folder = config.proto.name, config.source.parent.name
-    if name and name != folder:
+def _name(config: JudgedConfig) -> Iterator[Fault]:
+    name = config.message.name
+    if name and name != config.name:
         yield config.error(
             "name",
-            f"the model is named {name!r} and its folder {folder!r}",
+            f"unexpected directory name '{config.name}' for model '{name}', directory name must equal model "
+            "name",
             remedy="give both the same name, or leave `name` out",
         )
 
 
-def _backend(config: _Config) -> Iterator[Fault]:
-    platform, backend = config.proto.platform, config.proto.backend
-    if platform == "ensemble" or (platform, backend) == ("onnxruntime_onnx", "onnxruntime"):
-        return
-    if platform:
-        yield config.error(
-            "platform", f"there is no platform {platform!r}", remedy=_platform_remedy(platform)
-        )
+def _backend(config: JudgedConfig) -> Iterator[Fault]:
+    platform, backend = config.message.platform, config.message.backend
+    if platform == "ensemble":
+        if backend:
+            yield config.error(
+                "backend",
+                f"Ensemble model '{config.name}' must have platform type 'ensemble' and empty backend type",
+                remedy="leave `backend` out",
+            )
     elif not backend:
+        if platform or config.message.default_model_filename:  # with none of them, it was told before
+            yield config.error(
+                "platform",
+                f"unexpected platform type '{platform}' for {config.name}",
+                remedy=_platform_remedy(platform),
+            )
+    elif backend not in config.backends:
         yield config.error(
-            "",
-            "neither `backend` nor `platform` says how to run the model",
-            remedy='add `backend: "onnxruntime"`, "python" or "tokenizer", or `platform: "ensemble"`',
+            "backend",
+            f"unable to find backend library for backend '{backend}', try specifying runtime on the model "
+            "configuration.",
+            remedy=_backend_remedy(backend, known=config.backends),
         )
-    elif backend not in BACKENDS:
+    elif platform and platform not in _platforms(backend, platform):
         yield config.error(
-            "backend", f"there is no backend {backend!r}", remedy=nearest(backend, known=BACKENDS)
+            "platform",
+            f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}",
+            remedy="leave `platform` out",
         )
+
+
+def _platforms(backend: str, platform: str) -> list[str]:
+    """The platforms that may stand beside a backend: its own, or any if it has none."""
+    return [form.platform for form in BUILT_IN.get(backend, ()) if form.platform] or [platform]
 
 
 def _platform_remedy(platform: str) -> str:
-    if platform == "onnxruntime_onnx":  # Triton's older word
-        return 'write `backend: "onnxruntime"` in its place'
-    return f"{nearest(platform, known=['ensemble'])}; a model that is no ensemble has a `backend`"
+    if platform in BUILT_IN:
+        return f'write `backend: "{platform}"` in its place'
+    if platform.startswith("tensorrt"):
+        return _MEANT["tensorrt"]
+    known = ["ensemble", *(form.platform for forms in BUILT_IN.values() for form in forms if form.platform)]
+    return f"{nearest(platform, known=known)}; or write `backend` in its place: {', '.join(BUILT_IN)}"
 
 
-def _batch_size(config: _Config) -> Iterator[Fault]:
-    if config.proto.max_batch_size < 0:
+def _backend_remedy(backend: str, *, known: tuple[str, ...]) -> str:
+    for name, formats in BUILT_IN.items():
+        if any(form.platform == backend for form in formats):
+            return f'write `backend: "{name}"`, or `platform: "{backend}"`, in its place'
+    return _MEANT.get(backend) or nearest(backend, known=known)
+
+
+def _batch_size(config: JudgedConfig) -> Iterator[Fault]:
+    if config.message.max_batch_size < 0:
         yield config.error(
             "max_batch_size",
-            f"max_batch_size is {config.proto.max_batch_size}",
+            f"'max_batch_size' must be non-negative value for {config.name}",
             remedy="write 0 for a model that does not batch, or how many requests share a batch",
         )
 
 
-def _steps(config: _Config) -> Iterator[Fault]:
-    if config.proto.platform == "ensemble" and not config.proto.ensemble_scheduling.step:
+def _ensemble(config: JudgedConfig) -> Iterator[Fault]:
+    has_steps = config.message.HasField("ensemble_scheduling")
+    if config.message.platform != "ensemble":
+        if has_steps:
+            yield config.error(
+                "ensemble_scheduling",
+                f"ensemble scheduling cannot be set for model '{config.name}' whose platform is not ensemble",
+                remedy='write `platform: "ensemble"`, and leave `backend` out',
+            )
+        return
+    remedy = "add `ensemble_scheduling { step [ { model_name: ... } ] }`"
+    if not has_steps:
         yield config.error(
             "platform",
-            "the ensemble has no steps",
-            remedy="add `ensemble_scheduling { step [ { model_name: ... } ] }`",
+            f"ensemble scheduling must be set for ensemble {config.name} whose platform is ensemble",
+            remedy=remedy,
         )
-
-
-def _tensors(config: _Config) -> Iterator[Fault]:
-    for kind in ("input", "output"):
-        names: set[str] = set()
-        for index, tensor in enumerate(getattr(config.proto, kind)):
-            path = f"{kind}[{index}]"
-            yield from _tensor(config, tensor, kind=kind, path=path)
-            if tensor.name in names:
-                yield config.error(
-                    f"{path}.name",
-                    f"there is more than one {kind} {tensor.name!r}",
-                    remedy="give each its own name",
-                )
-            names.add(tensor.name)
-
-
-def _tensor(config: _Config, tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
-    if not tensor.name:
-        yield config.error(path, f"an {kind} has no name", remedy='add `name: "..."`')
-    if not tensor.data_type:
-        yield config.error(
-            f"{path}.data_type",
-            f"{kind} {tensor.name!r} has no data type",
-            remedy="write `data_type: TYPE_INT64`, or another but TYPE_INVALID",
-        )
-    if not tensor.dims:
-        yield config.error(
-            path, f"{kind} {tensor.name!r} has no dims", remedy="write `dims: [ -1 ]` for any length"
-        )
-    for size in tensor.dims:
-        if size == 0 or size < -1:
+    elif not config.message.ensemble_scheduling.step:
+        message = f"must specify 'step' for ensemble '{config.name}'"
+        yield config.error("ensemble_scheduling", message, remedy=remedy)
+    for field, message in (
+        ("instance_group", "instance group should not be specified for ensemble"),
+        ("optimization", "optimization should not be specified for ensemble"),
+        ("model_warmup", "model_warmup can not be specified for ensemble"),
+    ):
+        if any(written.name == field for written, _ in config.message.ListFields()):
             yield config.error(
-                f"{path}.dims",
-                f"{kind} {tensor.name!r} has a dimension {size}",
-                remedy="write a size above 0, or -1 for any size",
+                field,
+                f"{message} '{config.name}'",
+                remedy="leave it out: it is the models of the steps that run",
             )
 
 
-def _parameters(config: _Config) -> Iterator[Fault]:
-    known = BACKENDS.get(config.proto.backend, ())
-    for name, parameter in sorted(config.proto.parameters.items()):
-        value = parameter.string_value
-        if name not in known:
-            yield config.warning(
-                "parameters",
-                f"parameter {name!r} is not known, and has no effect",
-                remedy=nearest(name, known=known) if known else "leave it out",
-                key=name,
-            )
-        elif not value.isdecimal() or int(value) < 1:
-            yield config.error(
-                "parameters",
-                f"parameter {name!r} is {value!r}",
-                remedy="write a whole number above 0",
-                key=name,
-            )
-
-
-def _sequences(config: _Config) -> Iterator[Fault]:
-    if not config.proto.HasField("sequence_batching"):
+def _dynamic_batching(config: JudgedConfig) -> Iterator[Fault]:
+    if not config.message.HasField("dynamic_batching"):
         return
-    if config.proto.backend in BACKENDS and config.proto.backend != "onnxruntime":
-        yield config.warning(
-            "sequence_batching",
-            "sequence_batching is not honoured here: sequences are those of the logits stage",
-            remedy="leave it out",
-        )
-    candidates = config.proto.sequence_batching.oldest.max_candidate_sequences
-    if candidates not in (0, max(1, config.proto.max_batch_size)):
-        yield config.warning(
-            "sequence_batching.oldest.max_candidate_sequences",
-            f"max_candidate_sequences {candidates} is not honoured: max_batch_size is how many there are",
-            remedy="write the same number in both",
-        )
-
-
-def _file_name(config: _Config) -> Iterator[Fault]:
-    name = config.proto.default_model_filename
-    if name and config.proto.backend != "onnxruntime":
-        file = {"python": "model.py", "tokenizer": "tokenizer.json"}.get(config.proto.backend)
-        if name != file:
+    batching, largest = config.message.dynamic_batching, config.message.max_batch_size
+    for size in batching.preferred_batch_size:
+        if not 0 < size <= largest:
+            bound = "positive" if size <= 0 else "<= max batch size"
             yield config.error(
-                "default_model_filename",
-                f"default_model_filename {name!r} is not honoured: "
-                + (f"{file} is read" if file else "nothing is read"),
-                remedy=f"name the file {file}, and leave the field out" if file else "leave it out",
+                "dynamic_batching.preferred_batch_size",
+                f"dynamic batching preferred size must be {bound} for {config.name}",
+                remedy=f"write sizes from 1 to max_batch_size, which is {largest}",
+            )
+    levels = batching.priority_levels
+    if levels:
+        yield from _priorities(config, levels=levels)
+    if batching.preserve_ordering:
+        yield from _ordering(config, levels=levels)
+
+
+def _priorities(config: JudgedConfig, *, levels: int) -> Iterator[Fault]:
+    batching = config.message.dynamic_batching
+    path = "dynamic_batching"
+    if not 1 <= batching.default_priority_level <= levels:
+        yield config.error(
+            f"{path}.default_priority_level",
+            f"default priority level must be in range [1, {levels}] for {config.name}",
+            remedy=f"write `default_priority_level: {levels}`, the lowest, for requests that name none",
+        )
+    for level in sorted(batching.priority_queue_policy):
+        if not 1 <= level <= levels:
+            yield config.error(
+                f"{path}.priority_queue_policy",
+                f"priority queue policy must have priority level in range [1, {levels}] for {config.name}",
+                remedy="1 is the highest level; `priority_levels` says how many there are",
+                key=str(level),
             )
 
 
-def _unhonoured(config: _Config) -> Iterator[Fault]:
-    for field in unhonoured_fields(config.proto):
+def _ordering(config: JudgedConfig, *, levels: int) -> Iterator[Fault]:
+    batching = config.message.dynamic_batching
+    if levels > 1:
+        yield config.error(
+            "dynamic_batching.preserve_ordering",
+            f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}",
+            remedy="leave one of `preserve_ordering` and `priority_levels` out",
+        )
+    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+    if any(
+        policy.default_timeout_microseconds and enum_name(policy, "timeout_action") == "DELAY"
+        for policy in policies
+    ):
+        yield config.error(
+            "dynamic_batching.preserve_ordering",
+            "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for "
+            f"{config.name}",
+            remedy="leave `preserve_ordering` out, or write `timeout_action: REJECT`",
+        )
+
+
+def _cache(config: JudgedConfig) -> Iterator[Fault]:
+    if config.message.response_cache.enable and config.message.model_transaction_policy.decoupled:
+        yield config.error(
+            "response_cache",
+            f"Response Cache does not currently support model {config.name} with 'decoupled' transaction "
+            "policy. Please disable the response cache.",
+            remedy="leave `response_cache` out",
+        )
+
+
+def _instance_groups(config: JudgedConfig) -> Iterator[Fault]:
+    for index, group in enumerate(config.message.instance_group):
+        path = f"instance_group[{index}]"
+        kind = enum_name(group, "kind")
+        start = f"instance group {group.name or f'{config.name}_{index}'} of model {config.name}"
+        if group.gpus and kind in ("KIND_CPU", "KIND_MODEL"):
+            yield config.error(
+                f"{path}.gpus",
+                f"{start} has kind {kind} but specifies one or more GPUs",
+                remedy="leave `gpus` out, or write `kind: KIND_GPU`",
+            )
+        if group.profile:
+            yield config.error(
+                f"{path}.profile",
+                f"{start} and platform {config.message.platform}specifies profile field which is only "
+                "supported for TensorRT models",
+                remedy="leave it out",
+            )
+
+
+def _accelerators(config: JudgedConfig) -> Iterator[Fault]:
+    accelerators = config.message.optimization.execution_accelerators
+    for field in ("gpu_execution_accelerator", "cpu_execution_accelerator"):
+        for index, accelerator in enumerate(getattr(accelerators, field)):
+            yield config.warning(
+                f"optimization.execution_accelerators.{field}[{index}]",
+                f"execution accelerator {accelerator.name!r} is used if it is installed, and may be missing",
+                remedy="the log of the load names what is missing; the model runs without it",
+            )
+
+
+def _unhonoured(config: JudgedConfig) -> Iterator[Fault]:
+    for field in unhonoured_fields(config.message):
         yield config.fault(field.severity, field.path, field.message, remedy="leave it out")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,10 +14,11 @@ import numpy as np
 from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.logits_model import FloatArray, LogitsModel
+from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.pick import pick
 from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan, plan_step
 from genserve.generation.sampler import select_rows
-from genserve.generation.slots import Slots
+from genserve.generation.slots import Occupant, Slots
 from genserve.generation.token_sequence import TokenSequence, Want
 
 __all__ = ["Engine", "StepResult"]
@@ -29,53 +31,90 @@ class StepResult:
     """What one step did."""
 
     advanced: tuple[TokenSequence, ...]                 # each has a delta to take; some have finished
-    failed: dict[TokenSequence, GenserveError]          # these have left without finishing
+    answered: tuple[tuple[LogitsRequest, FloatArray], ...]
+    failed: dict[Occupant, GenserveError]               # these have left without finishing
     num_prompt_tokens: int                              # tokens that a prefill ran; 0: it was a decode
 
 
 class Engine:
-    """Continuous batching over the slots of one logits model. One thread owns it."""
+    """Continuous batching over the slots of one logits model. One thread owns it.
+
+    Attributes:
+        clock: seconds; by it a logits request says when it was submitted. Safe from any thread.
+    """
 
     def __init__(
-        self, model: LogitsModel, *, decode: DecodeFunction, budget: PrefillBudget | None = None
+        self,
+        model: LogitsModel,
+        *,
+        decode: DecodeFunction,
+        budget: PrefillBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
+        self.clock = clock
         self._slots = Slots(model)
         self._loops = DecodingLoops(decode)
         self._budget = budget or PrefillBudget()
-        self._waiting: deque[TokenSequence] = deque()
+        self._waiting: deque[Occupant] = deque()
         self._prefilled_last = False
+        self._step_started_s = 0.0
 
     @property
     def num_waiting(self) -> int:
-        """Token sequences that wait for a slot."""
+        """How many wait for a slot."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Token sequences that hold a slot."""
+        """How many hold a slot and have something to compute."""
         return len(self._slots.running)
 
-    def add(self, sequence: TokenSequence) -> None:
-        """Put a token sequence at the end of the waiting line."""
-        self._waiting.append(sequence)
+    @property
+    def num_generating(self) -> int:
+        """How many of those that run are ordinary token sequences."""
+        return sum(isinstance(s, TokenSequence) for s in self._slots.running)
 
-    def remove(self, sequences: Iterable[TokenSequence]) -> None:
-        """Drop token sequences, wherever they are; their slots are free at once."""
-        leaving = set(sequences)
+    def add(self, occupant: Occupant) -> None:
+        """Put it at the end of the waiting line, or where all but the last of its tokens are known."""
+        if not (isinstance(occupant, LogitsRequest) and self._slots.resume(occupant)):
+            self._waiting.append(occupant)
+
+    def remove(self, occupants: Iterable[Occupant]) -> None:
+        """Drop token sequences and logits requests, wherever they are; their slots are free at once."""
+        leaving = set(occupants)
         if not leaving:
             return
         self._waiting = deque(s for s in self._waiting if s not in leaving)
-        for sequence in leaving:
-            self._loops.drop(sequence)
+        for occupant in leaving:
+            if isinstance(occupant, TokenSequence):
+                self._loops.drop(occupant)
         self._slots.release(leaving)
 
+    def expected_back(self, *, within_s: float) -> tuple[int, float]:
+        """Return how many loops over the logits should ask again soon, and for how long to expect them.
+
+        Args:
+            within_s: they come back in less than this, or are not expected.
+        """
+        now_s = self.clock()
+        since_s = [parked.since_s for parked in self._slots.expected(now_s, within_s=within_s)]
+        return len(since_s), max(since_s, default=now_s) + within_s - now_s
+
+    @property
+    def held_s(self) -> float:
+        """For how long no parked slot gives way, if each is held for the loop that it belongs to."""
+        return max(0.0, self._slots.held_until_s - self.clock())
+
     def step(self) -> StepResult | None:
-        """Run one forward and commit what it gives; None if there was nothing to do."""
+        """Run one forward and commit what it gives; None if nothing can be done now."""
+        now_s = self._step_started_s = self.clock()
+        self._slots.pack(now_s)
+        self._reuse_prefixes(now_s)
         plan = plan_step(
             self._slots.running,
             waiting=list(islice(self._waiting, self._model.num_slots)),
-            num_slots=self._model.num_slots,
+            room=self._slots.room,
             prefilled_last=self._prefilled_last,
             budget=self._budget,
         )
@@ -83,14 +122,14 @@ class Engine:
             return None
         self._prefilled_last = isinstance(plan, Prefill)
         if isinstance(plan, Prefill):
-            self._slots.take(self._waiting.popleft() for _ in range(plan.num_admitted))
+            self._slots.take((self._waiting.popleft() for _ in range(plan.num_admitted)), now_s=now_s)
         try:
-            logits = self._forward(plan)
+            logits, rows = self._forward(plan)
         except Exception as error:
             logger.exception("forward failed")
             failure = ModelFailed(f"the model's forward failed: {type(error).__name__}")
-            return self._leave((), dict.fromkeys(plan.sequences, failure), plan)
-        return self._commit(plan, logits)
+            return self._leave((), (), dict.fromkeys(plan.sequences, failure), plan)
+        return self._commit(plan, logits, rows)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where slots and loops disagree; for tests."""
@@ -98,31 +137,54 @@ class Engine:
         assert len(self._loops) <= self.num_running, "a loop outlived its sequence"
         assert all(s.num_pending >= 1 for s in self._slots.running), "a sequence runs with nothing to compute"
 
-    def _forward(self, plan: StepPlan) -> FloatArray:
-        """Run the plan; the only place where `num_computed` grows."""
+    def _reuse_prefixes(self, now_s: float) -> None:
+        """Admit logits requests from the head of the line whose first tokens lie in some slot."""
+        while self._waiting and self._slots.room:
+            head = self._waiting[0]
+            if not isinstance(head, LogitsRequest) or any(s.in_prompt for s in self._slots.running):
+                return
+            if not self._slots.reuse(head, now_s=now_s):
+                return
+            self._waiting.popleft()
+
+    def _forward(self, plan: StepPlan) -> tuple[FloatArray, Sequence[int]]:
+        """Run the plan; returns the logits, and the row of each of its sequences."""
+        slot_of = {resident: slot for slot, resident in enumerate(self._slots.residents) if resident}
+        slots = [slot_of[s] for s in plan.sequences]
         match plan:
             case Prefill():
                 past = plan.sequences[0].num_computed
                 chunks = [
                     s.token_ids[past : past + n] for s, n in zip(plan.sequences, plan.num_tokens, strict=True)
                 ]
-                logits = self._model.prefill(chunks, first_slot=plan.first_slot, past=past)
-                for sequence, count in zip(plan.sequences, plan.num_tokens, strict=True):
-                    sequence.num_computed += count
+                logits = self._model.prefill(chunks, first_slot=slots[0], past=past)
+                counts, rows = plan.num_tokens, list(range(len(slots)))
             case Decode():
-                past_lengths = np.array([s.num_computed for s in plan.sequences], dtype=np.int64)
-                token_ids = np.array([s.token_ids[s.num_computed] for s in plan.sequences], dtype=np.int64)
-                logits = self._model.decode(token_ids, past_lengths)
-                for sequence in plan.sequences:
-                    sequence.num_computed += 1
-        return logits
+                logits = self._decode(plan.sequences, slots)
+                counts, rows = (1,) * len(slots), slots
+        for sequence, count in zip(plan.sequences, counts, strict=True):
+            sequence.num_computed += count
+        return logits, rows
 
-    def _commit(self, plan: StepPlan, logits: FloatArray) -> StepResult:
-        """Give each sequence that is fully computed its token or its row."""
-        ready = [(row, s) for row, s in enumerate(plan.sequences) if s.num_pending == 0]
-        failed: dict[TokenSequence, GenserveError] = {}
+    def _decode(self, sequences: Sequence[Occupant], slots: Sequence[int]) -> FloatArray:
+        """Run one token of each sequence; a slot between them that has none gets an idle row.
+
+        An idle row writes behind what its slot holds, where the next tokens overwrite it.
+        """
+        residents = self._slots.residents[: max(slots) + 1]
+        past_lengths = np.array([r.num_computed if r else 0 for r in residents], dtype=np.int64)
+        token_ids = np.zeros(len(residents), dtype=np.int64)
+        token_ids[slots] = [s.token_ids[s.num_computed] for s in sequences]
+        return self._model.decode(token_ids, past_lengths)
+
+    def _commit(self, plan: StepPlan, logits: FloatArray, rows: Sequence[int]) -> StepResult:
+        """Give each that is fully computed its token or its row."""
+        ready = [(row, s) for row, s in zip(rows, plan.sequences, strict=True) if s.num_pending == 0]
+        answered = [(s, logits[row].copy()) for row, s in ready if isinstance(s, LogitsRequest)]
+        generating = [(row, s) for row, s in ready if isinstance(s, TokenSequence)]
+        failed: dict[Occupant, GenserveError] = {}
         sampling: list[tuple[int, TokenSequence]] = []
-        for row, sequence in ready:
+        for row, sequence in generating:
             try:
                 want = self._loops.want(sequence)
                 if sequence.num_pending:
@@ -134,13 +196,13 @@ class Engine:
             except GenserveError as error:
                 failed[sequence] = error
         self._sample(logits, sampling, failed)
-        return self._leave([s for _, s in ready], failed, plan)
+        return self._leave([s for _, s in generating], answered, failed, plan)
 
     def _sample(
         self,
         logits: FloatArray,
         sampling: Sequence[tuple[int, TokenSequence]],
-        failed: dict[TokenSequence, GenserveError],
+        failed: dict[Occupant, GenserveError],
     ) -> None:
         if not sampling:
             return
@@ -164,10 +226,19 @@ class Engine:
                 failed[sequence] = error
 
     def _leave(
-        self, ready: Iterable[TokenSequence], failed: dict[TokenSequence, GenserveError], plan: StepPlan
+        self,
+        ready: Iterable[TokenSequence],
+        answered: Iterable[tuple[LogitsRequest, FloatArray]],
+        failed: dict[Occupant, GenserveError],
+        plan: StepPlan,
     ) -> StepResult:
-        """Let go of those that finished or failed."""
+        """Let go of those that finished or failed, and park those that are answered."""
         advanced = tuple(s for s in ready if s not in failed)
         self.remove([*failed, *(s for s in advanced if s.finished)])
+        now_s = self.clock()
+        for request, _ in answered:
+            self._slots.park(request, now_s=now_s, step_s=now_s - self._step_started_s)
         prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
-        return StepResult(advanced=advanced, failed=failed, num_prompt_tokens=prompt_tokens)
+        return StepResult(
+            advanced=advanced, answered=tuple(answered), failed=failed, num_prompt_tokens=prompt_tokens
+        )

@@ -13,6 +13,9 @@ from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, Overloaded
 from genserve.generation.engine import Engine, StepResult
+from genserve.generation.logits_model import FloatArray
+from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.slots import Occupant
 from genserve.generation.token_sequence import TokenSequence
 from genserve.metrics import GenerationMetrics
 from genserve.request import Delta
@@ -20,6 +23,10 @@ from genserve.request import Delta
 __all__ = ["EngineLoop", "Outbox", "Parcel"]
 
 logger = logging.getLogger(__name__)
+
+# How long a step may wait for loops that always come back at once, as a share of the last decode step.
+GATHER = 0.5
+GATHER_BESIDE_GENERATION = 0.1
 
 # An error is the last parcel of its sequence, as a delta with a finish reason is.
 Parcel: TypeAlias = tuple[TokenSequence, Delta | GenserveError]
@@ -44,8 +51,9 @@ class _Ticket:
 class EngineLoop:
     """The thread that owns an engine.
 
-    `submit`, `cancel`, `close` and the properties are safe from any thread. Every sequence that
-    `submit` accepts ends with exactly one last parcel, unless it is cancelled: then none follows.
+    `submit`, `submit_logits`, `cancel`, `close` and the properties are safe from any thread. Every
+    sequence that `submit` accepts ends with exactly one last parcel, and every logits request is
+    answered exactly once, unless it is cancelled: then nothing follows.
     """
 
     def __init__(
@@ -56,13 +64,16 @@ class EngineLoop:
         self._capacity = num_slots + max_waiting
         self._changed = threading.Condition()
         # Guarded by the condition.
-        self._arriving: list[tuple[TokenSequence, Outbox]] = []
-        self._cancelled: set[TokenSequence] = set()
+        self._arriving: list[tuple[TokenSequence, Outbox] | LogitsRequest] = []
+        self._num_awaited = 1               # arrivals for which the thread is worth waking
+        self._cancelled: set[Occupant] = set()
         self._num_accepted = 0
         self._closing = False
         self._failure: GenserveError | None = None
         # The thread's own.
         self._tickets: dict[TokenSequence, _Ticket] = {}
+        self._unanswered: set[LogitsRequest] = set()
+        self._decode_s = 0.0                # of the last decode step
         self._ended_s: deque[float] = deque(maxlen=64)
         self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
@@ -75,12 +86,12 @@ class EngineLoop:
 
     @property
     def num_running(self) -> int:
-        """Token sequences that hold a slot now."""
+        """Token sequences and logits requests that are in a slot and have something to compute now."""
         return self._engine.num_running
 
     @property
     def num_accepted(self) -> int:
-        """Token sequences accepted and not ended, those that wait for a slot included."""
+        """Token sequences and logits requests not ended, those that wait for a slot included."""
         return self._num_accepted
 
     @property
@@ -96,25 +107,40 @@ class EngineLoop:
             ModelNotReady: its thread has died.
             Overloaded: as many as may wait are waiting.
         """
+        self._accept([(sequence, outbox)])
+
+    def submit_logits(self, requests: Sequence[LogitsRequest]) -> None:
+        """Accept logits requests, all of them or none; raises what `submit` raises.
+
+        Requests that come at the same pace share their steps. One that begins with what an earlier
+        one has computed goes on there.
+        """
+        now_s = self._engine.clock()
+        for request in requests:
+            request.submitted_s = now_s
+        self._accept(requests)
+
+    def _accept(self, arrivals: Sequence[tuple[TokenSequence, Outbox] | LogitsRequest]) -> None:
         with self._changed:
             if self._failure is not None:
                 raise ModelNotReady(self._failure.message)
             if self._closing:
                 raise Closed("the model is being unloaded or the server stops")
-            if self._num_accepted >= self._capacity:
+            if self._num_accepted + len(arrivals) > self._capacity:
                 raise Overloaded(
                     f"{self._num_accepted} requests are running or waiting, the limit is {self._capacity}",
                     retry_after_s=self._retry_after_s(),
                     remedy="try again later, or raise --max-queue",
                 )
-            self._num_accepted += 1
-            self._arriving.append((sequence, outbox))
-            self._changed.notify()
+            self._num_accepted += len(arrivals)
+            self._arriving.extend(arrivals)
+            if len(self._arriving) >= self._num_awaited:
+                self._changed.notify()
 
-    def cancel(self, sequence: TokenSequence) -> None:
-        """Drop a token sequence before the next step; fine if it has ended already."""
+    def cancel(self, occupant: Occupant) -> None:
+        """Drop a token sequence or a logits request before the next step; fine if it has ended already."""
         with self._changed:
-            self._cancelled.add(sequence)
+            self._cancelled.add(occupant)
             self._changed.notify()
 
     def close(self) -> None:
@@ -128,7 +154,9 @@ class EngineLoop:
         try:
             while self._wait_for_work():
                 self._take_arrivals()
-                self._step()
+                self._gather()
+                if not self._step():
+                    self._wait_for_change(self._engine.held_s)
                 self._report_occupancy()
             self._end_all(Closed("the server stopped before the answer was complete"))
         except BaseException:
@@ -141,7 +169,7 @@ class EngineLoop:
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False once the loop closes."""
         with self._changed:
-            while not (self._tickets or self._arriving or self._closing):
+            while not (self._tickets or self._unanswered or self._arriving or self._closing):
                 self._cancelled.clear()
                 self._changed.wait()
             return not self._closing
@@ -151,30 +179,69 @@ class EngineLoop:
             arriving, self._arriving = self._arriving, []
             cancelled, self._cancelled = self._cancelled, set()
         now = time.monotonic()
-        for sequence, outbox in arriving:
-            self._tickets[sequence] = _Ticket(outbox=outbox, submitted_s=now)
-            self._engine.add(sequence)
-        cancelled &= self._tickets.keys()
+        for arrival in arriving:
+            if isinstance(arrival, LogitsRequest):
+                self._unanswered.add(arrival)
+                self._engine.add(arrival)
+            else:
+                sequence, outbox = arrival
+                self._tickets[sequence] = _Ticket(outbox=outbox, submitted_s=now)
+                self._engine.add(sequence)
+        cancelled &= self._tickets.keys() | self._unanswered
         self._engine.remove(cancelled)
-        for sequence in cancelled:
+        for occupant in cancelled:
             self._metrics.request_cancelled()
-            self._end(sequence)
+            self._end(occupant)
+
+    def _gather(self) -> None:
+        """Wait a little for the loops that have always come back at once, so that they share the step.
+
+        Without it, loops that are answered together and come back microseconds apart fall into groups
+        that step by turns, each step as long as one for all.
+        """
+        if not (self._tickets or self._unanswered):
+            return
+        share = GATHER_BESIDE_GENERATION if self._engine.num_generating else GATHER
+        while not self._closing:
+            awaited, seconds = self._engine.expected_back(within_s=share * self._decode_s)
+            if not awaited:
+                return
+            self._wait_for_change(seconds, num_awaited=awaited)
+            self._take_arrivals()
+
+    def _wait_for_change(self, seconds: float, *, num_awaited: int = 1) -> None:
+        """Wait until so many have arrived, one is cancelled, the loop closes, or the time is over."""
+        with self._changed:
+            self._num_awaited = num_awaited
+            self._changed.wait_for(
+                lambda: len(self._arriving) >= num_awaited or self._cancelled or self._closing, seconds
+            )
+            self._num_awaited = 1
 
     def _report_occupancy(self) -> None:
         self._metrics.occupancy(running=self._engine.num_running, waiting=self._engine.num_waiting)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Run a step; False if there is work, and all slots are held by loops that are away."""
         started_s = time.monotonic()
         result = self._engine.step()
         if result is None:
-            return
+            return not (self._tickets or self._unanswered)
         self._num_steps += 1
         now = time.monotonic()
+        if not result.num_prompt_tokens:
+            self._decode_s = now - started_s
         self._metrics.step(seconds=now - started_s, prompt_tokens=result.num_prompt_tokens)
         self._hand_over(self._parcels(result), now=now)
+        for request, logits in result.answered:
+            self._answer(request, logits)
+        for occupant, error in result.failed.items():
+            if isinstance(occupant, LogitsRequest):
+                self._answer(occupant, error)
+        return True
 
     def _parcels(self, result: StepResult) -> list[Parcel]:
-        parcels: list[Parcel] = [*result.failed.items()]
+        parcels: list[Parcel] = [(s, e) for s, e in result.failed.items() if isinstance(s, TokenSequence)]
         for sequence in result.advanced:
             delta = sequence.take_delta()
             if delta is not None:
@@ -216,17 +283,31 @@ class EngineLoop:
             )
             self._end(sequence)
 
-    def _end(self, sequence: TokenSequence) -> None:
-        del self._tickets[sequence]
+    def _answer(self, request: LogitsRequest, content: FloatArray | GenserveError) -> None:
+        if isinstance(content, GenserveError):
+            self._metrics.request_failed()
+        self._end(request)
+        try:
+            request.answer(content)
+        except Exception:
+            logger.exception("the receiver of logits failed")
+
+    def _end(self, occupant: Occupant) -> None:
+        if isinstance(occupant, LogitsRequest):
+            self._unanswered.remove(occupant)
+        else:
+            del self._tickets[occupant]
         self._ended_s.append(time.monotonic())
         with self._changed:
             self._num_accepted -= 1
 
     def _end_all(self, error: GenserveError) -> None:
         self._take_arrivals()
-        self._engine.remove(self._tickets)
+        self._engine.remove([*self._tickets, *self._unanswered])
         self._report_occupancy()
         self._hand_over([(sequence, error) for sequence in self._tickets], now=time.monotonic())
+        for request in tuple(self._unanswered):
+            self._answer(request, error)
 
     def _retry_after_s(self) -> int:
         """Guess when a place becomes free, from how often one did lately."""

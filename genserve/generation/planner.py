@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.slots import Occupant
 
 __all__ = ["Decode", "Prefill", "PrefillBudget", "StepPlan", "plan_step"]
 
@@ -31,72 +31,64 @@ class PrefillBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Run the next `num_tokens[i]` tokens of `sequences[i]` in slot `first_slot + i`."""
+    """Run the next `num_tokens[i]` tokens of `sequences[i]`, which are in neighbouring slots."""
 
-    sequences: tuple[TokenSequence, ...]
+    sequences: tuple[Occupant, ...]
     num_tokens: tuple[int, ...]
-    first_slot: int
     num_admitted: int               # how many of `sequences` come from the head of the waiting line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """Run one token of each of `sequences`, which are in the slots 0 to B-1."""
+    """Run one token of each of `sequences`."""
 
-    sequences: tuple[TokenSequence, ...]
+    sequences: tuple[Occupant, ...]
 
 
 StepPlan = Prefill | Decode
 
 
 def plan_step(
-    running: Sequence[TokenSequence],
+    running: Sequence[Occupant],
     *,
-    waiting: Sequence[TokenSequence],
-    num_slots: int,
+    waiting: Sequence[Occupant],
+    room: int,
     prefilled_last: bool,
     budget: PrefillBudget,
 ) -> StepPlan | None:
     """Choose the next forward; None if there is nothing to do.
 
     Args:
-        running: by slot; only the last one can be in the middle of its prompt.
+        running: by slot; one at the most is in the middle of its prompt.
         waiting: first come, first served.
-        num_slots: how many may run together.
+        room: how many of them can have a slot.
         prefilled_last: whether the step before this one was a prefill.
         budget: limits of a prefill.
     """
-    partial = _partial(running)
-    decoding = tuple(running[:-1] if partial else running)
+    partial = next((s for s in running if s.in_prompt), None)
+    decoding = tuple(s for s in running if s is not partial)
     if decoding and prefilled_last:
         return Decode(sequences=decoding)
     max_tokens = budget.beside_decoding if decoding else budget.alone
     if partial:
         chunk = min(max_tokens, partial.num_pending)
-        slot = len(running) - 1
-        return Prefill(sequences=(partial,), num_tokens=(chunk,), first_slot=slot, num_admitted=0)
-    group = _whole_prompts(waiting[: num_slots - len(running)], max_tokens=max_tokens)
+        return Prefill(sequences=(partial,), num_tokens=(chunk,), num_admitted=0)
+    group = _whole_prompts(waiting[:room], max_tokens=max_tokens)
     if group:
         return Prefill(
             sequences=group,
             num_tokens=tuple(min(s.num_pending, max_tokens) for s in group),
-            first_slot=len(running),
             num_admitted=len(group),
         )
     return Decode(sequences=decoding) if decoding else None
 
 
-def _partial(running: Sequence[TokenSequence]) -> TokenSequence | None:
-    """Return the sequence in the middle of its prompt, if there is one."""
-    return running[-1] if running and running[-1].in_prompt else None
-
-
-def _whole_prompts(waiting: Sequence[TokenSequence], *, max_tokens: int) -> tuple[TokenSequence, ...]:
+def _whole_prompts(waiting: Sequence[Occupant], *, max_tokens: int) -> tuple[Occupant, ...]:
     """Take prompts from the head of the line while their padded batch fits; at least one.
 
     A first prompt longer than `max_tokens` is taken alone, and its first chunk run.
     """
-    group: list[TokenSequence] = []
+    group: list[Occupant] = []
     longest = 0
     for sequence in waiting:
         longest = max(longest, sequence.num_pending)

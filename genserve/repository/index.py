@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.config.fault import first_error
-from genserve.config.model_config import ModelConfig
+from genserve.config.backends import known_backends
+from genserve.config.fault import Fault, Severity, first_error
+from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
 from genserve.config.parse import ParsedConfig, inspect_model_config
+from genserve.config.version_folders import version_folders
 from genserve.errors import ConfigError, RepositoryError
 
-__all__ = ["ModelEntry", "scan"]
+__all__ = ["ModelEntry", "fingerprint", "scan", "served_versions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +36,13 @@ class ModelEntry:
 
     @property
     def is_ensemble(self) -> bool:
-        """Whether this model chains others, and so answers requests by name."""
+        """Whether this model chains others."""
         return self.config is not None and self.config.platform == "ensemble"
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The version folders, ascending: those named by a number that does not begin with 0."""
-        names = (p.name for p in self.path.iterdir() if p.is_dir())
-        return tuple(sorted(int(n) for n in names if n.isascii() and n.isdigit() and not n.startswith("0")))
+        return tuple(version_folders(self.path))
 
     def latest_version(self) -> Path:
         """Return the folder of the highest version, Triton's default policy.
@@ -58,25 +59,101 @@ class ModelEntry:
         return self.path / str(versions[-1])
 
 
-def scan(roots: Iterable[Path]) -> dict[str, ModelEntry]:
+def scan(
+    roots: Iterable[Path], *, config_name: str = "", backend_folders: Iterable[Path] = ()
+) -> dict[str, ModelEntry]:
     """Read the folders of one or more repositories; hidden folders are passed over.
 
+    Args:
+        roots: the repositories.
+        config_name: `configs/<config_name>.pbtxt` is read in place of config.pbtxt where a model has it.
+        backend_folders: with backends that are written in Python.
+
     Returns:
-        The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed
-        with its faults. Where two roots hold the same name, the first root's counts.
+        The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed with its
+        faults; so is one that two roots have, which is an error: nobody knows which is meant.
 
     Raises:
         RepositoryError: a root is not a folder.
     """
+    backends = known_backends(backend_folders)
     entries: dict[str, ModelEntry] = {}
-    for root in roots:
-        if not root.is_dir():
-            raise RepositoryError(
-                f"there is no model repository at {root}",
-                remedy="name one with --model-repository, or make one: `genserve pull smollm2`",
-            )
-        for path in root.iterdir():
-            if path.is_dir() and not path.name.startswith(".") and path.name not in entries:
-                parsed = inspect_model_config(path / "config.pbtxt")
+    for root in dict.fromkeys(root.resolve() if root.is_symlink() else root for root in roots):
+        for path in _model_folders(root):
+            if path.name in entries:
+                entries[path.name] = _ambiguous(entries[path.name], other=path)
+            else:
+                parsed = inspect_model_config(path, config_name=config_name, backends=backends)
                 entries[path.name] = ModelEntry(name=path.name, path=path, parsed=parsed)
     return dict(sorted(entries.items()))
+
+
+def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, ...]:
+    """Return which of the versions that are there a model's version policy serves, ascending.
+
+    Raises:
+        RepositoryError: none.
+    """
+    there = sorted(versions)
+    match config.version_policy:
+        case LatestVersions(count=count):
+            served = there[max(0, len(there) - count) :]
+        case SpecificVersions(versions=asked):
+            served = [version for version in there if version in asked]
+        case _:
+            served = there
+    if not served:
+        raise RepositoryError(
+            f"at least one version must be available under the version policy of model '{config.name}'",
+            remedy=_versions_remedy(there),
+        )
+    return tuple(served)
+
+
+def _versions_remedy(there: list[int]) -> str:
+    if not there:
+        return "add a folder for the first version, named '1'; `genserve pull` or `genserve export` brings it"
+    return f"there are {', '.join(map(str, there))}; `version_policy {{ all {{ }} }}` serves them all"
+
+
+def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return what changes when a model's folder does: each file's name, time of change in ns, and size.
+
+    Folders count by name alone. Hidden files and the caches that Python writes beside a model.py do not
+    count.
+    """
+    parts = (part for part in path.rglob("*") if _counts(part.relative_to(path)))
+    return tuple(sorted(_trace(part, name=part.relative_to(path).as_posix()) for part in parts))
+
+
+def _counts(part: Path) -> bool:
+    return part.suffix != ".pyc" and not any(
+        name.startswith(".") or name == "__pycache__" for name in part.parts
+    )
+
+
+def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
+    try:
+        stat = path.stat()
+    except OSError:  # gone since it was listed, or a link to nowhere
+        return name, 0, -1
+    return (name, 0, 0) if path.is_dir() else (name, stat.st_mtime_ns, stat.st_size)
+
+
+def _model_folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        raise RepositoryError(
+            f"there is no model repository at {root}",
+            remedy="name one with --model-repository, or make one: `genserve pull smollm2`",
+        )
+    return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+
+
+def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
+    fault = Fault(
+        severity=Severity.ERROR,
+        path=other,
+        message=f"failed to poll model '{entry.name}': not unique across all model repositories",
+        remedy=f"rename one of {entry.path} and {other}, or serve only one of the repositories",
+    )
+    return replace(entry, parsed=replace(entry.parsed, faults=(fault, *entry.parsed.faults)))

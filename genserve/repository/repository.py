@@ -1,62 +1,132 @@
-"""Repository: the models there are, which of them are loaded, and the door to them."""
+"""Repository: the models there are, which of them answer, and the door to them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable
-from enum import StrEnum
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from genserve.backends.ensemble import GenerationEnsemble
-from genserve.errors import GenserveError, ModelNotFound, ModelNotReady, RepositoryError
+from genserve.config.fault import first_error
+from genserve.errors import (
+    Closed,
+    GenserveError,
+    InferenceError,
+    ModelNotFound,
+    ModelNotReady,
+    RepositoryError,
+    Status,
+)
+from genserve.inference import Inference
 from genserve.metrics import Metrics
-from genserve.repository.index import scan
-from genserve.repository.stages import load_ensemble
+from genserve.repository.check import model_faults
+from genserve.repository.index import ModelEntry, fingerprint, scan
+from genserve.repository.loading import Loader
+from genserve.repository.options import ControlMode, RepositoryOptions
+from genserve.repository.preparation import prepare
+from genserve.repository.response_cache import ResponseCache
+from genserve.repository.served import Served
+from genserve.repository.stages import (
+    generation_models,
+    is_logits_stage,
+    load_generation,
+    load_logits_stage,
+    stage_owners,
+)
+from genserve.repository.text_generation import TextGeneration
+from genserve.repository.versions import IndexEntry, ModelState, Versions
+from genserve.schedulers.rate_limiter import RateLimiter
 
-__all__ = ["ModelState", "Repository"]
+__all__ = ["Repository"]
 
 logger = logging.getLogger(__name__)
 
-
-class ModelState(StrEnum):
-    """Triton's words for where a model stands."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNAVAILABLE = "UNAVAILABLE"
+_STATUS_WORDS = {
+    Status.UNKNOWN: "Unknown",
+    Status.INTERNAL: "Internal",
+    Status.NOT_FOUND: "Not found",
+    Status.INVALID_ARG: "Invalid argument",
+    Status.UNAVAILABLE: "Unavailable",
+    Status.UNSUPPORTED: "Unsupported",
+    Status.ALREADY_EXISTS: "Already exists",
+    Status.CANCELLED: "Cancelled",
+}
 
 
 class Repository:
-    """The generation models of one or more repository folders.
+    """All models of one or more folders; the `Door` for routes, ensembles and BLS.
 
-    `load` runs on one thread; everything else is safe from any.
+    Loading and unloading happens one call at a time; everything is safe from any thread.
     """
 
     def __init__(
-        self, roots: Iterable[Path], *, max_queue: int = 256, metrics: Metrics | None = None
+        self,
+        roots: Iterable[Path],
+        *,
+        options: RepositoryOptions | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         """Read the folders; nothing is loaded yet.
 
         Raises:
             RepositoryError: a root is not a folder.
         """
+        self.options = options or RepositoryOptions()
         self._roots = tuple(roots)
-        self._max_queue = max_queue
-        self._metrics = metrics or Metrics()
         self._entries = scan(self._roots)
-        self._states: dict[str, ModelState] = {}
+        self._versions = Versions()
+        cache_bytes = self.options.cache_bytes
+        self._loader = Loader(
+            door=self,
+            versions=self._versions,
+            options=self.options,
+            metrics=metrics or Metrics(),
+            cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
+            rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
+        )
+        self._locks: dict[str, threading.RLock] = {}        # of each model: one change of it at a time
         self._errors: dict[str, GenserveError] = {}
-        self._ready: dict[str, GenerationEnsemble] = {}
+        self._wanted: list[str] | None = None       # None: `start` has not been called
+        self._started = False
+        self._fingerprints: dict[str, object] = {}          # of what is loaded
+        self._polled: dict[str, object] = {}                # of what the last poll saw
+        self._scratch: TemporaryDirectory[str] | None = None    # for the files that load calls bring
+        self._numbers = itertools.count()
+        self._retiring: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        self._poller: threading.Thread | None = None
+
+    # What there is.
 
     @property
     def names(self) -> list[str]:
-        """The ensembles there are, loaded or not."""
-        return [name for name, entry in self._entries.items() if entry.is_ensemble]
+        """The generation models there are, loaded or not."""
+        return generation_models(self._entries)
 
     @property
-    def ready(self) -> list[GenerationEnsemble]:
-        """The models that answer."""
-        return list(self._ready.values())
+    def generation_models(self) -> list[GenerationEnsemble]:
+        """The generation models that answer."""
+        runners = (served.runner for served in self._versions.served)
+        return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
+
+    @property
+    def served(self) -> list[Served]:
+        """Every version of every model that answers."""
+        return self._versions.served
+
+    @property
+    def live(self) -> bool:
+        """Whether requests are taken at all."""
+        return not self._closing.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model that was to be loaded answers."""
+        return self.state is ModelState.READY
 
     @property
     def errors(self) -> dict[str, GenserveError]:
@@ -66,27 +136,34 @@ class Repository:
     @property
     def state(self) -> ModelState:
         """The worst of all models': UNAVAILABLE if a load failed or an engine died."""
-        if self._errors or not all(model.loop.alive for model in self.ready):
+        if self._errors or not all(served.runner.ready for served in self._versions.served):
             return ModelState.UNAVAILABLE
-        loading = not self._states or ModelState.LOADING in self._states.values()
-        return ModelState.LOADING if loading else ModelState.READY
+        return ModelState.READY if self._started else ModelState.LOADING
 
-    def load(self, names: Iterable[str] = ()) -> None:
-        """Load these models, or all ensembles; one that fails is noted in `errors` and passed over.
+    def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
+        """Return a line for each version, and one for each model that was never loaded; by name."""
+        known = self._versions.index()
+        if ready_only:
+            return [entry for entry in known if entry.state is ModelState.READY]
+        names = {entry.name for entry in known}
+        untouched = [IndexEntry(name=name) for name in self._entries if name not in names]
+        listed = [entry for entry in known if entry.version or not self._versions.states(entry.name)[1:]]
+        return sorted([*listed, *untouched], key=lambda entry: (entry.name, entry.version or 0))
+
+    def versions(self, name: str) -> list[int]:
+        """Return the versions of a model that answer, ascending."""
+        return [served.version for served in self._versions.of(name)]
+
+    def find(self, name: str, version: int = -1) -> Served:
+        """Return a version of a model; -1: the highest that answers.
 
         Raises:
-            ModelNotFound: one of `names` is not in the repository.
+            InferenceError: there is none, with Triton's text.
         """
-        wanted = list(names) or self.names
-        for name in wanted:
-            if name not in self.names:
-                raise self._not_found(name)
-        self._states.update(dict.fromkeys(wanted, ModelState.LOADING))
-        for name in wanted:
-            self._load(name)
+        return self._versions.find(name, version)
 
     def get(self, name: str | None = None) -> GenerationEnsemble:
-        """Return a loaded model; without a name, the only one.
+        """Return a generation model; without a name, the only one.
 
         Raises:
             ModelNotFound: there is none of this name, or no name and several models.
@@ -94,21 +171,27 @@ class Repository:
         """
         if name is None:
             name = self.only_name()
-        model = self._ready.get(name)
-        if model is not None:
-            return model
-        if name not in self.names:
+        for model in self.generation_models:
+            if model.name == name:
+                return model
+        if name not in self._entries:
             raise self._not_found(name)
-        state = self._states[name].value.lower() if name in self._states else "not loaded"
+        if self._versions.of(name):
+            known = ", ".join(self.names) or "none"
+            raise ModelNotFound(
+                f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
+            )
+        states = self._versions.states(name)
+        state = states[-1].state.lower() if states and states[-1].state else "not loaded"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
 
     def only_name(self) -> str:
-        """Return the name of the only model: of those that were to be loaded, or else of all there are.
+        """Return the name of the only generation model: of those to be loaded, or else of all there are.
 
         Raises:
             ModelNotFound: there is not exactly one.
         """
-        names = list(self._states) or self.names
+        names = [name for name in self.names if self._wanted is None or name in self._wanted]
         if len(names) != 1:
             raise ModelNotFound(
                 "no model is named, and there is not exactly one",
@@ -117,24 +200,238 @@ class Repository:
             )
         return names[0]
 
+    # The door.
+
+    def submit(self, inference: Inference) -> None:
+        """Run an inference; see `Door`."""
+        request = inference.request
+        refused: Served | None = None
+        while True:
+            served = self._versions.find(request.model_name, request.model_version)
+            if served is refused:
+                text = f"Request for unknown model: '{request.model_name}' has no available versions"
+                raise InferenceError(text, status=Status.NOT_FOUND)
+            try:
+                served.submit(inference)
+            except Closed:
+                refused = served  # it is being replaced: the one in its place takes the request
+            else:
+                return
+
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        """Whether a model answers."""
+        try:
+            return self._versions.find(name, version).ready
+        except InferenceError:
+            return False
+
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """Whether a model gives any number of responses."""
+        return self._versions.find(name, version).config.decoupled
+
+    def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+        """Load a model, or load it anew if its folder has changed; see `Door`."""
+        if self.options.control_mode is not ControlMode.EXPLICIT:
+            raise _not_explicit()
+        self._entries = scan(self._roots)
+        entry = self._entry_of_files(name, files, config) if files else self._entries.get(name)
+        if entry is None:
+            text = f"failed to load '{name}', failed to poll from model repository"
+            raise InferenceError(text, status=Status.INTERNAL)
+        self._load_with_steps(entry, config_json=config, again=bool(config or files))
+
+    def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model; one that is not loaded is fine; see `Door`."""
+        if self.options.control_mode is not ControlMode.EXPLICIT:
+            raise _not_explicit()
+        self._unload(name)
+        entry = self._entries.get(name)
+        if dependents and entry is not None and entry.config is not None:
+            for step in entry.config.ensemble_steps:
+                self._unload(step.model_name)
+
+    # Its life.
+
+    def start(self, names: Iterable[str] = ()) -> None:
+        """Load these models, or all; one that fails is noted in `errors` and passed over.
+
+        Raises:
+            ModelNotFound: one of `names` is not in the repository.
+        """
+        asked = list(names)
+        for name in asked:
+            if name not in self._entries:
+                raise self._not_found(name)
+        self._wanted = asked or list(self._entries)
+        owners = stage_owners(self._entries)
+        entries = [self._entries[name] for name in self._wanted]
+        alone = [entry for entry in entries if not entry.is_ensemble and entry.name not in owners]
+        with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:
+            for future in [pool.submit(self._load_noted, entry) for entry in alone]:
+                future.result()
+        for entry in entries:
+            if entry not in alone:
+                self._load_noted(entry)
+        self._started = True
+        self._polled = {name: fingerprint(entry.path) for name, entry in self._entries.items()}
+        if self.options.control_mode is ControlMode.POLL:
+            self._poller = threading.Thread(target=self._poll, name="repository-poll", daemon=True)
+            self._poller.start()
+
     def close(self) -> None:
         """Unload everything; a second call does nothing."""
-        while self._ready:
-            _, model = self._ready.popitem()
-            model.close()
+        self._closing.set()
+        if self._poller is not None:
+            self._poller.join()
+        for name in dict.fromkeys(served.name for served in self._versions.served):
+            self._unload(name, timeout_s=0)
+        for thread in list(self._retiring):
+            thread.join()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
-    def _load(self, name: str) -> None:
+    # Loading.
+
+    def _load_noted(self, entry: ModelEntry) -> None:
         try:
-            self._ready[name] = load_ensemble(
-                self._entries[name], self._entries, max_queue=self._max_queue, metrics=self._metrics
-            )
+            self._load_with_steps(entry)
         except GenserveError as error:
-            self._errors[name] = error
+            self._errors[entry.name] = error
+
+    def _load_with_steps(self, entry: ModelEntry, *, config_json: str = "", again: bool = False) -> None:
+        """Load a model; an ensemble after those of its steps that do not answer yet."""
+        entry = self._entries.get(stage_owners(self._entries).get(entry.name, ""), entry)
+        found = fingerprint(entry.path)
+        with self._lock_of(entry.name):
+            if not again and self._fingerprints.get(entry.name) == found and self._versions.of(entry.name):
+                return
+            if entry.name in self.names:
+                fresh = self._load_or_note(entry, lambda: self._load_generation(entry))
+            elif is_logits_stage(entry):
+                fresh = self._load_or_note(entry, lambda: [self._load_logits_stage(entry)])
+            else:
+                for step in self._missing_steps(entry):
+                    self._load_with_steps(step)
+                fresh = self._load_or_note(entry, lambda: self._load_versions(entry, config_json))
+            for name in dict.fromkeys(served.name for served in fresh):
+                old = self._versions.put(name, [served for served in fresh if served.name == name])
+                self._retire(old, timeout_s=self.options.exit_timeout_s)
+            self._fingerprints[entry.name] = found
+            self._errors.pop(entry.name, None)
+
+    def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
+        for step in entry.config.ensemble_steps if entry.config else ():
+            if not self._versions.of(step.model_name) and step.model_name in self._entries:
+                yield self._entries[step.model_name]
+
+    def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[Served]]) -> list[Served]:
+        """Run a load; if it fails, what served before goes on, and the index says why."""
+        version = (entry.versions or (1,))[-1]
+        serves = bool(self._versions.of(entry.name))
+        if not serves:
+            self._versions.set_state(entry.name, version, ModelState.LOADING)
+        try:
+            return load()
         except Exception as error:
-            logger.exception("model %s failed to load", name)
-            reason = f"{type(error).__name__}: {error}"
-            self._errors[name] = RepositoryError(f"model {name!r} failed to load: {reason}")
-        self._states[name] = ModelState.READY if name in self._ready else ModelState.UNAVAILABLE
+            if not isinstance(error, GenserveError):
+                logger.exception("model %s failed to load", entry.name)
+            reason = _reason(error)
+            if not serves:
+                self._versions.set_state(entry.name, version, ModelState.UNAVAILABLE, reason=reason)
+            text = f"version {version} is at UNAVAILABLE state: {reason};\n"
+            raise InferenceError(
+                f"load failed for model '{entry.name}': {text}", remedy=getattr(error, "remedy", "")
+            ) from error
+
+    def _load_versions(self, entry: ModelEntry, config_json: str) -> list[Served]:
+        error = first_error(model_faults(entry, self._entries)) if not config_json else None
+        if error is not None:
+            raise error
+        model = prepare(entry, options=self.options, config_json=config_json)
+        fresh: list[Served] = []
+        try:
+            for version in model.versions:
+                fresh.append(self._loader.load(model, version))
+        except BaseException:
+            for served in fresh:
+                served.close(timeout_s=0)
+            raise
+        return fresh
+
+    def _load_generation(self, entry: ModelEntry) -> list[Served]:
+        return load_generation(
+            entry, self._entries, max_queue=self.options.max_queue, metrics=self._loader.metrics
+        )
+
+    def _load_logits_stage(self, entry: ModelEntry) -> Served:
+        return load_logits_stage(entry, max_queue=self.options.max_queue, metrics=self._loader.metrics)
+
+    def _entry_of_files(self, name: str, files: Mapping[str, bytes], config: str) -> ModelEntry:
+        """Write the files of a load call into a folder of their own, which takes the place of the model's."""
+        if not config:
+            raise InferenceError(
+                f"failed to load '{name}', override model directory requires the 'config' parameter "
+                "to be set",
+                remedy="send the model's config as JSON along with its files",
+            )
+        self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
+        root = Path(self._scratch.name) / str(next(self._numbers))
+        for path, content in files.items():
+            target = (root / name / path).resolve()
+            if not target.is_relative_to(root.resolve() / name):
+                raise InferenceError(f"the file {path!r} would lie outside of the model's folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        return scan([root])[name]
+
+    # Unloading.
+
+    def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
+        with self._lock_of(name):
+            owners = stage_owners(self._entries)
+            for model in (name, *(stage for stage, owner in owners.items() if owner == name)):
+                old = self._versions.put(model, ())
+                for served in old:
+                    self._versions.set_state(model, served.version, ModelState.UNLOADING)
+                self._retire(old, timeout_s=timeout_s, unloaded=True)
+            self._fingerprints.pop(name, None)
+
+    def _retire(self, old: Sequence[Served], *, timeout_s: float | None, unloaded: bool = False) -> None:
+        """Let versions that nobody can find any more end their requests, on a thread, and close them."""
+
+        def close() -> None:
+            for served in old:
+                served.close(timeout_s=self.options.exit_timeout_s if timeout_s is None else timeout_s)
+                if unloaded:
+                    self._versions.set_state(
+                        served.name, served.version, ModelState.UNAVAILABLE, reason="unloaded"
+                    )
+            self._retiring.discard(thread)
+
+        if old:
+            thread = threading.Thread(target=close, name=f"unload-{old[0].name}")
+            self._retiring.add(thread)
+            thread.start()
+
+    def _poll(self) -> None:
+        """Follow the folders until the repository closes."""
+        while not self._closing.wait(self.options.poll_s):
+            try:
+                self._follow_folders()
+            except Exception:
+                logger.exception("polling the repository failed")
+
+    def _follow_folders(self) -> None:
+        before, self._entries = self._entries, scan(self._roots)
+        for name in before.keys() - self._entries.keys():
+            self._unload(name)
+        for name, entry in self._entries.items():
+            if fingerprint(entry.path) != self._polled.get(name):
+                self._polled[name] = fingerprint(entry.path)
+                self._load_noted(entry)
+
+    def _lock_of(self, name: str) -> threading.RLock:
+        return self._locks.setdefault(name, threading.RLock())
 
     def _not_found(self, name: str) -> ModelNotFound:
         roots = ", ".join(str(root) for root in self._roots)
@@ -142,3 +439,22 @@ class Repository:
         return ModelNotFound(
             f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
         )
+
+
+def _reason(error: Exception) -> str:
+    """Return why a load failed, in Triton's form: its word for the code, and the message."""
+    if isinstance(error, InferenceError):
+        return f"{_STATUS_WORDS[error.status]}: {error.message}"
+    if isinstance(error, RepositoryError):
+        return f"Invalid argument: {error.message}"
+    if isinstance(error, GenserveError):
+        return f"Internal: {error.message}"
+    return f"Internal: {type(error).__name__}: {error}"
+
+
+def _not_explicit() -> InferenceError:
+    return InferenceError(
+        "explicit model load / unload is not allowed if polling is enabled",
+        status=Status.UNAVAILABLE,
+        remedy="start the server with --model-control-mode explicit",
+    )

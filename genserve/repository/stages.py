@@ -1,76 +1,162 @@
-"""Stages: from the folders of an ensemble to a running one."""
+"""Stages: from the folders of a generation ensemble to a running one."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from genserve.backends.ensemble import GenerationEnsemble
-from genserve.backends.onnxruntime import OnnxLogits
-from genserve.backends.python import load_decode
+from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.python.decoding import load_decode
 from genserve.config.fault import first_error
+from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
+from genserve.config.normalise import normalise
+from genserve.errors import InferenceError, Status
+from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
+from genserve.generation.token_sequence import TokenSequence
+from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.check import model_faults
 from genserve.repository.index import ModelEntry
-from genserve.repository.wiring import STAGE_BACKENDS, step_models
+from genserve.repository.logits_stage import LogitsStage
+from genserve.repository.served import Runner, Served
+from genserve.repository.text_generation import TextGeneration
+from genserve.repository.wiring import generation_stages
+from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["StageEntries", "find_stages", "load_ensemble"]
+__all__ = ["generation_models", "is_logits_stage", "load_generation", "load_logits_stage", "stage_owners"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageEntries:
-    """The three models that a generation ensemble chains."""
-
-    tokenizer: ModelEntry
-    logits: ModelEntry
-    decoder: ModelEntry
+def generation_models(entries: Mapping[str, ModelEntry]) -> list[str]:
+    """Return the ensembles that chain a tokenizer, a logits and a decoder stage."""
+    return [name for name, entry in entries.items() if generation_stages(entry, entries)]
 
 
-def find_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> StageEntries:
-    """Find the stages that an ensemble's steps name; its warnings and theirs are logged.
+def stage_owners(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
+    """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
+    owners: dict[str, str] = {}
+    for name in generation_models(entries):
+        stages = generation_stages(entries[name], entries) or {}
+        for stage in ("logits", "decoder"):
+            owners.setdefault(stages[stage].name, name)
+    return owners
+
+
+def is_logits_stage(entry: ModelEntry) -> bool:
+    """Whether a model is an exported logits graph: its states are a KV cache that is written in place."""
+    config = entry.config
+    if config is None or config.backend != "onnxruntime" or config.sequence_batching is None:
+        return False
+    states = config.sequence_batching.states
+    return config.sequence_batching.iterative and bool(states) and all(state.same_buffer for state in states)
+
+
+def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) -> Served:
+    """Load a logits stage that no ensemble has, with an engine of its own.
 
     Raises:
-        RepositoryError: the ensemble or one of its stages has an error; the first of them.
+        RepositoryError: it has an error, or cannot be loaded.
+        MissingDependency: ONNX Runtime is not installed.
     """
-    models = [entry, *step_models(entry, entries)]
+    started_s = time.monotonic()
+    _check([entry], {entry.name: entry})
+    logits = _load_logits(entry)
+    loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
+    runner = LogitsStage(
+        loop, vocab_size=logits.vocab_size, max_length=logits.max_length, close=loop.close
+    )
+    return _served(entry, runner, version=entry.versions[-1], load_s=time.monotonic() - started_s)
+
+
+def load_generation(
+    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
+) -> list[Served]:
+    """Load the three stages of an ensemble and start its engine.
+
+    Returns:
+        The ensemble, and the stages that its engine runs.
+
+    Raises:
+        RepositoryError: the ensemble or a stage has an error, is missing, or cannot be loaded.
+        MissingDependency: ONNX Runtime is not installed.
+    """
+    started_s = time.monotonic()
+    stages = generation_stages(entry, entries)
+    assert stages is not None
+    _check([entry, *stages.values()], entries)
+    ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
+    load_s = time.monotonic() - started_s
+    return [
+        _served(entry, TextGeneration(ensemble), version=(entry.versions or (1,))[-1], load_s=load_s),
+        _served(
+            stages["logits"],
+            LogitsStage(ensemble.loop, vocab_size=ensemble.vocab_size, max_length=ensemble.max_length),
+            version=stages["logits"].versions[-1],
+            load_s=load_s,
+        ),
+        _served(
+            stages["decoder"],
+            _Inside(ensemble),
+            version=stages["decoder"].versions[-1],
+            load_s=load_s,
+        ),
+    ]
+
+
+def _check(models: Iterable[ModelEntry], entries: Mapping[str, ModelEntry]) -> None:
+    """Raise the first error of the models; log their warnings."""
     faults = [fault for model in models for fault in model_faults(model, entries)]
     error = first_error(faults)
     if error is not None:
         raise error
     for fault in faults:
         logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
-    by_backend = {_config(model).backend: model for model in models}
-    return StageEntries(**{stage: by_backend[backend] for stage, backend in STAGE_BACKENDS.items()})
 
 
-def load_ensemble(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
+async def _nothing(sequence: TokenSequence) -> None:
+    """The decoding loop of an engine that only answers with logits."""
+
+
+class _Inside:
+    """A decoder stage, which is a loop inside of its ensemble's engine; a `Runner`."""
+
+    def __init__(self, ensemble: GenerationEnsemble) -> None:
+        self._ensemble = ensemble
+
+    @property
+    def ready(self) -> bool:
+        return self._ensemble.loop.alive
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    def submit(self, inference: Inference) -> None:
+        raise InferenceError(
+            f"model '{inference.model_name}' runs inside of the ensemble '{self._ensemble.name}'",
+            status=Status.UNSUPPORTED,
+            remedy=f"ask '{self._ensemble.name}'",
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _ensemble(
+    entry: ModelEntry, stages: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
 ) -> GenerationEnsemble:
-    """Load the three stages of an ensemble and start its engine.
-
-    Raises:
-        RepositoryError: a stage is missing or cannot be loaded.
-        MissingDependency: ONNX Runtime is not installed.
-    """
-    stages = find_stages(entry, entries)
-    tokenizer = Tokenizer.from_folder(stages.tokenizer.latest_version())
-    decode = load_decode(stages.decoder.latest_version() / "model.py", name=stages.decoder.name)
-    logits = _load_logits(stages.logits)
-    loop = EngineLoop(
-        Engine(logits, decode=decode),
-        name=entry.name,
-        num_slots=logits.num_slots,
-        max_waiting=max_queue,
-        metrics=metrics.for_model(entry.name),
-    )
+    tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
+    decoder = stages["decoder"]
+    decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
+    logits = _load_logits(stages["logits"])
+    loop = _start(logits, decode=decode, name=entry.name, max_queue=max_queue, metrics=metrics)
     return GenerationEnsemble(
         name=entry.name,
         tokenizer=tokenizer,
@@ -82,6 +168,26 @@ def load_ensemble(
         precision=logits.metadata.get("genserve.precision", "unknown"),
         loaded_s=time.time(),
     )
+
+
+def _start(
+    logits: OnnxLogits, *, decode: DecodeFunction, name: str, max_queue: int, metrics: Metrics
+) -> EngineLoop:
+    return EngineLoop(
+        Engine(logits, decode=decode),
+        name=name,
+        num_slots=logits.num_slots,
+        max_waiting=max_queue,
+        metrics=metrics.for_model(name),
+    )
+
+
+def _served(entry: ModelEntry, runner: Runner, *, version: int, load_s: float) -> Served:
+    message = type(entry.parsed.message)()
+    message.CopyFrom(entry.parsed.message)
+    normalise(message, model_folder=entry.path)
+    config = model_config(message, name=entry.name)
+    return Served(runner, config=config, version=version, statistics=ModelStatistics(), load_s=load_s)
 
 
 def _load_logits(entry: ModelEntry) -> OnnxLogits:

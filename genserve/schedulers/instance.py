@@ -43,6 +43,7 @@ class Instance:
         self.placement = placement
         self.executor = Executor(name=placement.name)
         self.started: Future[None] = Future()
+        self._backend: Backend | None = None
         self._start = start
         self._number = number
         self._scheduler = scheduler
@@ -55,6 +56,14 @@ class Instance:
         """Whether its thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it runs, and its backend does not say that it is not ready."""
+        if self._backend is None or not self.alive:
+            return False
+        is_ready = getattr(self._backend, "is_ready", None)
+        return is_ready is None or bool(is_ready())
+
     def join(self) -> None:
         """Wait until it has closed, after its scheduler was."""
         self._thread.join()
@@ -66,6 +75,7 @@ class Instance:
         except BaseException as error:
             self.started.set_exception(error)
             return
+        self._backend = backend
         self.started.set_result(None)
         try:
             while (batch := self._scheduler.take(self._number)) is not None:

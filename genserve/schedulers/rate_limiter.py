@@ -147,6 +147,10 @@ class ResourcePermit:
         self._limiter = limiter
         self._stride = stride
 
+    def withdraw(self) -> None:
+        """Forget it: its instance has gone."""
+        self._limiter.withdraw(self)
+
     def acquire(self) -> None:
         """Wait for it; what is held is given back only as one stands in line, so that others take turns."""
         self.ask()
@@ -163,7 +167,6 @@ class ResourcePermit:
     def executed(self) -> None:
         """Count a turn; one in which there was nothing to execute any more is none."""
         self.turn += self._stride
-
 
 
 def _available(permits: Iterable[ResourcePermit], capacities: tuple[Capacity, ...]) -> dict[_Place, int]:

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect
 from genserve.server.faults import add_fault_handlers
 from genserve.server.gate import Gate
 from genserve.server.routes import health, openai, tgi
+from genserve.server.routes.kserve import KServeRoute
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 from genserve.version import __version__
@@ -25,6 +26,7 @@ def create_app(services: Services) -> FastAPI:
         description="Text generation from a model repository in Triton's format.",
     )
     app.state.services = services
+    app.router.routes.insert(0, KServeRoute(services))
     for router in (tgi.router, openai.router, health.router):
         app.include_router(router)
     add_fault_handlers(app)

@@ -13,6 +13,7 @@ import uvicorn
 
 from genserve.errors import GenserveError, RepositoryError
 from genserve.metrics import Metrics
+from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.server.app import create_app
 from genserve.server.services import Services
@@ -77,7 +78,11 @@ class Server(uvicorn.Server):
         metrics = Metrics()
         self.services = Services(
             settings=settings,
-            repository=Repository(settings.model_repository, max_queue=settings.max_queue, metrics=metrics),
+            repository=Repository(
+                settings.model_repository,
+                options=RepositoryOptions(max_queue=settings.max_queue),
+                metrics=metrics,
+            ),
             metrics=metrics,
         )
         super().__init__(
@@ -134,8 +139,8 @@ class Server(uvicorn.Server):
     async def _load(self, url: str) -> None:
         settings, repository = self.services.settings, self.services.repository
         try:
-            await asyncio.to_thread(repository.load, settings.load_model)
-            if not repository.ready:
+            await asyncio.to_thread(repository.start, settings.load_model)
+            if not repository.generation_models:
                 raise next(iter(repository.errors.values()), _nothing_to_load(settings))
         except Exception as error:
             self._failure = error
@@ -170,7 +175,7 @@ def _describe(url: str, repository: Repository) -> ServerInfo:
             kv_cache_bytes=model.kv_cache_bytes,
             precision=model.precision,
         )
-        for model in repository.ready
+        for model in repository.generation_models
     )
     return ServerInfo(url=url, models=models, errors=tuple(repository.errors.values()))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from genserve.errors import GenserveError
+from genserve.generation.logits_model import FloatArray
+from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
@@ -31,6 +34,7 @@ def sequence_of(
     prompt: Sequence[int],
     *,
     max_length: int = 64,
+    vocab_size: int = VOCAB_SIZE,
     eos_token_ids: Sequence[int] = (),
     stop_at: int | None = None,
     **params: Any,
@@ -43,7 +47,7 @@ def sequence_of(
         eos_token_ids=frozenset(eos_token_ids),
         text=IdText(stop_at),
         max_length=max_length,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
     )
 
 
@@ -51,3 +55,23 @@ async def sample_loop(sequence: TokenSequence) -> None:
     """What the shipped decoder stage does."""
     while not sequence.finished:
         sequence.append(await sequence.sample())
+
+
+def logits_request(
+    token_ids: Sequence[int],
+    *,
+    on_logits: Callable[[FloatArray | GenserveError], None] = lambda _: None,
+    max_length: int = 64,
+    vocab_size: int = VOCAB_SIZE,
+) -> LogitsRequest:
+    return LogitsRequest(token_ids, on_logits=on_logits, vocab_size=vocab_size, max_length=max_length)
+
+
+class Clock:
+    """Stands still unless it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -7,11 +7,12 @@ import pytest
 
 from genserve.errors import ModelFailed
 from genserve.generation.engine import Engine
+from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import FinishReason
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
-from tests.fakes.sequences import sample_loop, sequence_of
+from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
@@ -368,3 +369,253 @@ def test_a_loop_that_raises_at_its_end_is_let_go():
     assert second.num_new_tokens == 1
     engine.remove([second])
     assert engine.num_running == 0
+
+
+def ask(engine: Engine, *histories: list[int]) -> list[np.ndarray]:
+    """Ask for the logits after each history, all at once, and run until there is nothing to do."""
+    requests = [logits_request(history) for history in histories]
+    for request in requests:
+        request.submitted_s = engine.clock()
+        engine.add(request)
+    rows = {}
+    while (result := engine.step()) is not None:
+        engine.check_integrity()
+        assert not result.failed
+        rows.update(result.answered)
+    return [rows[request] for request in requests]
+
+
+def assert_logits(rows: list[np.ndarray], *histories: list[int]) -> None:
+    for row, history in zip(rows, histories, strict=True):
+        np.testing.assert_array_equal(row, logits_after(history))
+
+
+def test_a_growing_list_of_ids_is_computed_one_token_at_a_time():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    history = [5, 6, 7]
+    for token_id in (8, 9, 10):
+        assert_logits(ask(engine, history), history)
+        history = [*history, token_id]
+    assert model.forwards == ["prefill 1x3", "decode 1", "decode 1"]
+    assert model.moves == []
+
+
+def test_loops_over_the_logits_share_their_steps_with_each_other_and_with_sequences_that_sample():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    sequence = sequence_of([4], max_tokens=20)
+    engine.add(sequence)
+    histories = [[1, 2, 3], [9, 8]]
+    for token_id in range(30, 40):
+        for history in histories:
+            engine.add(logits_request(history))
+            history.append(token_id)
+        result = engine.step()
+        engine.check_integrity()
+        assert_logits([row for _, row in result.answered], *(history[:-1] for history in histories))
+    assert model.forwards == ["prefill 3x3", *["decode 3"] * 9]
+    run(engine)
+    assert answer(sequence) == greedy_answer([4], num_tokens=20)
+
+
+def test_the_row_belongs_to_the_receiver():
+    model = CachedLogits()
+    [row] = ask(Engine(model, decode=sample_loop), [1, 2])
+    assert not np.shares_memory(row, model._buffer)
+
+
+def test_ids_that_branch_off_begin_with_a_copy_and_both_go_on():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    first, second = list(range(20)), [*range(18), 60, 61, 62]
+    assert_logits(ask(engine, first), first)
+    assert_logits(ask(engine, second), second)
+    assert_logits(ask(engine, [*first, 1], [*second, 2]), [*first, 1], [*second, 2])
+    assert model.forwards == ["prefill 1x20", "prefill 1x3", "decode 2"]
+
+
+def test_ids_with_little_in_common_are_computed_from_the_first():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    ask(engine, [1, 2, 3, 4, 5])
+    ask(engine, [1, 2, 30, 40, 50])
+    assert model.forwards == ["prefill 1x5", "prefill 1x5"]
+
+
+def test_the_same_ids_again_cost_one_token():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    for _ in range(2):
+        assert_logits(ask(engine, [1, 2, 3]), [1, 2, 3])
+    assert model.forwards == ["prefill 1x3", "decode 1"]
+
+
+def test_the_least_recently_used_gives_way_when_there_are_more_than_slots():
+    model, clock = CachedLogits(num_slots=2), Clock()
+    engine = Engine(model, decode=sample_loop, clock=clock)
+    for history in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
+        clock.now_s += 1
+        ask(engine, history)
+    model.forwards.clear()
+    assert_logits(ask(engine, [4, 5, 6, 7]), [4, 5, 6, 7])
+    assert_logits(ask(engine, [1, 2, 3, 4]), [1, 2, 3, 4])
+    assert model.forwards == ["decode 1", "prefill 1x4"]
+
+
+def test_a_loop_that_comes_back_quickly_keeps_its_slot_until_it_stays_away():
+    model, clock = CachedLogits(num_slots=1), Clock()
+    engine = Engine(model, decode=sample_loop, clock=clock)
+    ask(engine, [1, 2])
+    ask(engine, [1, 2, 3])
+    sequence = sequence_of([4], max_tokens=3)
+    engine.add(sequence)
+    assert engine.step() is None
+    ask(engine, [1, 2, 3, 4])
+    assert model.forwards == ["prefill 1x2", "decode 1", "decode 1"]
+    clock.now_s += 1
+    run(engine)
+    assert answer(sequence) == greedy_answer([4], num_tokens=3)
+
+
+def test_more_loops_than_slots_take_turns_by_whole_answers():
+    clock = Clock()
+
+    class SlowLogits(CachedLogits):
+        def prefill(self, chunks, **where):
+            clock.now_s += 0.01
+            return super().prefill(chunks, **where)
+
+    model = SlowLogits(num_slots=2)
+    engine = Engine(model, decode=sample_loop, clock=clock)
+    histories = {i: [i] for i in range(6)}
+    requests = {logits_request(history): i for i, history in histories.items()}
+    for request in requests:
+        engine.add(request)
+    while requests:
+        result = engine.step()
+        clock.now_s += 0.001
+        for request, row in result.answered if result else ():
+            i = requests.pop(request)
+            histories[i].append(int(row.argmax()))
+            if len(histories[i]) <= 5:
+                request = logits_request(histories[i])
+                request.submitted_s = clock()
+                requests[request] = i
+                engine.add(request)
+    assert [h[1:] for h in histories.values()] == [greedy_answer([i], num_tokens=5) for i in range(6)]
+    assert sum(forward.startswith("prefill") for forward in model.forwards) == 3
+
+
+def test_a_loop_that_stays_away_costs_idle_rows_for_a_moment_only():
+    model, clock = CachedLogits(), Clock()
+    engine = Engine(model, decode=sample_loop, clock=clock)
+    away, stays = [1, 2], [3, 4]
+    for _ in range(3):
+        ask(engine, away, stays)
+        away, stays = [*away, 5], [*stays, 6]
+    model.forwards.clear()
+    assert_logits(ask(engine, stays), stays)
+    clock.now_s += 1
+    assert_logits(ask(engine, [*stays, 7]), [*stays, 7])
+    assert model.forwards == ["decode 2", "decode 1"]
+    assert_logits(ask(engine, away), away)
+
+
+def test_a_slot_that_is_full_is_let_go():
+    model = CachedLogits(max_length=8, num_slots=2)
+    engine = Engine(model, decode=sample_loop)
+    full = list(range(8))
+    requests = [logits_request(full, max_length=8), logits_request([9, 9], max_length=8)]
+    for request in requests:
+        engine.add(request)
+    result = engine.step()
+    engine.check_integrity()
+    assert_logits([row for _, row in result.answered], full, [9, 9])
+    assert_logits(ask(engine, [9, 9, 1]), [9, 9, 1])
+
+
+def test_logits_that_are_not_finite_are_given_as_they_are():
+    model = CachedLogits()
+    model.poison[POISON] = "nan"
+    [row] = ask(Engine(model, decode=sample_loop), [POISON])
+    assert np.isnan(row).all()
+
+
+def test_a_forward_that_raises_fails_the_requests_in_it_and_keeps_nothing_of_them():
+    model = CachedLogits()
+    engine = Engine(model, decode=sample_loop)
+    ask(engine, [1, 2])
+    model.poison[POISON] = "raise"
+    bad = logits_request([1, 2, POISON])
+    engine.add(bad)
+    assert list(engine.step().failed) == [bad]
+    model.poison.clear()
+    assert_logits(ask(engine, [1, 2, POISON, 3]), [1, 2, POISON, 3])
+    assert model.forwards[-1] == "prefill 1x4"
+
+
+def test_a_cancelled_request_is_never_answered():
+    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    ask(engine, [1, 2])
+    running, waiting = logits_request([1, 2, 3]), logits_request([7])
+    engine.add(running)
+    engine.add(waiting)
+    engine.remove([running, waiting])
+    assert engine.num_running == engine.num_waiting == 0
+    assert engine.step() is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_loops_branches_sequences_departures_and_evictions_never_change_an_answer(seed):
+    """Random callers over few slots: each asks, goes on with one token or more, or begins anew."""
+    rng = random.Random(seed)
+    clock = Clock()
+    model = CachedLogits(num_slots=rng.choice([1, 2, 3, 6]), max_length=48)
+    budget = PrefillBudget(alone=16, beside_decoding=8)
+    engine = Engine(model, decode=sample_loop, budget=budget, clock=clock)
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(3)]
+    histories = [rng.choice(stems)[: rng.randint(1, 30)] for _ in range(5)]
+    pending: dict[int, LogitsRequest] = {}
+    sequences: list[TokenSequence] = []
+    cancelled: set[TokenSequence] = set()
+    num_answers = 0
+    for _ in range(150):
+        clock.now_s += rng.choice([0.0, 0.001, 0.05])
+        for caller in range(5):
+            if caller in pending and rng.random() < 0.02:
+                engine.remove([pending.pop(caller)])
+            elif caller not in pending and rng.random() < 0.6:
+                request = logits_request(histories[caller], max_length=48)
+                request.submitted_s = clock()
+                engine.add(request)
+                pending[caller] = request
+        if rng.random() < 0.1:
+            prompt = rng.choice(stems)[: rng.randint(1, 30)]
+            sequences.append(sequence_of(prompt, max_tokens=rng.randint(1, 9)))
+            engine.add(sequences[-1])
+        if sequences and rng.random() < 0.02:
+            cancelled.update(s for s in sequences[-1:] if not s.finished)
+            engine.remove(sequences[-1:])
+        result = engine.step()
+        engine.check_integrity()
+        if result is None:
+            continue
+        assert not result.failed
+        for request, row in result.answered:
+            assert_logits([row], request.token_ids)
+            caller = next(c for c, r in pending.items() if r is request)
+            del pending[caller]
+            num_answers += 1
+            num_more = rng.choice([1, 1, 1, 1, 1, 1, 3])
+            history = [*request.token_ids, *(rng.randrange(VOCAB_SIZE) for _ in range(num_more))]
+            if len(history) > 48 or rng.random() < 0.1:
+                history = rng.choice(stems)[: rng.randint(1, 30)]
+            histories[caller] = history
+    assert num_answers > 20
+    engine.remove(pending.values())
+    clock.now_s += 10
+    run(engine)
+    for sequence in set(sequences) - cancelled:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert answer(sequence) == greedy_answer(prompt, num_tokens=sequence.params.max_tokens)

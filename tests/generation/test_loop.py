@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
 
+import numpy as np
 import pytest
 
 from genserve.errors import Closed, ModelFailed, Overloaded
@@ -11,8 +15,8 @@ from genserve.generation.loop import EngineLoop
 from genserve.generation.streams import EventLoopOutbox, ThreadStream
 from genserve.metrics import Metrics
 from genserve.request import join_deltas
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
-from tests.fakes.sequences import sample_loop, sequence_of
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
@@ -35,9 +39,11 @@ class GatedLogits(CachedLogits):
         self.gate.release()
 
 
-def loop_over(model: CachedLogits, *, max_waiting: int = 8) -> EngineLoop:
+def loop_over(
+    model: CachedLogits, *, max_waiting: int = 8, clock: Callable[[], float] = time.monotonic
+) -> EngineLoop:
     return EngineLoop(
-        Engine(model, decode=sample_loop),
+        Engine(model, decode=sample_loop, clock=clock),
         name="test",
         num_slots=model.num_slots,
         max_waiting=max_waiting,
@@ -197,3 +203,167 @@ def test_the_gauges_return_to_zero_when_the_last_reader_leaves():
         pass
     loop.close()
     assert metrics.registry.get_sample_value("genserve_num_requests_waiting", {"model": "test"}) == 0
+
+
+class Caller:
+    """A plain loop over the logits, as a model.py has it: all ids, every time."""
+
+    def __init__(self, loop: EngineLoop, prompt: list[int]) -> None:
+        self.token_ids = list(prompt)
+        self._loop = loop
+        self._answers: SimpleQueue = SimpleQueue()
+
+    def ask(self) -> None:
+        request = logits_request(self.token_ids, on_logits=self._answers.put)
+        self._loop.submit_logits([request])
+
+    def receive(self) -> None:
+        logits = self._answers.get()
+        np.testing.assert_array_equal(logits, logits_after(self.token_ids))
+        self.token_ids.append(int(logits.argmax()))
+
+
+def test_plain_loops_of_many_threads_are_answered_beside_generation(loop):
+    def call(caller: Caller) -> None:
+        for _ in range(12):
+            caller.ask()
+            caller.receive()
+
+    callers = [Caller(loop, [i, i + 1]) for i in range(6)]
+    threads = [threading.Thread(target=call, args=(caller,)) for caller in callers]
+    for thread in threads:
+        thread.start()
+    with ThreadStream(loop, sequence_of([50], max_tokens=30)) as stream:
+        assert list(join_deltas(stream).token_ids) == greedy_answer([50], num_tokens=30)
+    for thread in threads:
+        thread.join()
+    assert [c.token_ids[2:] for c in callers] == [greedy_answer([i, i + 1], num_tokens=12) for i in range(6)]
+    assert loop.num_accepted == 0
+
+
+def test_a_step_waits_for_the_loops_that_always_come_back_at_once():
+    class CountingClock(Clock):
+        num_calls = 0
+
+        def __call__(self):
+            self.num_calls += 1
+            return super().__call__()
+
+    model, clock = CachedLogits(), CountingClock()  # it stands still: by this clock nobody stays away
+    loop = loop_over(model, clock=clock)
+    early, late = Caller(loop, [1, 2]), Caller(loop, [3, 4])
+    for _ in range(3):
+        early.ask()
+        late.ask()
+        early.receive()
+        late.receive()
+    before = loop.num_steps
+    for _ in range(10):
+        early.ask()
+        seen = clock.num_calls
+        while clock.num_calls < seen + 3:  # a step of its own would look at the clock three times
+            time.sleep(0)
+        late.ask()
+        early.receive()
+        late.receive()
+    assert loop.num_steps - before == 10
+    loop.close()
+
+
+def test_a_loop_that_stays_away_is_not_waited_for():
+    model, clock = CachedLogits(), Clock()
+    loop = loop_over(model, clock=clock)
+    stays, leaves = Caller(loop, [1, 2]), Caller(loop, [3, 4])
+    for _ in range(3):
+        stays.ask()
+        leaves.ask()
+        stays.receive()
+        leaves.receive()
+    clock.now_s += 1
+    for _ in range(3):
+        stays.ask()
+        stays.receive()
+    loop.close()
+
+
+def test_the_rows_of_a_call_are_accepted_together_or_not_at_all(gated):
+    _, loop = gated
+    answers: SimpleQueue = SimpleQueue()
+    requests = [logits_request([i], on_logits=answers.put) for i in range(4)]
+    with pytest.raises(Overloaded):
+        loop.submit_logits(requests)
+    assert loop.num_accepted == 0
+    loop.submit_logits(requests[:3])
+    for _ in range(3):
+        assert isinstance(answers.get(), np.ndarray)
+    assert loop.num_accepted == 0
+
+
+def test_sequences_wait_for_held_slots_and_get_them():
+    loop = loop_over(CachedLogits(num_slots=1))
+    caller = Caller(loop, [1, 2])
+    for _ in range(4):
+        caller.ask()
+        caller.receive()
+    with ThreadStream(loop, sequence_of([5], max_tokens=6)) as stream:
+        assert list(join_deltas(stream).token_ids) == greedy_answer([5], num_tokens=6)
+    loop.close()
+
+
+def test_a_cancelled_logits_request_is_not_answered_and_makes_room(gated):
+    model, loop = gated
+    answers: SimpleQueue = SimpleQueue()
+    stream = ThreadStream(loop, sequence_of([1], max_tokens=30))
+    next(stream)  # from now on the engine stands in a decode step
+    request = logits_request([2, 3], on_logits=answers.put)
+    loop.submit_logits([request])
+    loop.cancel(request)
+    model.open_gate()
+    list(stream)
+    assert loop.num_accepted == 0
+    assert answers.empty()
+
+
+def test_closing_answers_logits_requests_with_an_error(gated):
+    model, loop = gated
+    answers: SimpleQueue = SimpleQueue()
+    stream = ThreadStream(loop, sequence_of([1], max_tokens=30))
+    next(stream)
+    loop.submit_logits([logits_request([2, 3], on_logits=answers.put)])
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    model.open_gate()
+    closing.join()
+    # The step that ran while the loop closed may have been the answer's.
+    assert isinstance(answers.get(), Closed | np.ndarray)
+    with pytest.raises(Closed):
+        loop.submit_logits([logits_request([1])])
+
+
+def test_an_engine_that_dies_answers_logits_requests():
+    class Broken(Engine):
+        def step(self):
+            raise MemoryError
+
+    loop = EngineLoop(
+        Broken(CachedLogits(), decode=sample_loop),
+        name="test",
+        num_slots=1,
+        max_waiting=1,
+        metrics=Metrics().for_model("test"),
+    )
+    answers: SimpleQueue = SimpleQueue()
+    loop.submit_logits([logits_request([1], on_logits=answers.put)])
+    assert isinstance(answers.get(), ModelFailed)
+    loop.close()
+
+
+def test_a_receiver_that_raises_harms_nobody(loop):
+    def raises(_):
+        raise KeyError("oops")
+
+    loop.submit_logits([logits_request([1, 2], on_logits=raises)])
+    caller = Caller(loop, [3])
+    caller.ask()
+    caller.receive()
+    assert loop.alive

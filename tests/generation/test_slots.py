@@ -4,35 +4,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.generation.slots import compaction
-from tests.fakes.sequences import sequence_of
+from genserve.generation.slots import common_prefix, compaction
 
 
-def running(num: int, *, partial: bool):
-    sequences = [sequence_of([1, 2]) for _ in range(num)]
-    for sequence in sequences:
-        sequence.num_computed = 2
-    if partial:
-        sequences[-1].num_computed = 1
-    return sequences
-
-
-@given(st.integers(1, 12), st.booleans(), st.data())
-def test_compaction_leaves_no_gap_moves_each_once_and_keeps_a_partial_prompt_last(num, partial, data):
-    gone = data.draw(st.sets(st.integers(0, num - 1)))
-    sequences = running(num, partial=partial)
-    slots = list(sequences)
-    moves = compaction(sequences, gone)
+@given(st.lists(st.booleans(), max_size=12))
+def test_compaction_leaves_no_gap_and_moves_no_more_than_it_must(front):
+    slots = list(range(len(front)))
+    moves = compaction(front)
     for move in moves:
         slots[move.target] = slots[move.source]
-    kept = slots[: num - len(gone)]
-    assert set(kept) == {s for i, s in enumerate(sequences) if i not in gone}
-    assert len(set(kept)) == len(kept)
-    assert not any(s.in_prompt for s in kept[:-1])
-    assert len(moves) <= len(gone) + 1
-    assert len({move.source for move in moves}) == len(moves)
+    num_front = sum(front)
+    assert sorted(slots[:num_front]) == [slot for slot, is_front in enumerate(front) if is_front]
+    assert len(moves) == front[:num_front].count(False)
 
 
 @pytest.mark.parametrize("gone", [{3}, {2, 3}, {0, 1, 2, 3}, set()])
 def test_what_leaves_from_the_end_moves_nobody(gone):
-    assert compaction(running(4, partial=False), gone) == []
+    assert compaction([slot not in gone for slot in range(4)]) == []
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.data())
+def test_a_common_prefix_is_as_long_as_a_plain_loop_says(first, second, data):
+    second = first[: data.draw(st.integers(0, len(first)))] + second
+    expected = 0
+    while expected < min(len(first), len(second)) and first[expected] == second[expected]:
+        expected += 1
+    assert common_prefix(first, second) == expected

@@ -200,7 +200,7 @@ async def chat_completions(body: ChatBody, services: SharedServices, request: Re
 @router.get("/models")
 async def models(services: SharedServices) -> dict[str, Any]:
     """List the models that answer."""
-    return {"object": "list", "data": [_model(m) for m in services.repository.ready]}
+    return {"object": "list", "data": [_model(m) for m in services.repository.generation_models]}
 
 
 @router.get("/models/{name:path}")

@@ -152,7 +152,7 @@ async def generate_or_stream(body: CompatibleBody, services: SharedServices, req
 @router.get("/info")
 async def info(services: SharedServices) -> dict[str, Any]:
     """Describe the server and its first model."""
-    model = services.repository.ready[0] if services.repository.ready else None
+    model = services.repository.generation_models[0] if services.repository.generation_models else None
     return {
         "model_id": model.name if model else None,
         "max_concurrent_requests": (model.num_slots if model else 0) + services.settings.max_queue,

@@ -1,0 +1,90 @@
+"""Servers: genserve and a real Triton, each started on a repository and ended with the block."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+READY_S = 180
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    http: int
+    grpc: int
+    metrics: int
+
+
+@contextmanager
+def genserve_server(repository: Path) -> Iterator[Ports]:
+    """`genserve serve` on free ports."""
+    ports = _free_ports()
+    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}"]
+    with _running([*command, *_flags(ports)], ports):
+        yield ports
+
+
+@contextmanager
+def triton_server(command: str, repository: Path) -> Iterator[Ports]:
+    """A real Triton, by a command to which the repository and the ports are added as Triton's flags.
+
+    The command is `tritonserver` in Triton's container; without one, the package nvidia-pytriton has the
+    program with the python backend.
+    """
+    ports = _free_ports()
+    program = [*shlex.split(command), f"--model-repository={repository}", *_flags(ports)]
+    with _running(program, ports):
+        yield ports
+
+
+def _flags(ports: Ports) -> list[str]:
+    return [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", f"--metrics-port={ports.metrics}"]
+
+
+@contextmanager
+def _running(command: Sequence[str], ports: Ports) -> Iterator[None]:
+    with ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile("w+"))
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+        try:
+            _wait(process, ports)
+            yield
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read()[-4000:])
+            raise
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], ports: Ports) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args} ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{ports.http}/v2/health/ready", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise SystemExit(f"{process.args} was not ready in {READY_S} s")
+
+
+def _free_ports() -> Ports:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    http, grpc, metrics = (listener.getsockname()[1] for listener in listeners)
+    for listener in listeners:
+        listener.close()
+    return Ports(http=http, grpc=grpc, metrics=metrics)

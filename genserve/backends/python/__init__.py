@@ -1,0 +1,1 @@
+"""Python backend: a repository's model.py, run as it stands."""

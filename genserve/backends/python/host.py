@@ -1,0 +1,71 @@
+"""Host: what the code of one instance of a python model may reach beyond itself."""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from genserve.inference import Door, Executor
+from genserve.metrics import Metrics
+
+__all__ = ["CURRENT_HOST", "HOST_NAME", "Host", "Phase", "current_host"]
+
+
+class Phase(Enum):
+    """Where in its life an instance is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Host:
+    """One instance of a python model, for what its code calls.
+
+    Attributes:
+        model: its name.
+        instance: the name of the instance; empty while a config is completed, when there is none.
+        folder: of the version.
+        door: to all models; None while a config is completed.
+        metrics: where its own metrics go; None: they are not supported.
+        decoupled: whether it answers by senders alone.
+        executor: the instance, as requests see it; None: outside of a server.
+        phase: BLS is legal while it runs.
+    """
+
+    model: str
+    instance: str = ""
+    folder: Path
+    door: Door | None = None
+    metrics: Metrics | None = None
+    decoupled: bool = False
+    executor: Executor | None = None
+    phase: Phase = Phase.STARTING
+
+
+# Set on the thread of the instance; asyncio tasks inherit it.
+CURRENT_HOST: ContextVar[Host | None] = ContextVar("current_host", default=None)
+
+# The global by which each module of an instance knows its host.
+HOST_NAME = "__genserve_host__"
+
+
+def current_host() -> Host | None:
+    """Return the host of the model that calls; None: no model does, as in a user's own test.
+
+    Threads that a model starts inherit no context, so the modules on the stack are asked in their place.
+    """
+    host = CURRENT_HOST.get()
+    if host is not None:
+        return host
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_globals.get(HOST_NAME)
+        if isinstance(found, Host):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,166 @@
+"""Model file: a model.py and the modules beside it, imported apart from those of other models."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import itertools
+import linecache
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+)
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias
+
+__all__ = ["ModelFile"]
+
+_Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
+
+_numbers = itertools.count()  # a package of a reloaded model is another one
+
+
+class ModelFile:
+    """The modules of one instance of a model, in a package of their own.
+
+    Every import statement in them sees the modules of `folders` first, whatever other models call theirs:
+    `import helper` and `from .helper import x` are the same module. The standard library is never hidden.
+    Each import is of the text on disk: bytecode is neither read nor written.
+    """
+
+    def __init__(
+        self, path: Path, *, model: str, folders: Sequence[Path], names: Mapping[str, object]
+    ) -> None:
+        """Make ready to import `path`; nothing is executed yet.
+
+        Args:
+            path: the model.py.
+            model: the name of the model; the package's name is made of it.
+            folders: where the modules beside it are looked for, in this order; usually its own is the first.
+            names: globals of each module.
+        """
+        self._path = path
+        self._names = dict(names)
+        self._folders = [str(folder) for folder in folders]
+        self._package = f"_genserve_{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
+        self._builtins = {**vars(builtins), "__import__": self._import}
+        self._finder = _Finder(self._package, self._load_module)
+        self._siblings: dict[str, bool] = {}
+
+    def load(self) -> ModuleType:
+        """Import the file.
+
+        Raises:
+            Exception: what the file raises.
+        """
+        package = ModuleType(self._package)
+        package.__path__ = self._folders
+        sys.modules[self._package] = package
+        sys.meta_path.insert(0, self._finder)
+        linecache.checkcache()
+        return importlib.import_module(f"{self._package}.{self._path.stem}")
+
+    def forget(self) -> None:
+        """Drop all its modules; the code goes when nothing holds it any more."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        for name in [name for name in sys.modules if f"{name}.".startswith(f"{self._package}.")]:
+            del sys.modules[name]
+
+    def _load_module(self, module: ModuleType, code: CodeType) -> None:
+        vars(module).update(self._names)
+        vars(module)["__builtins__"] = self._builtins
+        exec(code, vars(module))
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,  # noqa: A002  # the names of `__import__`
+        locals: Mapping[str, object] | None = None,  # noqa: A002
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        """Stand in for `__import__` in the modules of the model."""
+        top = name.partition(".")[0]
+        if level or not self._is_sibling(top):
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        private = f"{self._package}.{name}"
+        if fromlist:
+            return builtins.__import__(private, globals, locals, fromlist, 0)
+        importlib.import_module(private)
+        return sys.modules[f"{self._package}.{top}"]
+
+    def _is_sibling(self, top: str) -> bool:
+        known = self._siblings.get(top)
+        if known is None:
+            known = self._siblings[top] = self._find_sibling(top)
+        return known
+
+    def _find_sibling(self, top: str) -> bool:
+        if top in sys.stdlib_module_names:
+            return False
+        spec = self._finder.find_spec(f"{self._package}.{top}", self._folders)
+        if spec is None:
+            return False
+        # A folder without __init__.py may hold weights, and be called like the package that reads them.
+        return spec.loader is not None or PathFinder.find_spec(top) is None
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules below one package."""
+
+    def __init__(self, package: str, execute: _Execute) -> None:
+        self._prefix = f"{package}."
+        self._execute = execute
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module is; None: not in this package."""
+        if not fullname.startswith(self._prefix):
+            return None
+        portions: list[str] = []
+        for folder in path or ():
+            spec = self._in_folder(fullname, folder)
+            if spec is not None and spec.loader is not None:
+                return spec
+            if spec is not None:
+                portions += spec.submodule_search_locations or []
+        if not portions:
+            return None
+        namespace = ModuleSpec(fullname, None, is_package=True)
+        namespace.submodule_search_locations = portions
+        return namespace
+
+    def _in_folder(self, fullname: str, folder: str) -> ModuleSpec | None:
+        source: Any = partial(_Source, self._execute)
+        finder = FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (source, SOURCE_SUFFIXES))
+        return finder.find_spec(fullname)
+
+
+class _Source(SourceFileLoader):
+    """Reads a module as it is on disk now, and has it executed."""
+
+    def __init__(self, execute: _Execute, fullname: str, path: str) -> None:
+        super().__init__(fullname, path)
+        self._execute = execute
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._execute(module, self.get_code(module.__name__))

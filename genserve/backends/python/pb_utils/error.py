@@ -1,0 +1,83 @@
+"""Error: what a model raises, and what it answers in place of tensors."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar
+
+from genserve.errors import (
+    GenserveError,
+    InferenceError,
+    InvalidRequest,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    Status,
+)
+
+__all__ = ["ErrorCode", "TritonError", "TritonModelException", "error_of", "inference_error"]
+
+
+class TritonModelException(Exception):
+    """Raised by a model, and by what it calls here."""
+
+
+class ErrorCode(IntEnum):
+    """Triton's error codes."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+
+class TritonError:
+    """An error to answer with: a message and a code, by which clients get their status."""
+
+    UNKNOWN: ClassVar = ErrorCode.UNKNOWN
+    INTERNAL: ClassVar = ErrorCode.INTERNAL
+    NOT_FOUND: ClassVar = ErrorCode.NOT_FOUND
+    INVALID_ARG: ClassVar = ErrorCode.INVALID_ARG
+    UNAVAILABLE: ClassVar = ErrorCode.UNAVAILABLE
+    UNSUPPORTED: ClassVar = ErrorCode.UNSUPPORTED
+    ALREADY_EXISTS: ClassVar = ErrorCode.ALREADY_EXISTS
+    CANCELLED: ClassVar = ErrorCode.CANCELLED
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        if not isinstance(message, str) or not isinstance(code, ErrorCode):
+            raise TypeError("TritonError(message: str, code: one of TritonError's)")
+        self._message = message
+        self._code = code
+
+    def message(self) -> str:
+        """What went wrong."""
+        return self._message
+
+    def code(self) -> ErrorCode:
+        """Of which kind it is."""
+        return self._code
+
+
+_STATUS = {
+    InvalidRequest: ErrorCode.INVALID_ARG,
+    ModelNotFound: ErrorCode.NOT_FOUND,
+    ModelNotReady: ErrorCode.UNAVAILABLE,
+    Overloaded: ErrorCode.UNAVAILABLE,
+}
+
+
+def error_of(error: GenserveError) -> TritonError:
+    """Return what a model is shown of an error of genserve's."""
+    if isinstance(error, InferenceError):
+        return TritonError(error.message, ErrorCode[error.status.name])
+    codes = (code for kind, code in _STATUS.items() if isinstance(error, kind))
+    return TritonError(error.message, next(codes, ErrorCode.INTERNAL))
+
+
+def inference_error(error: TritonError) -> InferenceError:
+    """Return the error that a model answers with."""
+    return InferenceError(error.message(), status=Status[error.code().name])

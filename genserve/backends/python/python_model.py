@@ -1,0 +1,260 @@
+"""Python model: one `TritonPythonModel`, and the contract that its `execute` is held to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+from genserve.backends.python.event_loop import EventLoop
+from genserve.backends.python.failure import failure_text
+from genserve.backends.python.host import CURRENT_HOST, HOST_NAME, Host, Phase
+from genserve.backends.python.model_file import ModelFile
+from genserve.backends.python.pb_utils import InferenceRequest, InferenceResponse, ModelConfig
+from genserve.backends.python.pb_utils.error import TritonModelException
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import CURRENT_EXECUTOR, Inference
+
+__all__ = ["PythonModel", "complete_config"]
+
+logger = logging.getLogger(__name__)
+
+_READY_WITHIN_S = 5.0
+
+
+class PythonModel:
+    """One object of a model's class. `execute` and `close` are called on the thread that made it."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        folders: Sequence[Path],
+        host: Host,
+        arguments: Mapping[str, str],
+        iterative: bool = False,
+    ) -> None:
+        """Import the file, make the object and call its `initialize`.
+
+        Args:
+            path: the model.py.
+            folders: where the modules beside it are looked for.
+            host: what its code may reach.
+            arguments: of `initialize`.
+            iterative: whether it may ask for a request to be executed again.
+
+        Raises:
+            InferenceError: INTERNAL; what the file or `initialize` raised, and where.
+        """
+        self._host = host
+        self._iterative = iterative
+        self._loop: EventLoop | None = None
+        self._file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
+        self._path = path
+        CURRENT_HOST.set(host)
+        try:
+            self._model = _model_class(self._file, path)()
+            if hasattr(self._model, "initialize"):
+                self._model.initialize(dict(arguments))
+        except (Exception, SystemExit) as error:
+            self._file.forget()
+            raise _load_error(error) from error
+        host.phase = Phase.RUNNING
+
+    def execute(self, batch: Sequence[Inference]) -> None:
+        """Have the model answer a batch.
+
+        Raises:
+            InferenceError: INTERNAL; the model raised, or returned what it must not.
+        """
+        requests = [InferenceRequest._of(inference, self._host) for inference in batch]
+        try:
+            if not hasattr(self._model, "execute"):
+                raise _BrokenContract(f"Python model {self._path} does not implement `execute` method.")
+            returned = self._model.execute(requests)
+            if asyncio.iscoroutine(returned):
+                self._run(returned, requests)
+            else:
+                self._take_returned(returned, requests)
+        except (Exception, SystemExit) as error:
+            raise self._failed(error, requests) from error
+
+    def is_ready(self) -> bool:
+        """Whether the model says that it is; one that has nothing to say is. From any thread."""
+        ask = getattr(self._model, "is_ready", None)
+        if ask is None:
+            return True
+        try:
+            answer = ask()
+            if asyncio.iscoroutine(answer):
+                answer = self._event_loop().submit(answer).result(_READY_WITHIN_S)
+        except Exception:
+            logger.exception("is_ready of %s failed", self._host.instance)
+            return False
+        return answer is True
+
+    def close(self) -> None:
+        """Call its `finalize`, and forget its code."""
+        self._host.phase = Phase.CLOSING
+        if self._loop is not None:
+            self._loop.close()
+        try:
+            if hasattr(self._model, "finalize"):
+                self._model.finalize()
+        except (Exception, SystemExit):
+            logger.exception("finalize of %s failed", self._host.instance)
+        del self._model
+        self._file.forget()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:
+        if not self._host.decoupled:
+            self._take_returned(self._event_loop().submit(coroutine).result(), requests)
+            return
+
+        def start() -> Future[Any]:
+            CURRENT_EXECUTOR.set(None)  # the instance does not wait for it
+            return self._event_loop().submit(coroutine)
+
+        def ended(future: Future[Any]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                failure = self._failed(error, requests)
+                for request in requests:
+                    request._fail(failure)
+
+        copy_context().run(start).add_done_callback(ended)
+
+    def _event_loop(self) -> EventLoop:
+        if self._loop is None:
+            self._loop = EventLoop(self._host.instance)
+        return self._loop
+
+    def _take_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
+        responses = [None] * len(requests) if returned is None else self._checked(returned, requests)
+        for request, response in zip(requests, responses, strict=True):
+            if response is not None:
+                request._answer(response)
+            elif request._inference is not None and request._inference.reschedule:
+                self._reschedule(request)
+            elif not self._host.decoupled and not request._may_be_answered():
+                request._fail(self._failed(_BrokenContract("execute has left a request unanswered."), ()))
+
+    def _checked(
+        self, returned: object, requests: Sequence[InferenceRequest]
+    ) -> list[InferenceResponse | None]:
+        if self._host.decoupled:
+            raise _BrokenContract(
+                f"Python model '{self._host.instance}' is using the decoupled mode and the execute function "
+                "must return None."
+            )
+        if not isinstance(returned, list):
+            raise _BrokenContract(f"Expected a list in the execute return, found type '{type(returned)}'.")
+        if len(returned) != len(requests):
+            raise _BrokenContract(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) size is:"
+                f"{len(returned)}\n"
+            )
+        for request, response in zip(requests, returned, strict=True):
+            if response is not None:
+                _check_response(request, response)
+        return returned
+
+    def _reschedule(self, request: InferenceRequest) -> None:
+        if self._iterative:
+            request._hand_on()
+            return
+        request._fail(
+            InferenceError(
+                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+                "configured to handle such a flag.",
+                remedy="set sequence_batching { iterative_sequence: true } in its config.pbtxt",
+            )
+        )
+
+    def _failed(self, error: BaseException, requests: Sequence[InferenceRequest]) -> InferenceError:
+        logger.error("model %s failed", self._host.model, exc_info=error)
+        for request in requests:
+            request._close()
+        text = str(error) if isinstance(error, _BrokenContract) else failure_text(error)
+        return InferenceError(
+            f"Failed to process the request(s) for model '{self._host.instance}', message: {text}",
+            status=Status.INTERNAL,
+        )
+
+
+def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: str) -> dict[str, Any]:
+    """Return a config as the model's `auto_complete_config` completes it.
+
+    The file is imported for this alone, and forgotten.
+
+    Args:
+        path: the model.py.
+        folders: where the modules beside it are looked for.
+        host: what its code may reach: it has no door.
+        config: JSON.
+
+    Raises:
+        InferenceError: INTERNAL; what the file or the function raised, and where.
+    """
+    file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
+
+    def complete() -> ModelConfig:
+        CURRENT_HOST.set(host)
+        completed: Any = ModelConfig(config)
+        model = _model_class(file, path)
+        if hasattr(model, "auto_complete_config"):
+            completed = model.auto_complete_config(completed)
+        if isinstance(completed, ModelConfig):
+            return completed
+        raise _BrokenContract(
+            f"auto_complete_config function in model '{host.model}' must return a valid pb.ModelConfig "
+            "object."
+        )
+
+    try:
+        return copy_context().run(complete).as_dict()
+    except (Exception, SystemExit) as error:
+        raise _load_error(error) from error
+    finally:
+        file.forget()
+
+
+class _BrokenContract(Exception):
+    """A model did not do what the server expects; the text is Triton's, and has no place."""
+
+
+def _model_class(file: ModelFile, path: Path) -> Any:
+    if not path.is_file():
+        raise _BrokenContract(f"Python model file not found in '{path}'")
+    module = file.load()
+    if not hasattr(module, "TritonPythonModel"):
+        name = f"{path.parent.name}.{path.stem}"
+        raise _BrokenContract(f"AttributeError: module '{name}' has no attribute 'TritonPythonModel'")
+    return module.TritonPythonModel
+
+
+def _load_error(error: BaseException) -> GenserveError:
+    text = str(error) if isinstance(error, _BrokenContract) else failure_text(error)
+    return InferenceError(text, status=Status.INTERNAL)
+
+
+def _check_response(request: InferenceRequest, response: object) -> None:
+    if request._inference is not None and request._inference.reschedule:
+        raise _BrokenContract(
+            "Expected a None object in the execute function return list for reschduled request, found type "
+            f"'{type(response)}'."
+        )
+    if not isinstance(response, InferenceResponse):
+        raise _BrokenContract(
+            "Expected an 'InferenceResponse' object in the execute function return list, found type "
+            f"'{type(response)}'."
+        )
+    try:
+        request._check_answerable()
+    except TritonModelException as error:
+        raise _BrokenContract(str(error)) from None

@@ -1,0 +1,108 @@
+"""PyTorch backend: TorchScript modules, one for all instances on a device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from genserve.backends.backend import ModelSource, Placement
+from genserve.backends.batches import Batches
+from genserve.backends.model_file import model_file
+from genserve.backends.parameters import integer_parameter
+from genserve.backends.per_device import PerDevice
+from genserve.backends.torch_module import TorchModule, torch_library
+from genserve.inference import Inference
+
+__all__ = ["PyTorchBackend", "TorchVersion"]
+
+logger = logging.getLogger(__name__)
+
+# Parameters of Triton's backend that mean nothing here, and why.
+_WITHOUT_EFFECT = {
+    "ENABLE_NVFUSER": "torch has no NVFuser any more",
+    "ENABLE_TENSOR_FUSER": "torch decides for itself what it fuses",
+    "ENABLE_JIT_EXECUTOR": "torch has one such setting for all models",
+    "ENABLE_JIT_PROFILING": "torch has one such setting for all models",
+    "NUM_THREADS": "write INTRA_OP_THREAD_COUNT",
+    "NUM_INTEROP_THREADS": "write INTER_OP_THREAD_COUNT",
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS": "TorchScript is compiled already",
+}
+
+
+class TorchVersion:
+    """What the instances of a version share.
+
+    Attributes:
+        batches: around the runs.
+        modules: one on each device.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        config = source.config
+        self.batches = Batches(config)
+        self.modules = PerDevice(self._open)
+        self._config = config
+        self._path = model_file(
+            source.folder, filename=config.default_model_filename, default="model.pt", model=config.name
+        )
+        for key in _WITHOUT_EFFECT.keys() & config.parameters.keys():
+            logger.warning(
+                "model %s: the parameter %s has no effect: %s", config.name, key, _WITHOUT_EFFECT[key]
+            )
+        _set_threads(config.parameters)
+
+    def _open(self, placement: Placement) -> TorchModule:
+        return TorchModule(self._path, config=self._config, device=self._device(placement))
+
+    def _device(self, placement: Placement) -> str | None:
+        if placement.kind == "MODEL":
+            return None
+        if placement.kind == "GPU" and torch_library().cuda.is_available():
+            return f"cuda:{placement.device_id}"
+        if placement.kind == "GPU":
+            logger.warning(
+                "model %s: %s runs on the CPU: this PyTorch was built without CUDA, or sees no GPU",
+                self._config.name,
+                placement.name,
+            )
+        return "cpu"
+
+
+class PyTorchBackend:
+    """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
+
+    @classmethod
+    def auto_complete(cls, message: Any, *, path: Path, version: int) -> None:
+        """See `Backend.auto_complete`. TorchScript does not say the types and shapes of its tensors."""
+
+    @classmethod
+    def load(cls, source: ModelSource) -> TorchVersion:
+        """See `Backend.load`. A module is loaded as the first instance on its device starts."""
+        return TorchVersion(source)
+
+    def __init__(self, source: ModelSource, shared: TorchVersion, placement: Placement) -> None:
+        self._batches = shared.batches
+        self._module = shared.modules.of(placement)
+
+    def execute(self, batch: Sequence[Inference]) -> None:
+        """See `Backend.execute`."""
+        self._batches.execute(batch, run=self._module.run)
+
+    def close(self) -> None:
+        """See `Backend.close`. The module ends with the last one who holds it."""
+
+
+def _set_threads(parameters: Mapping[str, str]) -> None:
+    """Set how many threads torch uses, in the whole process."""
+    intra = integer_parameter(parameters, "INTRA_OP_THREAD_COUNT", default=0)
+    inter = integer_parameter(parameters, "INTER_OP_THREAD_COUNT", default=0)
+    torch = torch_library()
+    if intra > 0:
+        torch.set_num_threads(intra)
+    if inter > 0 and inter != torch.get_num_interop_threads():
+        try:
+            torch.set_num_interop_threads(inter)
+        except RuntimeError as error:
+            logger.warning("INTER_OP_THREAD_COUNT comes too late, torch has begun to work: %s", error)

@@ -1,0 +1,114 @@
+"""Parameter rules: which `parameters` each backend reads, and what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from genserve.config.fault import Fault, nearest
+from genserve.config.judged import JudgedConfig
+
+__all__ = ["parameters"]
+
+_NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
+_ONNXRUNTIME = {
+    "max_sequence_length": _POSITIVE,     # of genserve's own: how many tokens a slot of the KV cache holds
+    "intra_op_thread_count": _NUMBER,
+    "inter_op_thread_count": _NUMBER,
+    "execution_mode": _NUMBER,
+    "enable_mem_arena": _NUMBER,
+    "enable_mem_pattern": _NUMBER,
+    "memory.enable_memory_arena_shrinkage": _TEXT,
+    "session.use_device_allocator_for_initializers": _NUMBER,
+}
+_PYTORCH = {
+    "DISABLE_OPTIMIZED_EXECUTION": _SWITCH,
+    "INFERENCE_MODE": _SWITCH,
+    "DISABLE_CUDNN": _SWITCH,
+    "ENABLE_WEIGHT_SHARING": _SWITCH,
+    "ENABLE_CACHE_CLEANING": _SWITCH,
+    "ENABLE_JIT_EXECUTOR": _SWITCH,
+    "ENABLE_JIT_PROFILING": _SWITCH,
+    "ENABLE_TENSOR_FUSER": _SWITCH,
+    "ENABLE_NVFUSER": _SWITCH,
+    "INTER_OP_THREAD_COUNT": _NUMBER,
+    "INTRA_OP_THREAD_COUNT": _NUMBER,
+    "NUM_THREADS": _NUMBER,
+    "NUM_INTEROP_THREADS": _NUMBER,
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS": _TEXT,
+}
+_TENSORFLOW = {
+    "TF_GRAPH_TAG": _TEXT,
+    "TF_SIGNATURE_DEF": _TEXT,
+    "TF_NUM_INTRA_THREADS": _NUMBER,
+    "TF_NUM_INTER_THREADS": _NUMBER,
+    "TF_USE_PER_SESSION_THREADS": _NUMBER,
+    "MAX_SESSION_SHARE_COUNT": _NUMBER,
+}
+# Of these backends no other parameter has an effect; a model of any other backend may have its own.
+_KNOWN: dict[str, dict[str, str]] = {
+    "onnxruntime": _ONNXRUNTIME,
+    "pytorch": _PYTORCH,
+    "tensorflow": _TENSORFLOW,
+    "tokenizer": {},
+}
+# Each value that a python model's parameter may have.
+_PYTHON = {
+    "EXECUTION": ("process",),
+    "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no"),
+}
+# What Triton reads in the parameters of any model, and genserve does not.
+_NOWHERE = {
+    "TRITON_BATCH_STRATEGY_PATH": "requests are batched by the rules of `dynamic_batching`",
+    "MAX_BATCH_VOLUME_BYTES": "batches are bounded by their size alone",
+}
+
+
+def parameters(config: JudgedConfig) -> Iterator[Fault]:
+    """Yield what is wrong with the parameters."""
+    backend = config.message.backend
+    for name, parameter in sorted(config.message.parameters.items()):
+        value = parameter.string_value
+        if name in _NOWHERE:
+            yield _warning(config, name, f"is not honoured: {_NOWHERE[name]}", remedy="leave it out")
+        elif backend == "python":
+            yield from _python(config, name, value)
+        elif backend in _KNOWN and name not in _KNOWN[backend]:
+            known = _KNOWN[backend]
+            remedy = nearest(name, known=known) if known else "leave it out"
+            yield _warning(config, name, "is not known, and has no effect", remedy=remedy)
+        elif backend in _KNOWN:
+            yield from _typed(config, name, value, kind=_KNOWN[backend][name])
+
+
+def _python(config: JudgedConfig, name: str, value: str) -> Iterator[Fault]:
+    if name == "EXECUTION_ENV_PATH":
+        yield _warning(
+            config,
+            name,
+            "is not honoured: the model runs with the packages that genserve runs with",
+            remedy="install what it needs there, with pip",
+        )
+    elif name in _PYTHON and value not in _PYTHON[name]:
+        yield config.error(
+            "parameters",
+            f"parameter {name!r} is {value!r}",
+            remedy=f"write {' or '.join(map(repr, _PYTHON[name]))}, or leave it out",
+            key=name,
+        )
+
+
+def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterator[Fault]:
+    is_right = {
+        _NUMBER: value.strip().lstrip("-").isdecimal(),
+        _POSITIVE: value.isdecimal() and int(value) > 0,
+        _SWITCH: value.lower() in ("true", "false", "1", "0"),
+        _TEXT: True,
+    }
+    if not is_right[kind]:
+        remedy = 'write "true" or "false"' if kind == _SWITCH else "write a whole number, in quotes"
+        message = f"failed to convert {name} '{value}' to {kind}"
+        yield config.error("parameters", message, remedy=remedy, key=name)
+
+
+def _warning(config: JudgedConfig, name: str, message: str, *, remedy: str) -> Fault:
+    return config.warning("parameters", f"parameter {name!r} {message}", remedy=remedy, key=name)

@@ -1,0 +1,178 @@
+"""Sequence rules: what a config must say of sequences, their controls and their states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from genserve.config.fault import Fault
+from genserve.config.from_message import enum_name
+from genserve.config.judged import JudgedConfig
+
+__all__ = ["sequences"]
+
+_VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
+_CORRID = "CONTROL_SEQUENCE_CORRID"
+_CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
+
+
+def sequences(config: JudgedConfig) -> Iterator[Fault]:
+    """Yield what is wrong with `sequence_batching`."""
+    if not config.message.HasField("sequence_batching"):
+        return
+    batching = config.message.sequence_batching
+    if config.message.response_cache.enable:
+        yield config.error(
+            "response_cache",
+            f"Response Cache does not currently support model {config.name} with sequence batching "
+            "scheduler. Please disable the response cache.",
+            remedy="leave `response_cache` out: an answer depends on what came before it in its sequence",
+        )
+    yield from _controls(config)
+    for index, state in enumerate(batching.state):
+        yield from _initial_state(config, state, path=f"sequence_batching.state[{index}]")
+    yield from _strategy(config)
+
+
+def _strategy(config: JudgedConfig) -> Iterator[Fault]:
+    batching = config.message.sequence_batching
+    for size in batching.oldest.preferred_batch_size:
+        if not 0 < size <= config.message.max_batch_size:
+            bound = "positive" if size <= 0 else "<= max batch size"
+            yield config.error(
+                "sequence_batching.oldest.preferred_batch_size",
+                f"sequence batching preferred batch size must be {bound} for {config.name}",
+                remedy=f"write sizes from 1 to max_batch_size, which is {config.message.max_batch_size}",
+            )
+    if not 0 <= batching.direct.minimum_slot_utilization <= 1:
+        yield config.error(
+            "sequence_batching.direct.minimum_slot_utilization",
+            f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {config.name}",
+            remedy="write the share of slots to wait for, such as 0.5",
+        )
+
+
+def _controls(config: JudgedConfig) -> Iterator[Fault]:
+    names: set[str] = set()
+    kinds: set[str] = set()
+    for index, tensor in enumerate(config.message.sequence_batching.control_input):
+        path = f"sequence_batching.control_input[{index}]"
+        if not tensor.name:
+            yield config.error(
+                path,
+                f"sequence batching control tensor must have a name for {config.name}",
+                remedy='add `name: "START"`, the name of the input that the model has for it',
+            )
+        elif tensor.name in names:
+            yield config.error(
+                f"{path}.name",
+                f"sequence batching control tensor '{tensor.name}' is specified for multiple control kinds "
+                f"for {config.name}",
+                remedy="give each control a tensor of its own",
+            )
+        names.add(tensor.name)
+        for position, control in enumerate(tensor.control):
+            kind = enum_name(control, "kind")
+            place = f"{path}.control[{position}]"
+            if kind in kinds:
+                yield config.error(
+                    place,
+                    f"sequence batching specifies multiple {kind} tensors for {config.name}",
+                    remedy="leave all but one out",
+                )
+            kinds.add(kind)
+            if kind == _CORRID:
+                yield from _corrid(config, control, path=place)
+            else:
+                yield from _flag(config, control, kind=kind, path=place)
+
+
+def _flag(config: JudgedConfig, control: Any, *, kind: str, path: str) -> Iterator[Fault]:
+    written = [name for name in _VALUES if len(getattr(control, name))]
+    remedy = "write `int32_false_true: [ 0, 1 ]`: what the model reads for no, and for yes"
+    if not written:
+        message = f"sequence batching must specify either {_list_values('or')} for {kind} for {config.name}"
+    elif len(written) > 1:
+        message = (
+            f"sequence batching specifies more than one from {_list_values('and')} for {kind} "
+            f"for {config.name}"
+        )
+    elif len(getattr(control, written[0])) != 2:
+        message = (
+            f"sequence batching control '{written[0]}' must have exactly 2 entries for {kind} "
+            f"for {config.name}"
+        )
+    else:
+        return
+    yield config.error(path, message, remedy=remedy)
+
+
+def _corrid(config: JudgedConfig, control: Any, *, path: str) -> Iterator[Fault]:
+    if any(len(getattr(control, name)) for name in _VALUES):
+        yield config.error(
+            path,
+            f"sequence batching must not specify either {_list_values('or')} for {_CORRID} "
+            f"for {config.name}",
+            remedy="write `data_type: TYPE_UINT64` in its place",
+        )
+    elif enum_name(control, "data_type") not in _CORRID_TYPES:
+        allowed = f"{', '.join(_CORRID_TYPES[:-1])} and {_CORRID_TYPES[-1]}"
+        yield config.error(
+            path,
+            f"unexpected data type for control {_CORRID} for {config.name}. Allowed data types are {allowed}",
+            remedy="write `data_type: TYPE_UINT64`, or TYPE_STRING for ids that are text",
+        )
+
+
+def _list_values(word: str) -> str:
+    first, second, last = _VALUES
+    return f"'{first}', '{second}' {word} '{last}'"
+
+
+def _initial_state(config: JudgedConfig, state: Any, *, path: str) -> Iterator[Fault]:
+    name = state.input_name
+    if len(state.initial_state) > 1:
+        yield config.error(
+            f"{path}.initial_state",
+            f"initial_state field for state input '{name}' must contain exactly one or zero element. "
+            f"Found '{len(state.initial_state)}' elements.",
+            remedy="leave all but one out",
+        )
+    for initial in state.initial_state[:1]:
+        place = f"{path}.initial_state"
+        if not initial.name:
+            yield config.error(
+                place,
+                f"Field 'name' must be set when using initial_state for state input '{name}'.",
+                remedy='add `name: "..."`, any word',
+            )
+        if initial.data_type != state.data_type:
+            yield config.error(
+                f"{place}.data_type",
+                f"The data type used for 'initial_state' field of state '{name}' does not match the state "
+                "data type.",
+                remedy=f"write `data_type: {enum_name(state, 'data_type')}`",
+            )
+        if any(dim < 0 for dim in initial.dims):
+            yield config.error(
+                f"{place}.dims",
+                f"'initial_state' field for state input name '{name}' contains variable dimensions.",
+                remedy="write the size that the state has at the start of a sequence",
+            )
+        yield from _initial_data(config, initial, name=name, path=place)
+
+
+def _initial_data(config: JudgedConfig, initial: Any, *, name: str, path: str) -> Iterator[Fault]:
+    if initial.WhichOneof("state_data") is None:
+        yield config.error(
+            path,
+            f"initial_state setting expects state'{name}' to have state_data set",
+            remedy="add `zero_data: true`, or `data_file` with a file of the folder initial_state",
+        )
+    elif initial.data_file and not (config.folder / "initial_state" / initial.data_file).is_file():
+        file = config.folder / "initial_state" / initial.data_file
+        yield config.error(
+            f"{path}.data_file",
+            f"failed to open text file for read {file}: No such file or directory",
+            remedy="put it there: the elements one after the other, row-major",
+        )

@@ -1,0 +1,164 @@
+"""Tensor rules: what a config must say of inputs and outputs, and of what is computed from their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from genserve.config.fault import Fault, nearest
+from genserve.config.from_message import enum_name
+from genserve.config.judged import JudgedConfig
+
+__all__ = ["batch_tensors", "tensors"]
+
+_ANY_LENGTH = "write `dims: [ -1 ]` for any length"
+
+
+def tensors(config: JudgedConfig) -> Iterator[Fault]:
+    """Yield what is wrong with the inputs and outputs."""
+    for kind in ("input", "output"):
+        names: set[str] = set()
+        for index, tensor in enumerate(getattr(config.message, kind)):
+            path = f"{kind}[{index}]"
+            yield from _tensor(config, tensor, kind=kind, path=path)
+            if tensor.name and tensor.name in names:
+                yield config.warning(
+                    f"{path}.name",
+                    f"there is more than one {kind} {tensor.name!r}",
+                    remedy="give each its own name",
+                )
+            names.add(tensor.name)
+
+
+def _tensor(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
+    start, end = f"model {kind} '{tensor.name}'", f"for {config.name}"
+    if not tensor.name:
+        yield config.error(path, f"model {kind} must specify 'name' {end}", remedy='add `name: "..."`')
+    if config.completed or not _model_completes(config):
+        if not tensor.data_type:
+            remedy = "write `data_type: TYPE_INT64`, or another but TYPE_INVALID"
+            yield config.error(
+                f"{path}.data_type", f"{start} must specify 'data_type' {end}", remedy=remedy
+            )
+        if not tensor.dims:
+            yield config.error(path, f"{start} must specify 'dims' {end}", remedy=_ANY_LENGTH)
+    if not all(map(_is_size, tensor.dims)):
+        yield config.error(
+            f"{path}.dims",
+            f"{start} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {end}",
+            remedy="write a size above 0, or -1 for any size",
+        )
+    if tensor.HasField("reshape"):
+        wrong = _reshape_fault(tensor, batches=config.message.max_batch_size > 0)
+        if wrong:
+            remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
+            yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
+    yield from _tensorrt_only(config, tensor, kind=kind, path=path)
+
+
+def _tensorrt_only(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
+    if kind == "input" and enum_name(tensor, "format") != "FORMAT_NONE" and len(tensor.dims) != 3:
+        yield config.error(
+            f"{path}.format",
+            f"model input NHWC/NCHW require 3 dims for {config.name}",
+            remedy="leave `format` out: it changes nothing here",
+        )
+    if tensor.is_shape_tensor:
+        yield config.error(
+            f"{path}.is_shape_tensor",
+            f"shape tensors are only supported for TensorRT platform for {config.name}",
+            remedy="leave it out, and give the model a plain tensor",
+        )
+    if tensor.is_non_linear_format_io:
+        yield config.error(
+            f"{path}.is_non_linear_format_io",
+            f"Non-linear IO format is only supported for the TensorRT platform for {config.name}",
+            remedy="leave it out: tensors are row-major",
+        )
+    if kind == "output" and tensor.label_filename:
+        file = config.folder / tensor.label_filename
+        if not file.is_file():
+            # Triton refuses the model. It serves all but the labels, which few clients ask for.
+            yield config.warning(
+                f"{path}.label_filename",
+                f"failed to open text file for read {file}: No such file or directory",
+                remedy="put the labels into the folder of the model, one a line, or leave the field out",
+            )
+
+
+def _model_completes(config: JudgedConfig) -> bool:
+    """Whether the model's own code may fill in what the config does not say."""
+    return config.message.backend == "python" and any(
+        "auto_complete_config" in file.read_text(encoding="utf-8", errors="replace")
+        for file in config.folder.glob(f"[1-9]*/{config.message.default_model_filename or 'model.py'}")
+    )
+
+
+def _is_size(dim: int) -> bool:
+    return dim >= 1 or dim == -1
+
+
+def _reshape_fault(tensor: Any, *, batches: bool) -> str:
+    """What is wrong with a tensor's reshape; Triton's words."""
+    dims, shape = list(tensor.dims), list(tensor.reshape.shape)
+    if not shape and not batches:
+        return "cannot have empty reshape for non-batching model as scalar tensors are not supported"
+    if not all(map(_is_size, shape)):
+        return "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+    if (-1 in dims) == (-1 in shape) and dims.count(-1) != shape.count(-1):
+        return "has different number of variable-size dimensions for dims and reshape"
+    return "" if _runs(dims) == _runs(shape) else "has different size for dims and reshape"
+
+
+def _runs(dims: Sequence[int]) -> list[int]:
+    """The number of elements between the dimensions of any size."""
+    runs: list[list[int]] = [[]]
+    for dim in dims:
+        if dim == -1:
+            runs.append([])
+        else:
+            runs[-1].append(dim)
+    return [prod(run) for run in runs]
+
+
+def batch_tensors(config: JudgedConfig) -> Iterator[Fault]:
+    """Yield what is wrong with `batch_input` and `batch_output`."""
+    outputs = [tensor.name for tensor in config.message.output]
+    for index, batch_input in enumerate(config.message.batch_input):
+        path = f"batch_input[{index}]"
+        yield from _sources(config, batch_input, kind="input", path=path)
+        if enum_name(batch_input, "data_type") not in ("TYPE_INT32", "TYPE_FP32"):
+            yield config.error(
+                f"{path}.data_type",
+                f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {config.name}",
+                remedy="write `data_type: TYPE_FP32`",
+            )
+    for index, batch_output in enumerate(config.message.batch_output):
+        path = f"batch_output[{index}]"
+        yield from _sources(config, batch_output, kind="output", path=path)
+        for name in batch_output.target_name:
+            if name not in outputs:
+                yield config.error(
+                    f"{path}.target_name",
+                    f"unknown target output name '{name}' for {config.name}",
+                    remedy=nearest(name, known=outputs),
+                )
+
+
+def _sources(config: JudgedConfig, batch_tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
+    inputs = [tensor.name for tensor in config.message.input]
+    if len(batch_tensor.source_input) != 1:
+        yield config.error(
+            path,
+            f"batch {kind} kind '{enum_name(batch_tensor, 'kind')}' expects 1 source input, "
+            f"got {len(batch_tensor.source_input)} for {config.name}",
+            remedy='write `source_input: "..."`, one name',
+        )
+    for name in batch_tensor.source_input:
+        if name not in inputs:
+            yield config.error(
+                f"{path}.source_input",
+                f"unknown source input name '{name}' for {config.name}",
+                remedy=nearest(name, known=inputs),
+            )

@@ -1,0 +1,99 @@
+"""Instances: the instances of one version of a model behind its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from genserve.backends.backend import Backend, Placement
+from genserve.config.model_config import InstanceGroup, ModelConfig
+from genserve.inference import Inference
+from genserve.schedulers.instance import Instance
+from genserve.schedulers.rate_limiter import ResourcePermit
+from genserve.schedulers.scheduler import Scheduler
+from genserve.statistics import ModelStatistics
+
+__all__ = ["Instances", "placements"]
+
+
+class Instances:
+    """Instances, each on a thread of its own, that pull from one scheduler; a `Runner`."""
+
+    def __init__(
+        self,
+        start: Callable[[Placement], Backend],
+        *,
+        placements: Sequence[Placement],
+        scheduler: Scheduler,
+        statistics: ModelStatistics,
+        permits: Sequence[ResourcePermit] = (),
+    ) -> None:
+        """Start every instance, and wait until all have started.
+
+        Args:
+            start: makes one instance ready, warmed up; called on the thread of the instance.
+            placements: one for each instance.
+            scheduler: closed with this.
+            statistics: to count executions in.
+            permits: of the rate limiter, which the scheduler asks for; withdrawn with the instances.
+
+        Raises:
+            Exception: what the first instance that did not start raised; the others are closed again.
+        """
+        self._scheduler = scheduler
+        self._permits = permits
+        self._instances = [
+            Instance(
+                lambda placement=placement: start(placement),  # type: ignore[misc]
+                number=number,
+                placement=placement,
+                scheduler=scheduler,
+                statistics=statistics,
+            )
+            for number, placement in enumerate(placements)
+        ]
+        self._executors = tuple(instance.executor for instance in self._instances)
+        try:
+            for instance in self._instances:
+                instance.started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether an instance runs that can execute."""
+        return any(instance.ready for instance in self._instances)
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for an instance."""
+        return self._scheduler.num_waiting
+
+    def submit(self, inference: Inference) -> None:
+        """Queue an inference."""
+        inference.executors = self._executors
+        self._scheduler.submit(inference)
+
+    def close(self) -> None:
+        """Close the scheduler, and then each instance on its thread."""
+        self._scheduler.close()
+        for instance in self._instances:
+            instance.join()
+        for permit in self._permits:
+            permit.withdraw()
+
+
+def placements(config: ModelConfig) -> Iterator[tuple[InstanceGroup, Placement]]:
+    """Yield where each instance of a normalised config runs, by Triton's names for them, and its group."""
+    for group in config.instance_groups:
+        number = 0
+        for _ in range(max(1, group.count)):
+            for device in group.gpus if group.kind == "KIND_GPU" else (None,):
+                suffix = "" if device is None else f"_gpu{device}"
+                placement = Placement(
+                    name=f"{group.name}_{number}{suffix}",
+                    kind=group.kind.removeprefix("KIND_"),
+                    device_id=device or 0,
+                )
+                yield group, placement
+                number += 1

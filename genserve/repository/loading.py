@@ -1,0 +1,128 @@
+"""Loading: one version of a model, from its files to a runner that answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.backends.backend import Backend, ModelSource, Placement
+from genserve.backends.registry import find_backend
+from genserve.backends.warmup import run_warmups, warmup_batches
+from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
+from genserve.errors import RepositoryError
+from genserve.inference import Door
+from genserve.metrics import Metrics
+from genserve.repository.ensemble import Ensemble
+from genserve.repository.instances import Instances, placements
+from genserve.repository.options import RepositoryOptions
+from genserve.repository.preparation import Prepared
+from genserve.repository.response_cache import ResponseCache
+from genserve.repository.served import Runner, Served
+from genserve.repository.versions import Versions
+from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
+from genserve.statistics import ModelStatistics
+
+__all__ = ["Loader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """Loads versions; holds what they share."""
+
+    door: Door
+    versions: Versions
+    options: RepositoryOptions
+    metrics: Metrics
+    cache: ResponseCache | None
+    rate_limiter: RateLimiter | None
+
+    def load(self, model: Prepared, version: int) -> Served:
+        """Load one version, warmed up and ready to answer.
+
+        Raises:
+            Exception: any that the model's own code raised; GenserveError for what is known.
+        """
+        started_s = time.monotonic()
+        config, statistics = model.config, ModelStatistics()
+        if config.ensemble_steps:
+            runner: Runner = Ensemble(
+                config, door=self.door, config_of=self._config_of, statistics=statistics
+            )
+        else:
+            runner = self._instances(model, version, statistics)
+        return Served(
+            runner,
+            config=config,
+            version=version,
+            statistics=statistics,
+            cache=self.cache if config.response_cache else None,
+            labels=_labels(config, model.path),
+            load_s=time.monotonic() - started_s,
+        )
+
+    def _config_of(self, step: EnsembleStep) -> ModelConfig:
+        return self.versions.find(step.model_name, step.model_version).config
+
+    def _instances(self, model: Prepared, version: int, statistics: ModelStatistics) -> Instances:
+        config = model.config
+        backend = find_backend(config.backend, backend_directory=self.options.backend_directory)
+        source = ModelSource(
+            config=config,
+            version=version,
+            path=model.path,
+            folder=model.path / str(version),
+            door=self.door,
+            metrics=self.metrics,
+        )
+        shared = backend.load(source)
+        warmups = warmup_batches(config, model.path)
+
+        def start(placement: Placement) -> Backend:
+            instance = backend(source, shared, placement)
+            run_warmups(instance, warmups)
+            return instance
+
+        groups_and_places = tuple(placements(config))
+        permits = self._permits(groups_and_places)
+        scheduler = make_scheduler(
+            config, num_instances=len(groups_and_places), path=model.path, permits=permits
+        )
+        return Instances(
+            start,
+            placements=[placement for _, placement in groups_and_places],
+            scheduler=scheduler,
+            statistics=statistics,
+            permits=permits,
+        )
+
+    def _permits(self, places: Iterable[tuple[InstanceGroup, Placement]]) -> list[ResourcePermit]:
+        """Register the instances with the rate limiter, if there is one: all of them, or none."""
+        permits: list[ResourcePermit] = []
+        if self.rate_limiter is None:
+            return permits
+        try:
+            for group, place in places:
+                permits.append(self.rate_limiter.register(group.rate_limiter, device_id=place.device_id))
+        except RepositoryError:
+            for permit in permits:
+                permit.withdraw()
+            raise
+        return permits
+
+
+def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
+    """Read the label files of the outputs: one label per line, its number is the class."""
+    labels: dict[str, Sequence[str]] = {}
+    for spec in config.outputs:
+        if spec.label_filename:
+            try:
+                labels[spec.name] = (path / spec.label_filename).read_text(encoding="utf-8").splitlines()
+            except OSError as error:
+                raise RepositoryError(
+                    f"failed to open text file for read {path / spec.label_filename}: {error.strerror}",
+                    remedy="write one label per line there, or leave `label_filename` out",
+                ) from error
+    return labels

@@ -1,0 +1,133 @@
+"""Logits stage: the scores of the next token, asked by named tensors, as a BLS loop does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.errors import GenserveError, InvalidRequest
+from genserve.generation.logits_model import FloatArray
+from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.loop import EngineLoop
+from genserve.inference import Inference, InferenceResponse
+from genserve.tensor import Tensor
+
+__all__ = ["LogitsStage"]
+
+
+class LogitsStage:
+    """`input_ids` [batch, n] to `logits` [batch, 1, vocab_size], those after the last token; a `Runner`.
+
+    A request whose ids begin with those of an earlier one computes only what is new, and shares its step
+    with whatever else the engine runs: a loop that sends all its ids again for each token costs no more
+    than one that keeps a cache.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        *,
+        vocab_size: int,
+        max_length: int,
+        close: Callable[[], None] | None = None,
+    ) -> None:
+        """Answer by an engine.
+
+        Args:
+            loop: of the engine.
+            vocab_size: length of a row of logits.
+            max_length: tokens of a row of ids.
+            close: ends the engine; None: it is an ensemble's, which ends it.
+        """
+        self._loop = loop
+        self._close = close
+        self._vocab_size = vocab_size
+        self._max_length = max_length
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine runs."""
+        return self._loop.alive
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for a slot."""
+        return max(0, self._loop.num_accepted - self._loop.num_running)
+
+    def submit(self, inference: Inference) -> None:
+        """Hand each row to the engine.
+
+        Raises:
+            InvalidRequest: a row is empty or has ids outside the vocabulary.
+            ContextLengthExceeded: a row is longer than a slot.
+            Overloaded: as many as may wait are waiting.
+        """
+        rows = _Rows(inference)
+        requests = [
+            LogitsRequest(
+                token_ids,
+                on_logits=partial(rows.take, row),
+                vocab_size=self._vocab_size,
+                max_length=self._max_length,
+            )
+            for row, token_ids in enumerate(_unpadded(inference))
+        ]
+        inference.started_ns = inference.submitted_ns
+        self._loop.submit_logits(requests)
+
+        def cancel() -> None:
+            for request in requests:
+                self._loop.cancel(request)
+            inference.fail_cancelled()
+
+        inference.when_cancelled(cancel)
+
+    def close(self) -> None:
+        """End the engine, if it is this stage's own."""
+        if self._close is not None:
+            self._close()
+
+
+class _Rows:
+    """The logits of the rows of one inference, until all of them are there."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._lock = threading.Lock()
+        self._logits: list[FloatArray | None] = [None] * inference.batch_size
+        self._num_missing = inference.batch_size
+
+    def take(self, row: int, content: FloatArray | GenserveError) -> None:
+        """Take the logits of a row, or what went wrong with it; on the engine's thread."""
+        if isinstance(content, GenserveError):
+            self._inference.fail(content)
+            return
+        with self._lock:
+            self._logits[row] = content
+            self._num_missing -= 1
+            if self._num_missing:
+                return
+        rows = [logits for logits in self._logits if logits is not None]
+        logits = rows[0][np.newaxis] if len(rows) == 1 else np.stack(rows)
+        if not self._inference.ended:
+            outputs = (Tensor("logits", logits[:, np.newaxis, :]),)
+            self._inference.send(InferenceResponse(outputs=outputs), final=True)
+
+
+def _unpadded(inference: Inference) -> list[NDArray[np.int64]]:
+    """Return the ids of each row, without those that `attention_mask` leaves out."""
+    ids = inference.inputs["input_ids"].array
+    mask = inference.inputs.get("attention_mask")
+    if mask is None:
+        return list(ids)
+    if mask.shape != ids.shape:
+        raise InvalidRequest(
+            f"attention_mask has the shape {list(mask.shape)}, input_ids {list(ids.shape)}",
+            field="attention_mask",
+            remedy="send one 1 for each id, and 0 for padding; or leave it out",
+        )
+    return [row[keep != 0] for row, keep in zip(ids, mask.array, strict=True)]

@@ -1,0 +1,37 @@
+"""Options: how a repository is loaded and kept; frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from genserve.schedulers.rate_limiter import Capacity
+
+__all__ = ["ControlMode", "RepositoryOptions"]
+
+
+class ControlMode(StrEnum):
+    """Who decides what is loaded; Triton's words."""
+
+    NONE = "none"               # everything at the start, nothing after
+    POLL = "poll"               # everything, and again what changes on disk
+    EXPLICIT = "explicit"       # what is asked for, at the start and by the load and unload calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositoryOptions:
+    """What a server is told about its repository."""
+
+    control_mode: ControlMode = ControlMode.NONE
+    poll_s: float = 15.0
+    strict_config: bool = False             # nothing is completed from the model's files
+    strict_placement: bool = False          # KIND_GPU without a GPU is an error
+    config_name: str = ""                   # `configs/NAME.pbtxt` of a model is read where it exists
+    backend_directory: Path | None = None   # of python-based backends
+    cache_bytes: int = 0                    # of the response cache; 0: there is none
+    load_threads: int = 4                   # models that load at the same time
+    exit_timeout_s: float = 30.0            # how long an unload waits for requests
+    max_queue: int = 256                    # requests that may wait for a slot of a generation model
+    rate_limiter: bool = False              # instances share the resources that their groups name
+    resources: tuple[Capacity, ...] = ()    # of the rate limiter; empty: what one instance needs at most

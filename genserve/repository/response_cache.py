@@ -1,0 +1,73 @@
+"""Response cache: answers given before, by model and inputs; the least recently used go first."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+
+from genserve.inference import InferenceRequest, InferenceResponse
+from genserve.tensor import Tensor
+
+__all__ = ["ResponseCache"]
+
+_OVERHEAD_BYTES = 256  # of an entry, roughly: its key and the records around the arrays
+
+
+class ResponseCache:
+    """Responses up to a number of bytes, shared by all models. Safe from any thread.
+
+    The key has the parameters of the request too: Triton's has not, which answers a request for another
+    temperature with the text of the first.
+    """
+
+    def __init__(self, *, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, tuple[InferenceResponse, int]] = OrderedDict()
+
+    def key(self, request: InferenceRequest, *, version: int) -> bytes:
+        """Return the key of a request to one version of its model."""
+        digest = hashlib.blake2b(digest_size=32)
+        asked = sorted(request.requested_outputs), sorted(request.parameters.items())
+        head = (request.model_name, version, *asked)
+        digest.update(repr(head).encode())
+        for name, tensor in sorted(request.inputs.items()):
+            digest.update(repr((name, tensor.data_type.name, tensor.shape)).encode())
+            digest.update(tensor.to_bytes())
+        return digest.digest()
+
+    def get(self, key: bytes) -> InferenceResponse | None:
+        """Return a copy of what is kept; None if nothing is."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+        return _copy(entry[0])
+
+    def put(self, key: bytes, response: InferenceResponse) -> None:
+        """Keep a response, unless it is larger than the whole cache."""
+        copy = _copy(response)
+        size = _OVERHEAD_BYTES + sum(map(_size, copy.outputs))
+        if size > self._size_bytes:
+            return
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = (copy, size)
+            self._used_bytes += size
+            while self._used_bytes > self._size_bytes:
+                _, (_, freed) = self._entries.popitem(last=False)
+                self._used_bytes -= freed
+
+
+def _copy(response: InferenceResponse) -> InferenceResponse:
+    """Copy a response: whoever gets it may write into it, and a model may go on using what it sent."""
+    outputs = tuple(Tensor(t.name, t.array.copy(), data_type=t.data_type) for t in response.outputs)
+    return InferenceResponse(outputs=outputs, parameters=response.parameters)
+
+
+def _size(tensor: Tensor) -> int:
+    return len(tensor.to_bytes()) if tensor.array.dtype.hasobject else tensor.array.nbytes

@@ -1,0 +1,181 @@
+"""Served: one version of a model that answers, whatever runs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from genserve.config.model_config import ModelConfig
+from genserve.errors import Closed, GenserveError
+from genserve.inference import Inference, InferenceResponse
+from genserve.repository.admission import Admission
+from genserve.repository.response_cache import ResponseCache
+from genserve.statistics import ModelStatistics
+
+__all__ = ["Runner", "Served"]
+
+
+class Runner(Protocol):
+    """What runs the inferences of one version of a model: instances, an ensemble's graph, an engine."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can answer now."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences taken and not executed yet."""
+
+    def submit(self, inference: Inference) -> None:
+        """Take an inference whose request fits the config; must not block.
+
+        Raises:
+            GenserveError: it is not taken; nothing was sent.
+        """
+
+    def close(self) -> None:
+        """End what still waits, and let go of everything; blocks."""
+
+
+class Served:
+    """One version of a model, its checks and its statistics. Safe from any thread.
+
+    Attributes:
+        config: normalised.
+        version: the number of its folder.
+        statistics: what it has done.
+        load_s: how long its load took, seconds.
+        labels: of the classes, by output name, for the outputs that have a `label_filename`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        config: ModelConfig,
+        version: int,
+        statistics: ModelStatistics,
+        cache: ResponseCache | None = None,
+        labels: Mapping[str, Sequence[str]] | None = None,
+        load_s: float = 0.0,
+    ) -> None:
+        """Serve by a runner.
+
+        Args:
+            runner: started; closed with this.
+            config: normalised.
+            version: the number of its folder.
+            statistics: to be counted in.
+            cache: where answers are kept; None: nowhere.
+            labels: of the classes, by output name.
+            load_s: how long the load took.
+        """
+        self.config = config
+        self.version = version
+        self.statistics = statistics
+        self.load_s = load_s
+        self.labels = labels or {}
+        self.runner = runner
+        self._admission = Admission(config)
+        self._cache = cache
+        self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
+        self._idle = threading.Condition()
+        self._num_pending = 0
+        self._closing = False
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.config.name
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers."""
+        return not self._closing and self.runner.ready
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not executed yet."""
+        return self.runner.num_waiting
+
+    @property
+    def num_pending(self) -> int:
+        """Requests accepted and not ended."""
+        return self._num_pending
+
+    def submit(self, inference: Inference) -> None:
+        """Check a request and run it.
+
+        Raises:
+            InferenceError: it does not fit the config, or is refused by its queue.
+            Closed: this version is being unloaded; another may have taken its place.
+        """
+        request = inference.request
+        inference.batch_size = self._admission.check(request)
+        inference.inputs = self._admission.reshaped(request.inputs)
+        inference.model_name, inference.model_version = self.name, self.version
+        if self._reshapes_outputs:
+            self._reshape_outputs(inference)
+        with self._idle:
+            if self._closing:
+                raise Closed(f"model '{self.name}' is being unloaded")
+            self._num_pending += 1
+        if self._cache is not None and self._answer_from(self._cache, inference):
+            return
+        inference.when_ended(lambda: self._ended(inference))
+        try:
+            self.runner.submit(inference)
+        except GenserveError as error:
+            inference.error = error
+            self._ended(inference)
+            raise
+
+    def close(self, *, timeout_s: float) -> None:
+        """Take no more, wait until what was accepted has ended, and close the runner."""
+        with self._idle:
+            self._closing = True
+            self._idle.wait_for(lambda: not self._num_pending, timeout=timeout_s)
+        self.runner.close()
+
+    def _ended(self, inference: Inference) -> None:
+        self.statistics.ended(inference)
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._idle:
+            self._num_pending -= 1
+            if self._closing and not self._num_pending:
+                self._idle.notify_all()
+
+    def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
+        """Answer with what the cache has; if it has nothing, keep what the model answers."""
+        started_ns = time.monotonic_ns()
+        key = cache.key(inference.request, version=self.version)
+        kept = cache.get(key)
+        lookup_ns = time.monotonic_ns() - started_ns
+        if kept is not None:
+            inference.send(kept, final=True)
+            self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
+            self._leave()
+            return True
+        answer = inference.on_response
+
+        def keep(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+            started_ns = time.monotonic_ns()
+            if response is not None and response.error is None:
+                cache.put(key, response)
+            self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + time.monotonic_ns() - started_ns)
+            answer(response, final)
+
+        inference.on_response = keep
+        return False
+
+    def _reshape_outputs(self, inference: Inference) -> None:
+        answer = inference.on_response
+
+        def reshape(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+            answer(response and self._admission.reshaped_response(response), final)
+
+        inference.on_response = reshape

@@ -1,0 +1,169 @@
+"""Text generation: a generation ensemble asked by named tensors, as KServe and BLS do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from genserve.backends.ensemble import GenerationEnsemble
+from genserve.data_type import DataType
+from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
+from genserve.generation.loop import Parcel
+from genserve.generation.token_sequence import TokenSequence
+from genserve.inference import Inference, InferenceResponse
+from genserve.request import Delta, SamplingParams, sampling_params
+from genserve.tensor import Tensor
+
+__all__ = ["TextGeneration"]
+
+# The names of the established Triton repositories for language models, and ours.
+_PARAMETERS = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "random_seed": "seed",
+}
+
+
+class TextGeneration:
+    """Text in, text out, as it is generated; a `Runner`.
+
+    With `stream` each step is a response; without it there is one, with the whole text.
+    """
+
+    def __init__(self, ensemble: GenerationEnsemble) -> None:
+        self.ensemble = ensemble
+        # Rendering and tokenizing take time in proportion to the prompt, and `submit` must not block.
+        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"prepare-{ensemble.name}")
+
+    @property
+    def ready(self) -> bool:
+        """Whether its engine runs."""
+        return self.ensemble.loop.alive
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for a slot."""
+        return max(0, self.ensemble.loop.num_accepted - self.ensemble.loop.num_running)
+
+    def submit(self, inference: Inference) -> None:
+        """Prepare the request on a worker, and hand it to the engine."""
+        self._workers.submit(self._open, inference)
+
+    def close(self) -> None:
+        """End all requests and the engine's thread."""
+        self._workers.shutdown(cancel_futures=False)
+        self.ensemble.close()
+
+    def _open(self, inference: Inference) -> None:
+        try:
+            params = _params(inference.inputs)
+            prompts = _texts(inference.inputs["text_input"])
+            streaming = _scalar(inference.inputs, "stream", default=False)
+            if streaming and len(prompts) > 1:
+                raise InvalidRequest("a streamed request has one text_input", field="stream")
+            sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
+            answer = _Answer(inference, sequences, ensemble=self.ensemble, streaming=streaming)
+            inference.when_cancelled(answer.cancel)
+            answer.submit()
+        except GenserveError as error:
+            inference.fail(error)
+        except Exception as error:
+            inference.fail(InferenceError(f"{type(error).__name__}: {error}", status=Status.INTERNAL))
+
+
+class _Answer:
+    """The deltas of one inference, turned into responses; an `Outbox` of the engine."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        sequences: Sequence[TokenSequence],
+        *,
+        ensemble: GenerationEnsemble,
+        streaming: bool,
+    ) -> None:
+        self._inference = inference
+        self._loop = ensemble.loop
+        self._streaming = streaming
+        self._texts = dict.fromkeys(sequences, "")
+        self._open = set(sequences)
+
+    def submit(self) -> None:
+        """Hand the sequences to the engine; if it refuses one, none goes on."""
+        self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
+        try:
+            for sequence in self._texts:
+                self._loop.submit(sequence, outbox=self)
+        except GenserveError:
+            self.cancel_sequences()
+            raise
+
+    def cancel_sequences(self) -> None:
+        """Free the slots."""
+        for sequence in self._texts:
+            self._loop.cancel(sequence)
+
+    def cancel(self) -> None:
+        """End the inference as cancelled."""
+        self.cancel_sequences()
+        self._inference.fail_cancelled()
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Take over parcels; the `Outbox` protocol."""
+        for sequence, content in parcels:
+            if isinstance(content, GenserveError):
+                self.cancel_sequences()
+                self._inference.fail(content)
+            else:
+                self._take(sequence, content)
+
+    def _take(self, sequence: TokenSequence, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._open.discard(sequence)
+        if self._streaming:
+            self._send([delta.text], final=not self._open)
+            return
+        self._texts[sequence] += delta.text
+        if not self._open:
+            self._send(list(self._texts.values()), final=True)
+
+    def _send(self, texts: list[str], *, final: bool) -> None:
+        array = np.empty((len(texts), 1), dtype=object)
+        array[:, 0] = [text.encode() for text in texts]
+        output = Tensor("text_output", array, data_type=DataType.BYTES)
+        try:
+            self._inference.send(InferenceResponse(outputs=(output,)), final=final)
+        except Closed:
+            return  # it was cancelled while the step ran
+
+
+def _params(inputs: Mapping[str, Tensor]) -> SamplingParams:
+    options = {
+        option: _scalar(inputs, name, default=None) for name, option in _PARAMETERS.items() if name in inputs
+    }
+    if "stop_words" in inputs:
+        options["stop"] = [text for text in _texts(inputs["stop_words"]) if text]
+    return sampling_params(options)
+
+
+def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
+    """Return the value that an input has for every row of the batch."""
+    tensor = inputs.get(name)
+    if tensor is None or not tensor.array.size:
+        return default
+    values = tensor.array.reshape(-1)
+    if (values != values[0]).any():
+        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+    return values[0].item()
+
+
+def _texts(tensor: Tensor) -> list[str]:
+    try:
+        return [text.decode() for text in tensor.array.reshape(-1).tolist()]
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{tensor.name} is not UTF-8: {error}", field=tensor.name) from error

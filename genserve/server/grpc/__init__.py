@@ -1,0 +1,1 @@
+"""gRPC: KServe v2 as `inference.GRPCInferenceService`, with the standard health service."""

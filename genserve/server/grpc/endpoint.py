@@ -1,0 +1,54 @@
+"""Endpoint: the gRPC port of a server, from open to closed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from genserve.errors import GenserveError
+from genserve.kserve.state import KServeState
+from genserve.server.grpc.health import Health
+from genserve.server.grpc.service import Service
+
+__all__ = ["GrpcEndpoint"]
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    ("grpc.max_send_message_length", 2**31 - 1),
+    ("grpc.so_reuseport", 0),                           # a port that is taken is an error
+)
+
+
+class GrpcEndpoint:
+    """The services on one port. Construct, open and close it on the event loop."""
+
+    def __init__(self, state: KServeState, *, header_pattern: re.Pattern[str] | None = None) -> None:
+        self._server: Any = grpc.aio.server(options=_OPTIONS)
+        service = Service(state, header_pattern=header_pattern)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(state), self._server)
+
+    async def open(self, *, host: str, port: int) -> int:
+        """Listen; return the port, which is a free one for port 0.
+
+        Raises:
+            GenserveError: the port is taken, or the address is not of this machine.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound: int = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise GenserveError(
+                f"cannot listen on {address} for gRPC: it is in use, or not an address of this machine",
+                remedy="choose another port with --grpc-port; 0 takes a free one, --allow-grpc=false none",
+            ) from error
+        await self._server.start()
+        return bound
+
+    async def close(self, *, drain_s: float) -> None:
+        """Accept no more calls, let those that run end for a while, then cancel them."""
+        await self._server.stop(drain_s)

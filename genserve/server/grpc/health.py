@@ -1,0 +1,42 @@
+"""Health: the standard health service, `grpc.health.v1.Health`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from genserve.kserve.state import KServeState
+
+__all__ = ["Health"]
+
+_WATCH_S = 0.5  # between two looks at the models
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
+    """Tells whether the server is ready; for any service, as Triton does."""
+
+    def __init__(self, state: KServeState) -> None:
+        self._state = state
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
+        """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Say it, and say it again whenever it has changed, until the server drains."""
+        last = None
+        while True:
+            if (status := self._status) != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+            if self._state.draining:
+                return
+            await asyncio.sleep(_WATCH_S)
+
+    @property
+    def _status(self) -> Any:
+        statuses = health_pb2.HealthCheckResponse
+        return statuses.SERVING if self._state.ready else statuses.NOT_SERVING

@@ -1,0 +1,139 @@
+"""Service: the methods of `inference.GRPCInferenceService`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import Parameter
+from genserve.kserve.metadata import EXTENSIONS, model_metadata
+from genserve.kserve.model_version import read_version
+from genserve.kserve.models import ServedModel
+from genserve.kserve.outbox import EventLoopOutbox
+from genserve.kserve.state import KServeState, forwarded
+from genserve.kserve.statistics import find_for_statistics, statistics_json
+from genserve.server.grpc.administration import Administration, abort, method
+from genserve.server.grpc.call import Call
+from genserve.server.grpc.infer_request import read_request
+from genserve.server.grpc.infer_response import write_response
+from genserve.server.grpc.stream import InferStream
+
+__all__ = ["Service"]
+
+# The methods have the protocol's names, which are not Python's.
+# ruff: noqa: N802
+
+_GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that shall end at an error
+
+
+class Service(Administration):
+    """KServe v2 and Triton's extensions over the models of one server; runs on its event loop."""
+
+    def __init__(self, state: KServeState, *, header_pattern: re.Pattern[str] | None = None) -> None:
+        """Call it on the event loop; metadata in whose names the pattern is found goes to the models."""
+        super().__init__(state)
+        self._outbox = EventLoopOutbox(asyncio.get_running_loop())
+        self._header_pattern = header_pattern
+
+    @method
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        """Whether the server runs."""
+        return service_pb2.ServerLiveResponse(live=True)
+
+    @method
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        """Whether every model that was to be loaded answers."""
+        return service_pb2.ServerReadyResponse(ready=self._state.ready)
+
+    @method
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        """Whether a model answers; false, too, for one that there is not."""
+        version = read_version(request.version)
+        # A Python model may take its time to find out.
+        ready = await asyncio.to_thread(self._models.is_ready, request.name, version)
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    @method
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        """Name, version and extensions."""
+        state = self._state
+        return service_pb2.ServerMetadataResponse(
+            name=state.server_id, version=state.server_version, extensions=EXTENSIONS
+        )
+
+    @method
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        """Inputs, outputs and versions of a model."""
+        model = self._find(request.name, request.version)
+        return service_pb2.ModelMetadataResponse(
+            **model_metadata(model.config, versions=self._models.versions(model.name))
+        )
+
+    @method
+    async def ModelConfig(self, request: Any, context: Any) -> Any:
+        """The complete config of a model."""
+        config = self._find(request.name, request.version).config.message
+        response = service_pb2.ModelConfigResponse()
+        response.config.MergeFromString(config.SerializeToString())  # its class may be another one
+        return response
+
+    @method
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:
+        """What a version, a model or, without a name, every model has done."""
+        found = find_for_statistics(self._models, request.name, read_version(request.version))
+        return service_pb2.ModelStatisticsResponse(**statistics_json(found))
+
+    @method
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """Run a model that gives one response; cancelled when the client leaves."""
+        call = self._submit(request, context, streams=False)
+        response = await call.single()
+        if response.error is not None:
+            raise response.error
+        return write_response(response, request=call.request, inference=call.inference)
+
+    async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        """Run many requests, of any models; cancelled when the client leaves."""
+        stream = InferStream(
+            lambda request: self._submit(request, context, streams=True),
+            ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
+        )
+        try:
+            async for message in stream.answers(request_iterator):
+                yield message
+        except GenserveError as error:
+            await abort(context, error)
+
+    def _submit(self, message: Any, context: Any, *, streams: bool) -> Call:
+        if self._state.draining:
+            remedy = "try again on another server"
+            raise InferenceError("the server is stopping", status=Status.UNAVAILABLE, remedy=remedy)
+        model = self._find(message.model_name, message.model_version)
+        if model.config.decoupled and not streams:
+            raise InferenceError(
+                "ModelInfer RPC doesn't support models with decoupled transaction policy",
+                status=Status.UNSUPPORTED,
+                remedy="call ModelStreamInfer, or POST /v2/models/NAME/generate_stream over HTTP",
+            )
+        request = read_request(
+            message,
+            model=model,
+            shared_memory=self._state.shared_memory,
+            headers=self._headers(context),
+        )
+        return Call(request, models=self._models, outbox=self._outbox)
+
+    def _find(self, name: str, version: str) -> ServedModel:
+        return self._models.find(name, read_version(version))
+
+    def _headers(self, context: Any) -> Mapping[str, Parameter]:
+        if self._header_pattern is None:
+            return {}
+        metadata = context.invocation_metadata() or ()
+        texts = [(name, value) for name, value in metadata if isinstance(value, str)]
+        return forwarded(texts, self._header_pattern)

@@ -1,0 +1,132 @@
+"""KServe: the routes of the KServe v2 protocol over HTTP, with Triton's extensions.
+
+They are a table of their own, not FastAPI's: paths match as Triton's regular expressions do, bodies are
+binary or parsed to Triton's letter, and the way to `infer` has nothing on it that a request does not need.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, NoMatchFound
+from starlette.types import Receive, Scope, Send
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.server.routes.kserve_call import Call, error_response, message_response
+from genserve.server.routes.kserve_control import (
+    log_settings,
+    model_trace_settings,
+    repository_index,
+    repository_load,
+    repository_unload,
+    set_log_settings,
+    set_model_trace_settings,
+    set_trace_settings,
+    trace_settings,
+)
+from genserve.server.routes.kserve_generate import generate, generate_stream
+from genserve.server.routes.kserve_infer import infer
+from genserve.server.routes.kserve_metadata import (
+    model_config,
+    model_metadata,
+    model_ready,
+    server_live,
+    server_metadata,
+    server_ready,
+    statistics,
+)
+from genserve.server.routes.kserve_shared_memory import (
+    cuda_memory,
+    cuda_status,
+    region_status,
+    register_region,
+    unregister_region,
+)
+from genserve.server.services import Services
+from genserve.server.sse import ClientLeft
+
+__all__ = ["KServeRoute"]
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+_MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
+_REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
+_REGION = r"(?:/region/(?P<region>[^/]+))?"
+# The first that matches answers; `infer` first, because it is asked most.
+_ROUTES: tuple[tuple[re.Pattern[str], Mapping[str, Handler]], ...] = tuple(
+    (re.compile(path), handlers)
+    for path, handlers in (
+        (f"{_MODEL}/infer", {"POST": infer}),
+        (f"{_MODEL}/generate", {"POST": generate}),
+        (f"{_MODEL}/generate_stream", {"POST": generate_stream}),
+        (r"/v2/health/live", {"GET": server_live}),
+        (r"/v2/health/ready", {"GET": server_ready}),
+        (r"/v2", {"GET": server_metadata}),
+        (r"/v2/models/stats", {"GET": statistics}),
+        (f"{_MODEL}/stats", {"GET": statistics}),
+        (f"{_MODEL}/ready", {"GET": model_ready}),
+        (f"{_MODEL}/config", {"GET": model_config}),
+        (_MODEL, {"GET": model_metadata}),
+        (r"/v2/models/(?P<model>[^/]+)/trace/setting", {
+            "GET": model_trace_settings, "POST": set_model_trace_settings}),
+        (r"/v2/trace/setting", {"GET": trace_settings, "POST": set_trace_settings}),
+        (r"/v2/logging", {"GET": log_settings, "POST": set_log_settings}),
+        (f"{_REPOSITORY}/index", {"POST": repository_index}),
+        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/load", {"POST": repository_load}),
+        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/unload", {"POST": repository_unload}),
+        (f"/v2/systemsharedmemory{_REGION}/status", {"GET": region_status}),
+        (f"/v2/systemsharedmemory{_REGION}/register", {"POST": register_region}),
+        (f"/v2/systemsharedmemory{_REGION}/unregister", {"POST": unregister_region}),
+        (f"/v2/cudasharedmemory{_REGION}/status", {"GET": cuda_status}),
+        (f"/v2/cudasharedmemory{_REGION}/(?:register|unregister)", {"POST": cuda_memory}),
+    )
+)
+
+
+class KServeRoute(BaseRoute):
+    """All paths below `/v2`."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Take what is below `/v2`."""
+        mine = scope["type"] == "http" and (scope["path"] == "/v2" or scope["path"].startswith("/v2/"))
+        return (Match.FULL if mine else Match.NONE), {}
+
+    def url_path_for(self, name: str, /, **path_params: Any) -> Any:
+        """There are no names."""
+        raise NoMatchFound(name, path_params)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; whatever fails is an answer too."""
+        try:
+            response = await self._respond(scope, receive)
+            await response(scope, receive, send)
+        except ClientLeft:
+            return
+
+    async def _respond(self, scope: Scope, receive: Receive) -> Response:
+        try:
+            for pattern, handlers in _ROUTES:
+                if found := pattern.fullmatch(scope["path"]):
+                    handler = handlers.get(scope["method"])
+                    if handler is None:
+                        return message_response("Method Not Allowed", status_code=405)
+                    names = found.groupdict("")
+                    return await handler(Call(self._services, scope=scope, receive=receive, names=names))
+            return message_response("Not Found", status_code=404)
+        except GenserveError as error:
+            return error_response(error)
+        except ClientLeft:
+            raise
+        except Exception:
+            logger.exception("a request to %s failed", scope["path"])
+            text = "the server failed; its log has the reason"
+            return error_response(InferenceError(text, status=Status.INTERNAL))

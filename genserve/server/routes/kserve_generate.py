@@ -1,0 +1,79 @@
+"""KServe generate: plain JSON in, plain JSON out, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from genserve.errors import GenserveError
+from genserve.inference import Inference, InferenceResponse
+from genserve.kserve.generate import event_of, generated, read_generate_body
+from genserve.server.routes.kserve_call import Call, RunningInference, error_json
+
+__all__ = ["generate", "generate_stream"]
+
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates "
+    "various number of responses"
+)
+
+
+async def generate(call: Call) -> Response:
+    """Run an inference that has exactly one response.
+
+    The status is that of the first response, and 400 for any error, as Triton has it.
+    """
+    with await _start(call) as running:
+        told = [_tell(response, running.inference) async for response in running.responses]
+    failed = bool(told) and told[0][1]
+    body = told[0][0] if len(told) == 1 else orjson.dumps({"error": _NOT_ONE})
+    return Response(body, status_code=400 if failed else 200, headers={"content-type": "application/json"})
+
+
+async def generate_stream(call: Call) -> Response:
+    """Run an inference and send each response as an event."""
+    running = await _start(call)
+    return EventResponse(running)
+
+
+class EventResponse(Response):
+    """The events of one inference. The status is decided by the first: 400 if it is an error."""
+
+    def __init__(self, running: RunningInference) -> None:
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; the ASGI protocol."""
+        with self._running as running:
+            started = False
+            async for response in running.responses:
+                text, failed = _tell(response, running.inference)
+                if not started:
+                    await send(_start_message(400 if failed else 200))
+                    started = True
+                await send({"type": "http.response.body", "body": event_of(text), "more_body": True})
+            if not started:
+                await send(_start_message(200))
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _start(call: Call) -> RunningInference:
+    model = call.services.repository.find(call.model, call.version)
+    body = await call.body(limit=call.services.settings.http_max_input_size)
+    return call.start(read_generate_body(body, model=model, version=call.version))
+
+
+def _tell(response: InferenceResponse, inference: Inference) -> tuple[bytes, bool]:
+    """Return a response as JSON, and whether it is an error."""
+    try:
+        return generated(response, inference=inference), False
+    except GenserveError as error:
+        return orjson.dumps(error_json(error)), True
+
+
+def _start_message(status: int) -> dict[str, object]:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+

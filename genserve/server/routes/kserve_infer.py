@@ -1,0 +1,165 @@
+"""KServe infer: inference over HTTP, JSON and binary tensors, compressed or not."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from genserve.errors import InferenceError, Status
+from genserve.inference import InferenceResponse
+from genserve.kserve.infer_answer import InferAnswer, answer_of
+from genserve.kserve.infer_body import InferBody, read_infer_body, read_raw_body
+from genserve.kserve.models import ServedModel
+from genserve.server.routes.kserve_call import Call, RunningInference, error_response, too_large
+
+__all__ = ["infer"]
+
+T = TypeVar("T")
+
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_LENGTH = re.compile(r"\s*([+-]?\d+)")
+# More than this is parsed, written and compressed beside the event loop: it takes milliseconds.
+_MUCH_JSON_BYTES = 256 * 1024
+_MAX_BODY_BYTES = 2**31 - 1
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
+
+
+async def infer(call: Call) -> Response:
+    """Run one inference."""
+    model = call.services.repository.find(call.model, call.version)
+    if model.config.decoupled:
+        raise InferenceError(
+            "HTTP end point doesn't support models with decoupled transaction policy",
+            status=Status.UNSUPPORTED,
+            remedy="use generate_stream, or a gRPC stream",
+        )
+    encoding = call.header(b"content-encoding")
+    if encoding not in (None, "identity", *_WINDOW_BITS):
+        response = error_response(InferenceError("Unsupported compression type", status=Status.UNSUPPORTED))
+        response.headers["accept-encoding"] = ", ".join(_WINDOW_BITS)
+        return response
+    asked = await _read(call, model, encoding)
+    with call.start(asked.request) as running:
+        first = await _first(running)
+    if first.error is not None:
+        raise first.error
+    answer = await _beside(
+        _is_much(first, asked), answer_of, first, inference=running.inference, asked=asked, model=model
+    )
+    return await _respond(answer, accepted=call.header(b"accept-encoding"))
+
+
+async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBody:
+    limit = call.services.settings.http_max_input_size
+    text = call.header(_HEADER_LENGTH.lower().encode())
+    given = None if text is None else _header_length(text)
+    body = await call.body(limit=limit if given is None else _MAX_BODY_BYTES, offset=max(given or 0, 0))
+    if encoding in _WINDOW_BITS:
+        body = await run_in_threadpool(_decompressed, body, encoding)
+    length = len(body) if given is None else given
+    if not 0 <= length <= len(body):
+        raise InferenceError(
+            f"inference header size should be in range (0, {len(body)}), got: {text}"
+        )
+    if length > limit:
+        raise too_large(length, limit=limit)
+    version = call.version
+    parameters = call.forwarded_headers()
+    if not length:
+        return read_raw_body(body, model=model, version=version, parameters=parameters)
+    return await _beside(
+        length > _MUCH_JSON_BYTES,
+        read_infer_body,
+        body[:length],
+        body[length:],
+        model=model,
+        version=version,
+        shared_memory=call.services.shared_memory,
+        parameters=parameters,
+    )
+
+
+async def _first(running: RunningInference) -> InferenceResponse:
+    response, final = await running.responses.next()
+    while response is None and not final:
+        response, final = await running.responses.next()
+    return response or InferenceResponse(error=_no_response(running))
+
+
+async def _respond(answer: InferAnswer, *, accepted: str | None) -> Response:
+    headers = {"content-type": "application/json"}
+    if answer.header_length is not None:
+        headers = {"content-type": "application/octet-stream", _HEADER_LENGTH: str(answer.header_length)}
+    body = answer.body
+    if accepted is not None and (encoding := _preferred(accepted)):
+        body = await _beside(len(body) > _MUCH_JSON_BYTES, _compressed, body, encoding)
+        headers["content-encoding"] = encoding
+    return Response(body, headers=headers)
+
+
+async def _beside(much: bool, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: FBT001
+    """Call a function, on another thread where it has much to do."""
+    if much:
+        return await run_in_threadpool(function, *args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _is_much(response: InferenceResponse, asked: InferBody) -> bool:
+    if not asked.outputs and asked.binary:
+        return False
+    return sum(_json_bytes(tensor, asked) for tensor in response.outputs) > _MUCH_JSON_BYTES
+
+
+def _json_bytes(tensor: Any, asked: InferBody) -> int:
+    requested = asked.outputs.get(tensor.name)
+    return 0 if requested is not None and requested.binary else int(tensor.array.nbytes)
+
+
+def _header_length(text: str) -> int:
+    """Read a length as Triton does, which passes over what follows the number."""
+    found = _LENGTH.match(text)
+    if found is None:
+        raise InferenceError(f"Unable to parse {_HEADER_LENGTH}, got: {text}")
+    return int(found[1])
+
+
+def _decompressed(body: memoryview, encoding: str) -> memoryview:
+    try:
+        decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
+        text = decompressor.decompress(body, _MAX_BODY_BYTES)
+        if not decompressor.eof:
+            raise zlib.error
+    except zlib.error:
+        raise InferenceError(f"the body is not {encoding}, as its Content-Encoding says") from None
+    return memoryview(bytearray(text))
+
+
+def _compressed(body: bytes, encoding: str) -> bytes:
+    compressor = zlib.compressobj(wbits=_WINDOW_BITS[encoding])
+    return compressor.compress(body) + compressor.flush()
+
+
+def _preferred(accepted: str) -> str | None:
+    """Return the compression that a client likes best of those that there are; None: none of them."""
+    best, weight = None, 0.0
+    for entry in accepted.split(","):
+        name, _, quality = entry.strip().partition(";")
+        try:
+            liked = float(quality.strip().removeprefix("q=") or 1)
+        except ValueError:
+            continue
+        if name.strip() in _WINDOW_BITS and liked > weight:
+            best, weight = name.strip(), liked
+    return best
+
+
+def _no_response(running: RunningInference) -> InferenceError:
+    return InferenceError(
+        f"model '{running.inference.model_name}' ended the request without a response",
+        status=Status.INTERNAL,
+    )

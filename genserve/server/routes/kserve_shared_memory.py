@@ -1,0 +1,63 @@
+"""KServe shared memory: regions that clients register, over HTTP."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from genserve.errors import InferenceError, Status
+from genserve.kserve.json_document import Kind, checked, read_json
+from genserve.server.routes.kserve_call import Call, empty_response, json_response
+
+__all__ = ["cuda_memory", "cuda_status", "region_status", "register_region", "unregister_region"]
+
+_FIELDS = ("name", "key", "offset", "byte_size")
+
+
+async def region_status(call: Call) -> Response:
+    """Return the regions that are registered, or one of them."""
+    regions = call.services.shared_memory.regions(call.names["region"])
+    return json_response([{field: getattr(region, field) for field in _FIELDS} for region in regions])
+
+
+async def register_region(call: Call) -> Response:
+    """Register a region of the system's shared memory."""
+    call.services.shared_memory.refuse_if_disabled()
+    name = call.names["region"]
+    if not name:
+        raise InferenceError("'region name' is necessary to register system shared memory region")
+    document = read_json(await call.body(limit=call.services.settings.http_max_input_size))
+    given = document if isinstance(document, dict) else {}
+    for field in ("key", "byte_size"):
+        if field not in given:
+            raise InferenceError(f"Shared memory register request has no '{field}' field")
+    call.services.shared_memory.register(
+        name,
+        key=checked(given["key"], Kind.STRING),
+        offset=checked(given.get("offset", 0), Kind.UNSIGNED),
+        byte_size=checked(given["byte_size"], Kind.UNSIGNED),
+    )
+    return empty_response()
+
+
+async def unregister_region(call: Call) -> Response:
+    """Forget a region, or all of them."""
+    call.services.shared_memory.unregister(call.names["region"])
+    return empty_response()
+
+
+async def cuda_status(call: Call) -> Response:
+    """Return the regions of a GPU's memory: there are none."""
+    name = call.names["region"]
+    if name:
+        text = f"Unable to find cuda shared memory region: '{name}'"
+        raise InferenceError(text, status=Status.NOT_FOUND)
+    return json_response([])
+
+
+async def cuda_memory(_call: Call) -> Response:
+    """Refuse regions of a GPU's memory."""
+    raise InferenceError(
+        "CUDA shared memory is not supported by this server",
+        status=Status.UNSUPPORTED,
+        remedy="send tensors in binary form, or through system shared memory",
+    )

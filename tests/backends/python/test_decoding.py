@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from genserve.backends.python.decoding import load_decode
+from genserve.errors import RepositoryError
+from genserve.generation.engine import Engine
+from tests.fakes.logits import CachedLogits, greedy_answer
+from tests.fakes.sequences import sequence_of
+
+
+def test_the_shipped_decoder_stage_runs_in_the_engine(tiny_repository):
+    decode = load_decode(tiny_repository / "tiny_decoder" / "1" / "model.py", name="tiny_decoder")
+    engine = Engine(CachedLogits(), decode=decode)
+    sequence = sequence_of([5], max_tokens=4)
+    engine.add(sequence)
+    while engine.step():
+        pass
+    assert sequence.token_ids[1:] == greedy_answer([5], num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "is missing"),
+        ("class TritonPythonModel(:", "SyntaxError"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("x = 1", "TritonPythonModel"),
+        ("class TritonPythonModel: pass", "no coroutine `decode`"),
+        ("class TritonPythonModel:\n    def decode(self, s): pass", "no coroutine `decode`"),
+    ],
+)
+def test_a_model_py_that_cannot_decode_is_refused_with_the_reason(tmp_path, source, words):
+    path = tmp_path / "model.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(RepositoryError, match=words) as raised:
+        load_decode(path, name="broken")
+    assert str(path) in raised.value.message

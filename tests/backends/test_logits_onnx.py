@@ -1,0 +1,140 @@
+"""The backend's forwards against transformers' own model, on the weights of a tiny checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from genserve.backends.logits_onnx import OnnxLogits
+from genserve.errors import RepositoryError
+from genserve.generation.engine import Engine
+from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint):
+    return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture
+def logits(tiny_repository):
+    return OnnxLogits(tiny_repository / "tiny_logits" / "1" / "model.onnx", num_slots=4, max_length=128)
+
+
+def last_row(reference, token_ids) -> np.ndarray:
+    with torch.inference_mode():
+        return reference(torch.tensor([token_ids])).logits[0, -1].numpy()
+
+
+def random_ids(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 300, count).tolist()
+
+
+def decode(logits, histories: list[list[int]]) -> np.ndarray:
+    """Run the last token of each history, the others being in the cache."""
+    last = np.array([history[-1] for history in histories])
+    past = np.array([len(history) - 1 for history in histories])
+    return logits.decode(last, past)
+
+
+def test_a_padded_prefill_and_a_ragged_decode_equal_transformers(logits, reference):
+    histories = [random_ids(i, n) for i, n in enumerate((5, 17, 1, 40))]
+    rows = logits.prefill(histories, first_slot=0, past=0)
+    for row, history in zip(rows, histories, strict=True):
+        np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
+    for step in range(10):
+        for history in histories:
+            history.append(random_ids(100 + step, 1)[0])
+        rows = decode(logits, histories)
+        for row, history in zip(rows, histories, strict=True):
+            np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
+
+
+def test_a_prompt_in_chunks_equals_transformers_and_leaves_its_neighbours_alone(logits, reference):
+    neighbour, prompt = random_ids(1, 9), random_ids(2, 60)
+    logits.prefill([neighbour], first_slot=0, past=0)
+    for start in range(0, 60, 16):
+        rows = logits.prefill([prompt[start : start + 16]], first_slot=1, past=start)
+    np.testing.assert_allclose(rows[0], last_row(reference, prompt), atol=TOLERANCE)
+    histories = [[*neighbour, 7], [*prompt, 8]]
+    rows = decode(logits, histories)
+    for row, history in zip(rows, histories, strict=True):
+        np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
+
+
+def test_a_moved_slot_goes_on_where_it_was(logits, reference):
+    history = random_ids(3, 20)
+    logits.prefill([random_ids(i, 30) for i in range(3)] + [history], first_slot=0, past=0)
+    logits.move(source=3, target=0, length=20)
+    rows = decode(logits, [[*history, 9]])
+    np.testing.assert_allclose(rows[0], last_row(reference, [*history, 9]), atol=TOLERANCE)
+
+
+def test_a_reused_slot_does_not_see_what_was_there(logits, reference):
+    logits.prefill([random_ids(4, 50)], first_slot=0, past=0)
+    history = random_ids(5, 3)
+    rows = logits.prefill([history], first_slot=0, past=0)
+    np.testing.assert_allclose(rows[0], last_row(reference, history), atol=TOLERANCE)
+
+
+def test_logits_of_growing_ids_equal_those_computed_afresh(logits, tiny_repository):
+    """Two loops beside a sequence that samples: one is away at every third step, one branches off."""
+    fresh = OnnxLogits(tiny_repository / "tiny_logits" / "1" / "model.onnx", num_slots=1, max_length=128)
+    engine = Engine(logits, decode=sample_loop, clock=Clock())
+    sizes = {"max_length": 128, "vocab_size": logits.vocab_size}
+    sequence = sequence_of(random_ids(9, 12), max_tokens=30, **sizes)
+    engine.add(sequence)
+    steady, fickle = random_ids(7, 40), random_ids(8, 25)
+    for step in range(12):
+        histories = [steady, fickle] if step % 3 else [steady]
+        requests = [logits_request(history, **sizes) for history in histories]
+        for request in requests:
+            request.submitted_s = engine.clock()
+            engine.add(request)
+        rows = {}
+        while len(rows) < len(requests):
+            rows.update(engine.step().answered)
+        for request, history in zip(requests, histories, strict=True):
+            expected = fresh.prefill([history], first_slot=0, past=0)[0]
+            np.testing.assert_allclose(rows[request], expected, atol=1e-5)
+            history.append(step + 3)
+        if step == 6:
+            steady = [*steady[:30], 5, 6, 7]
+    while not sequence.finished:
+        engine.step()
+    assert sequence.token_ids[12:] == greedy(fresh, sequence.token_ids[:12], num_tokens=30)
+
+
+def greedy(logits: OnnxLogits, prompt: list[int], *, num_tokens: int) -> list[int]:
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(logits.prefill([token_ids], first_slot=0, past=0)[0].argmax()))
+    return token_ids[len(prompt) :]
+
+
+def test_the_logits_are_a_view_of_one_buffer(logits):
+    first = logits.prefill([[5, 6]], first_slot=0, past=0)
+    second = logits.decode(np.array([7]), np.array([2]))
+    assert np.shares_memory(first, second)
+    assert torch.from_dlpack(second).data_ptr() == second.ctypes.data
+
+
+def test_a_graph_without_a_cache_is_refused_with_what_to_do(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    value = onnx.helper.make_tensor_value_info("x", 1, [1])
+    out = onnx.helper.make_tensor_value_info("y", 1, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "g", [value], [out])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(RepositoryError, match=r"no KV cache.*genserve export"):
+        OnnxLogits(tmp_path / "model.onnx", num_slots=1)
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"not a model")
+    with pytest.raises(RepositoryError, match=r"model\.onnx cannot be loaded"):
+        OnnxLogits(tmp_path / "model.onnx", num_slots=1)

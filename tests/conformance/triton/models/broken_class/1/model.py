@@ -1,0 +1,3 @@
+class PythonModel:
+    def execute(self, requests):
+        return []

@@ -1,0 +1,2 @@
+def doubled(x):
+    return x * 2
