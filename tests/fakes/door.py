@@ -12,8 +12,9 @@ from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
-from genserve.schedulers.direct import DirectScheduler
+from genserve.schedulers.direct import DirectQueue
 from genserve.schedulers.instance import Instance
+from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.statistics import ModelStatistics
 
 Execute = Callable[[Inference], None]
@@ -38,7 +39,7 @@ class FakeModel:
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = DirectScheduler()
+        self.scheduler = QueueScheduler(DirectQueue(), num_instances=1)
         self.instance = Instance(
             lambda: self,
             number=0,
