@@ -30,7 +30,13 @@ from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.preparation import prepare
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
-from genserve.repository.stages import generation_models, load_generation, stage_owners
+from genserve.repository.stages import (
+    generation_models,
+    is_logits_stage,
+    load_generation,
+    load_logits_stage,
+    stage_owners,
+)
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.versions import IndexEntry, ModelState, Versions
 
@@ -166,8 +172,13 @@ class Repository:
         for model in self.generation_models:
             if model.name == name:
                 return model
-        if name not in self.names:
+        if name not in self._entries:
             raise self._not_found(name)
+        if self._versions.of(name):
+            known = ", ".join(self.names) or "none"
+            raise ModelNotFound(
+                f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
+            )
         states = self._versions.states(name)
         state = states[-1].state.lower() if states and states[-1].state else "not loaded"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
@@ -294,6 +305,8 @@ class Repository:
                 return
             if entry.name in self.names:
                 fresh = self._load_or_note(entry, lambda: self._load_generation(entry))
+            elif is_logits_stage(entry):
+                fresh = self._load_or_note(entry, lambda: [self._load_logits_stage(entry)])
             else:
                 for step in self._missing_steps(entry):
                     self._load_with_steps(step)
@@ -347,6 +360,9 @@ class Repository:
         return load_generation(
             entry, self._entries, max_queue=self.options.max_queue, metrics=self._loader.metrics
         )
+
+    def _load_logits_stage(self, entry: ModelEntry) -> Served:
+        return load_logits_stage(entry, max_queue=self.options.max_queue, metrics=self._loader.metrics)
 
     def _entry_of_files(self, name: str, files: Mapping[str, bytes], config: str) -> ModelEntry:
         """Write the files of a load call into a folder of their own, which takes the place of the model's."""

@@ -44,8 +44,10 @@ def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> d
 def _decodes(decoder: ModelEntry) -> bool:
     if decoder.config is None or not decoder.versions:
         return False
-    file = decoder.latest_version() / decoder.config.default_model_filename
-    return file.is_file() and bool(_DECODE.search(file.read_text(encoding="utf-8", errors="replace")))
+    file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+    if not file.is_file():
+        return True  # of which loading tells more than that this is no such ensemble
+    return bool(_DECODE.search(file.read_text(encoding="utf-8", errors="replace")))
 
 
 def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:

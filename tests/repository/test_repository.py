@@ -74,9 +74,12 @@ def test_a_missing_file_is_named_with_what_brings_it(copy, missing, words):
     assert error.remedy
 
 
-def test_an_ensemble_of_another_shape_is_refused_by_name(copy):
+def test_an_ensemble_whose_decoder_has_no_loop_is_an_ordinary_one(copy):
     (copy / "tiny_decoder" / "1" / "model.py").write_text("class TritonPythonModel: ...")
-    assert "not a chain" in loaded(copy).errors["tiny"].message
+    repository = loaded(copy)
+    assert "tiny_decoder" in repository.errors["tiny"].message
+    assert repository.is_ready("tiny_logits")
+    repository.close()
 
 
 def test_a_bad_parameter_names_the_file(copy):
