@@ -40,10 +40,11 @@ from genserve.server.routes.kserve_metadata import (
     statistics,
 )
 from genserve.server.routes.kserve_shared_memory import (
-    cuda_memory,
     cuda_status,
     region_status,
+    register_cuda_region,
     register_region,
+    unregister_cuda_region,
     unregister_region,
 )
 from genserve.server.services import Services
@@ -84,7 +85,8 @@ _ROUTES: tuple[tuple[re.Pattern[str], Mapping[str, Handler]], ...] = tuple(
         (f"/v2/systemsharedmemory{_REGION}/register", {"POST": register_region}),
         (f"/v2/systemsharedmemory{_REGION}/unregister", {"POST": unregister_region}),
         (f"/v2/cudasharedmemory{_REGION}/status", {"GET": cuda_status}),
-        (f"/v2/cudasharedmemory{_REGION}/(?:register|unregister)", {"POST": cuda_memory}),
+        (f"/v2/cudasharedmemory{_REGION}/register", {"POST": register_cuda_region}),
+        (f"/v2/cudasharedmemory{_REGION}/unregister", {"POST": unregister_cuda_region}),
     )
 )
 
