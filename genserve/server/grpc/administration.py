@@ -10,8 +10,9 @@ from typing import Any
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.kserve.state import KServeState
+from genserve.kserve.models import Models
 from genserve.server.grpc.codes import status_code
+from genserve.server.services import Services
 
 __all__ = ["Administration", "abort", "method"]
 
@@ -47,9 +48,9 @@ def method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Cor
 class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated
     """The part of `inference.GRPCInferenceService` that clients seldom call."""
 
-    def __init__(self, state: KServeState) -> None:
-        self._state = state
-        self._models = state.models
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._models: Models = services.repository
 
     @method
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
@@ -93,7 +94,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     async def SystemSharedMemoryStatus(self, request: Any, context: Any) -> Any:
         """The regions that are registered, or one of them."""
         response = service_pb2.SystemSharedMemoryStatusResponse()
-        for region in self._state.shared_memory.regions(request.name):
+        for region in self._services.shared_memory.regions(request.name):
             entry = response.regions[region.name]
             entry.name, entry.key = region.name, region.key
             entry.offset, entry.byte_size = region.offset, region.byte_size
@@ -102,7 +103,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def SystemSharedMemoryRegister(self, request: Any, context: Any) -> Any:
         """Make a region of shared memory known."""
-        self._state.shared_memory.register(
+        self._services.shared_memory.register(
             request.name, key=request.key, offset=request.offset, byte_size=request.byte_size
         )
         return service_pb2.SystemSharedMemoryRegisterResponse()
@@ -110,7 +111,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
         """Forget a region, or all."""
-        self._state.shared_memory.unregister(request.name)
+        self._services.shared_memory.unregister(request.name)
         return service_pb2.SystemSharedMemoryUnregisterResponse()
 
     @method
@@ -138,7 +139,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
         if request.model_name and not self._models.versions(request.model_name):
             raise InferenceError(f"Request for unknown model : {request.model_name}")
         changes = {name: _trace_value(name, setting) for name, setting in request.settings.items()}
-        values = self._state.trace_settings.update(changes, model=request.model_name)
+        values = self._services.trace_settings.update(changes, model=request.model_name)
         response = service_pb2.TraceSettingResponse()
         for name, value in values.items():
             response.settings[name].value.extend([value] if isinstance(value, str) else value)
@@ -147,14 +148,14 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def LogSettings(self, request: Any, context: Any) -> Any:
         """Change settings of the log, and return all."""
-        current = self._state.log_settings.values
+        current = self._services.log_settings.values
         changes = {
             name: _log_value(name, setting, type(current[name]))
             for name, setting in request.settings.items()
             if name in current
         }
         response = service_pb2.LogSettingsResponse()
-        for name, value in self._state.log_settings.update(changes).items():
+        for name, value in self._services.log_settings.update(changes).items():
             setattr(response.settings[name], _LOG_CHOICES[type(value)], value)
         return response
 

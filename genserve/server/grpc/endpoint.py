@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import grpc
@@ -10,9 +9,9 @@ from grpc_health.v1 import health_pb2_grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from genserve.errors import GenserveError
-from genserve.kserve.state import KServeState
 from genserve.server.grpc.health import Health
 from genserve.server.grpc.service import Service
+from genserve.server.services import Services
 
 __all__ = ["GrpcEndpoint"]
 
@@ -26,11 +25,11 @@ _OPTIONS = (
 class GrpcEndpoint:
     """The services on one port. Construct, open and close it on the event loop."""
 
-    def __init__(self, state: KServeState, *, header_pattern: re.Pattern[str] | None = None) -> None:
+    def __init__(self, services: Services) -> None:
         self._server: Any = grpc.aio.server(options=_OPTIONS)
-        service = Service(state, header_pattern=header_pattern)
+        service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(Health(state), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(services), self._server)
 
     async def open(self, *, host: str, port: int) -> int:
         """Listen; return the port, which is a free one for port 0.

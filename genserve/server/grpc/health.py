@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from genserve.kserve.state import KServeState
+from genserve.server.services import Services
 
 __all__ = ["Health"]
 
@@ -18,8 +18,8 @@ _WATCH_S = 0.5  # between two looks at the models
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
     """Tells whether the server is ready; for any service, as Triton does."""
 
-    def __init__(self, state: KServeState) -> None:
-        self._state = state
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
         """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
@@ -32,11 +32,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
             if (status := self._status) != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
-            if self._state.draining:
+            if self._services.draining:
                 return
             await asyncio.sleep(_WATCH_S)
 
     @property
     def _status(self) -> Any:
         statuses = health_pb2.HealthCheckResponse
-        return statuses.SERVING if self._state.ready else statuses.NOT_SERVING
+        return statuses.SERVING if self._services.ready else statuses.NOT_SERVING

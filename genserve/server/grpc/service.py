@@ -14,14 +14,14 @@ from genserve.inference import Parameter
 from genserve.kserve.metadata import EXTENSIONS, model_metadata
 from genserve.kserve.model_version import read_version
 from genserve.kserve.models import ServedModel
-from genserve.kserve.outbox import EventLoopOutbox
-from genserve.kserve.state import KServeState, forwarded
 from genserve.kserve.statistics import find_for_statistics, statistics_json
 from genserve.server.grpc.administration import Administration, abort, method
 from genserve.server.grpc.call import Call
 from genserve.server.grpc.infer_request import read_request
 from genserve.server.grpc.infer_response import write_response
 from genserve.server.grpc.stream import InferStream
+from genserve.server.services import Services
+from genserve.version import __version__
 
 __all__ = ["Service"]
 
@@ -34,11 +34,12 @@ _GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that shal
 class Service(Administration):
     """KServe v2 and Triton's extensions over the models of one server; runs on its event loop."""
 
-    def __init__(self, state: KServeState, *, header_pattern: re.Pattern[str] | None = None) -> None:
-        """Call it on the event loop; metadata in whose names the pattern is found goes to the models."""
-        super().__init__(state)
-        self._outbox = EventLoopOutbox(asyncio.get_running_loop())
-        self._header_pattern = header_pattern
+    def __init__(self, services: Services) -> None:
+        """Call it on the event loop."""
+        super().__init__(services)
+        self._outbox = services.kserve_outbox()
+        pattern = services.settings.grpc_header_forward_pattern
+        self._forwarded = re.compile(pattern, re.IGNORECASE) if pattern else None
 
     @method
     async def ServerLive(self, request: Any, context: Any) -> Any:
@@ -48,7 +49,7 @@ class Service(Administration):
     @method
     async def ServerReady(self, request: Any, context: Any) -> Any:
         """Whether every model that was to be loaded answers."""
-        return service_pb2.ServerReadyResponse(ready=self._state.ready)
+        return service_pb2.ServerReadyResponse(ready=self._services.ready)
 
     @method
     async def ModelReady(self, request: Any, context: Any) -> Any:
@@ -61,10 +62,8 @@ class Service(Administration):
     @method
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
         """Name, version and extensions."""
-        state = self._state
-        return service_pb2.ServerMetadataResponse(
-            name=state.server_id, version=state.server_version, extensions=EXTENSIONS
-        )
+        name = self._services.settings.server_id
+        return service_pb2.ServerMetadataResponse(name=name, version=__version__, extensions=EXTENSIONS)
 
     @method
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
@@ -110,7 +109,7 @@ class Service(Administration):
             await abort(context, error)
 
     def _submit(self, message: Any, context: Any, *, streams: bool) -> Call:
-        if self._state.draining:
+        if self._services.draining:
             remedy = "try again on another server"
             raise InferenceError("the server is stopping", status=Status.UNAVAILABLE, remedy=remedy)
         model = self._find(message.model_name, message.model_version)
@@ -123,7 +122,7 @@ class Service(Administration):
         request = read_request(
             message,
             model=model,
-            shared_memory=self._state.shared_memory,
+            shared_memory=self._services.shared_memory,
             headers=self._headers(context),
         )
         return Call(request, models=self._models, outbox=self._outbox)
@@ -132,8 +131,9 @@ class Service(Administration):
         return self._models.find(name, read_version(version))
 
     def _headers(self, context: Any) -> Mapping[str, Parameter]:
-        if self._header_pattern is None:
+        if self._forwarded is None:
             return {}
         metadata = context.invocation_metadata() or ()
-        texts = [(name, value) for name, value in metadata if isinstance(value, str)]
-        return forwarded(texts, self._header_pattern)
+        return {
+            name: value for name, value in metadata if isinstance(value, str) and self._forwarded.search(name)
+        }
