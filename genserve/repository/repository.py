@@ -39,6 +39,7 @@ from genserve.repository.stages import (
 )
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.versions import IndexEntry, ModelState, Versions
+from genserve.schedulers.rate_limiter import RateLimiter
 
 __all__ = ["Repository"]
 
@@ -85,6 +86,7 @@ class Repository:
             options=self.options,
             metrics=metrics or Metrics(),
             cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
+            rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
         self._locks: dict[str, threading.RLock] = {}        # of each model: one change of it at a time
         self._errors: dict[str, GenserveError] = {}
@@ -336,10 +338,10 @@ class Repository:
             reason = _reason(error)
             if not serves:
                 self._versions.set_state(entry.name, version, ModelState.UNAVAILABLE, reason=reason)
-            text = (
-                f"load failed for model '{entry.name}': version {version} is at UNAVAILABLE state: {reason};\n"
-            )
-            raise InferenceError(text, remedy=getattr(error, "remedy", "")) from error
+            text = f"version {version} is at UNAVAILABLE state: {reason};\n"
+            raise InferenceError(
+                f"load failed for model '{entry.name}': {text}", remedy=getattr(error, "remedy", "")
+            ) from error
 
     def _load_versions(self, entry: ModelEntry, config_json: str) -> list[Served]:
         error = first_error(model_faults(entry, self._entries)) if not config_json else None
@@ -368,7 +370,8 @@ class Repository:
         """Write the files of a load call into a folder of their own, which takes the place of the model's."""
         if not config:
             raise InferenceError(
-                f"failed to load '{name}', override model directory requires the 'config' parameter to be set",
+                f"failed to load '{name}', override model directory requires the 'config' parameter "
+                "to be set",
                 remedy="send the model's config as JSON along with its files",
             )
         self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
@@ -385,8 +388,8 @@ class Repository:
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
         with self._lock_of(name):
-            leaving = [name, *(stage for stage, owner in stage_owners(self._entries).items() if owner == name)]
-            for model in leaving:
+            owners = stage_owners(self._entries)
+            for model in (name, *(stage for stage, owner in owners.items() if owner == name)):
                 old = self._versions.put(model, ())
                 for served in old:
                     self._versions.set_state(model, served.version, ModelState.UNLOADING)

@@ -14,7 +14,15 @@ from genserve.config.schema import new_model_config
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
 from genserve.tensor import Tensor
-from tests.backends.inferences import ON_CPU, answers, ask, config_of, source_of, started
+from tests.backends.inferences import (
+    ON_CPU,
+    answers,
+    ask,
+    assert_runs_concurrently,
+    config_of,
+    source_of,
+    started,
+)
 from tests.backends.networks import bloom_onnx, save_onnx, sentence_vectors_onnx
 
 SENTENCES = """
@@ -230,6 +238,12 @@ def test_instances_share_one_session(tmp_path):
     first = OnnxRuntimeBackend(source, shared, ON_CPU)
     second = OnnxRuntimeBackend(source, shared, Placement(name="m_1", kind="CPU"))
     assert first._graph is second._graph
+
+
+def test_instances_run_at_the_same_time(tmp_path):
+    sentence_vectors_onnx(tmp_path / "1" / "model.onnx")
+    requests = [sentences(1, 9, seed=seed) for seed in range(8)]
+    assert_runs_concurrently(OnnxRuntimeBackend, config_of(SENTENCES), tmp_path, requests=requests)
 
 
 def test_the_model_file_may_have_another_name_or_be_a_folder(tmp_path):

@@ -64,7 +64,8 @@ class Answer:
 
     @property
     def error(self):
-        return self.wait().responses[-1].error if self.responses else None
+        self.wait()
+        return self.responses[-1].error if self.responses else None
 
     @property
     def arrays(self):
@@ -89,7 +90,7 @@ class Models:
         self.loaded = []
 
     def write(self, name, source, config="", **files):
-        """Write a model's files; a file's name has `__` for its dot and `_in_model` to lie above the version."""
+        """Write a model's files; paths are relative to the folder of the version."""
         folder = self.root / name / "1"
         folder.mkdir(parents=True, exist_ok=True)
         (self.root / name / "config.pbtxt").write_text(f'backend: "python"\n{config}')
