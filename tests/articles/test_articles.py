@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from genserve.config.parse import parse_model_config
 from tests.articles.conftest import MODELS
-from tests.articles.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel
+from tests.articles.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel, load_torchscript
 from tests.live import LiveServer
 
 
@@ -54,7 +54,7 @@ def test_the_chat_loop_answers_with_the_tokens_and_their_probabilities(server: L
 
 
 def test_the_chat_model_is_its_torchscript(server: LiveServer, articles_repository: Path) -> None:
-    network = torch.jit.load(articles_repository / "ibuddha_chitchat" / "1" / "model.pt")
+    network = load_torchscript(articles_repository / "ibuddha_chitchat" / "1" / "model.pt")
     ids = [[13086, 5, 6, 7], [3, 4, 5, 6]]
     mask = [[1, 1, 1, 1], [1, 1, 1, 0]]
     with httpclient.InferenceServerClient(server.url.removeprefix("http://")) as client:
@@ -87,7 +87,7 @@ def test_the_model_with_two_outputs_answers_as_printed(server: LiveServer, artic
         "outputs": [{"name": "output__0"}, {"name": "output__1"}],
     }
     res = infer(server, "fc_model_pt", request_data, version="/versions/1")
-    network = torch.jit.load(articles_repository / "fc_model_pt" / "1" / "model.pt")
+    network = load_torchscript(articles_repository / "fc_model_pt" / "1" / "model.pt")
     expected = [output.detach().numpy() for output in network(torch.tensor([[1, 2, 3], [4, 5, 6]]))]
     assert (res["model_name"], res["model_version"]) == ("fc_model_pt", "1")
     for output, array, name in zip(res["outputs"], expected, ("output__0", "output__1"), strict=True):

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from types import TracebackType
 from typing import Any, Self
 
-from genserve.kserve.shared_memory import SharedMemory
-from genserve.kserve.state import KServeState
+from genserve.metrics import Metrics
 from genserve.server.grpc.endpoint import GrpcEndpoint
+from genserve.server.services import Services
+from genserve.settings import ServerSettings
 from tests.fakes.door import FakeDoor, FakeModel
 
 
 class LiveGrpc:
     """`with LiveGrpc([fake_model("m")]) as server: ... server.address ...`"""
 
-    def __init__(self, models: list[FakeModel], *, header_pattern: str = "", **state: Any) -> None:
+    def __init__(self, models: list[FakeModel], **settings: Any) -> None:
         self.door = FakeDoor(models)
-        self.state = KServeState(models=self.door, shared_memory=SharedMemory(allowed=True), **state)
-        self._pattern = re.compile(header_pattern) if header_pattern else None
+        self.services = Services(
+            settings=ServerSettings(allow_client_shm=True, **settings),
+            repository=self.door,  # type: ignore[arg-type]
+            metrics=Metrics(),
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -28,7 +31,7 @@ class LiveGrpc:
         self.address = f"127.0.0.1:{self.port}"
 
     async def _open(self) -> int:
-        self._endpoint = GrpcEndpoint(self.state, header_pattern=self._pattern)
+        self._endpoint = GrpcEndpoint(self.services)
         return await self._endpoint.open(host="127.0.0.1", port=0)
 
     def _run(self, work: Any) -> Any:

@@ -24,7 +24,7 @@ from tests.server.grpc.models import DATA_TYPES, Blocking, all_models
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveGrpc]:
-    with LiveGrpc(all_models(), header_pattern="^x-") as live:
+    with LiveGrpc(all_models(), grpc_header_forward_pattern="^X-") as live:
         yield live
 
 
@@ -514,13 +514,13 @@ def test_the_standard_health_service_follows_readiness():
         server.door.ready = False
         assert next(watch).status == statuses.NOT_SERVING
         assert health.Check(asked).status == statuses.NOT_SERVING
-        server.state.draining = True
+        server.services.draining = True
         assert list(watch) == []
 
 
 def test_a_server_that_drains_refuses_new_requests(stub):
     with LiveGrpc(all_models()) as server, grpc.insecure_channel(server.address) as channel:
-        server.state.draining = True
+        server.services.draining = True
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert refusal(stub.ModelInfer, request()) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         assert not stub.ServerReady(service_pb2.ServerReadyRequest()).ready
