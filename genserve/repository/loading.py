@@ -82,7 +82,11 @@ class Loader:
 
         def start(placement: Placement) -> Backend:
             instance = backend(source, shared, placement)
-            run_warmups(instance, warmups)
+            try:
+                run_warmups(instance, warmups)
+            except BaseException:
+                instance.close()
+                raise
             return instance
 
         groups_and_places = tuple(placements(config))

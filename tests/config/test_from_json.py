@@ -8,7 +8,7 @@ from google.protobuf import text_format
 from genserve.config.from_json import read_config_json
 from genserve.config.schema import new_model_config
 from genserve.config.to_json import config_json
-from genserve.errors import ConfigError
+from genserve.errors import RepositoryError
 from tests.config.test_to_json import NEWER, RECORDED, recorded_json
 
 
@@ -59,7 +59,7 @@ def test_a_config_is_read_as_leniently_as_triton_does(text, golden):
     ],
 )
 def test_what_triton_refuses_is_refused_with_a_remedy(text):
-    with pytest.raises(ConfigError, match=r"^Invalid config override: ") as raised:
+    with pytest.raises(RepositoryError, match=r"^Invalid config override: ") as raised:
         read_config_json(text, name="m")
     assert "/v2/models/m/config" in raised.value.remedy
 
