@@ -59,6 +59,8 @@ def prepare(
     Raises:
         RepositoryError: the config has an error, or contradicts the model's file, or leaves no version.
     """
+    if entry.parsed.message is None and not config_json:
+        raise first_error(entry.parsed.faults) or AssertionError(entry.name)
     message = new_model_config()
     if config_json:
         message.CopyFrom(read_config_json(config_json, name=entry.name))

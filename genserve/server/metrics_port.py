@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._render = render
         super().__init__(*arguments)  # type: ignore[arg-type]
 
-    def do_GET(self) -> None:  # noqa: N802  # the name that http.server calls
+    def do_GET(self) -> None:  # the name that http.server calls
         # Other paths are empty, and fine, as they are on Triton's.
         body = self._render() if self.path.partition("?")[0] == "/metrics" else b""
         self.send_response(HTTPStatus.OK)
