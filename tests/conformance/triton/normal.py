@@ -18,9 +18,9 @@ _REPOSITORY = re.compile(r"(?<![\w.])(/[\w.\-]+)+/(?=\w+/(config\.pbtxt|\d+(/|\b
 
 
 def normalised(value: Any) -> Any:
-    """The value without times; with `<path>(<line>)` in tracebacks and `<repository>/` in paths."""
+    """Without times, keys sorted, `<path>(<line>)` in tracebacks, `<repository>/` in paths."""
     if isinstance(value, dict):
-        return {key: normalised(item) for key, item in value.items() if key not in _VOLATILE_KEYS}
+        return {key: normalised(value[key]) for key in sorted(value) if key not in _VOLATILE_KEYS}
     if isinstance(value, list):
         return [normalised(item) for item in value]
     if isinstance(value, str):
