@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
@@ -50,7 +48,7 @@ from genserve.server.routes.kserve_shared_memory import (
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
-__all__ = ["KServeRoute"]
+__all__ = ["KServe", "is_kserve"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,23 +89,19 @@ _ROUTES: tuple[tuple[re.Pattern[str], Mapping[str, Handler]], ...] = tuple(
 )
 
 
-class KServeRoute(BaseRoute):
-    """All paths below `/v2`."""
+def is_kserve(path: str) -> bool:
+    """Whether a path is the protocol's."""
+    return path.startswith("/v2") and path[3:4] in ("", "/")
+
+
+class KServe:
+    """All paths below `/v2`, as one ASGI application."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Take what is below `/v2`."""
-        mine = scope["type"] == "http" and (scope["path"] == "/v2" or scope["path"].startswith("/v2/"))
-        return (Match.FULL if mine else Match.NONE), {}
-
-    def url_path_for(self, name: str, /, **path_params: Any) -> Any:
-        """There are no names."""
-        raise NoMatchFound(name, path_params)
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; whatever fails is an answer too."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; whatever fails is an answer too. The ASGI protocol."""
         try:
             response = await self._respond(scope, receive)
             await response(scope, receive, send)

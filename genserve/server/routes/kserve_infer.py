@@ -31,9 +31,8 @@ _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
 async def infer(call: Call) -> Response:
     """Run one inference."""
-    repository = call.services.repository
-    model = repository.find(call.model, call.version)
-    if repository.is_decoupled(call.model, call.version):
+    model = call.services.repository.find(call.model, call.version)
+    if model.config.decoupled:
         raise InferenceError(
             "HTTP end point doesn't support models with decoupled transaction policy",
             status=Status.UNSUPPORTED,
