@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.errors import GenserveError
+from genserve.server.address import address_of
 
 __all__ = ["MetricsPort"]
 
@@ -34,7 +35,7 @@ class MetricsPort:
             self._server = _server(host)((host, port), partial(_Handler, render))
         except OSError as error:
             raise GenserveError(
-                f"cannot listen on {host}:{port} for metrics: {error.strerror}",
+                f"cannot listen on {address_of(host, port)} for metrics: {error.strerror}",
                 remedy="choose another port with --metrics-port; 0 takes a free one, "
                 "--allow-metrics=false none (they are on the HTTP port too)",
             ) from error
@@ -56,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._render = render
         super().__init__(*arguments)  # type: ignore[arg-type]
 
-    def do_GET(self) -> None:  # noqa: N802  # the name that http.server calls
+    def do_GET(self) -> None:  # the name that http.server calls
         # Other paths are empty, and fine, as they are on Triton's.
         body = self._render() if self.path.partition("?")[0] == "/metrics" else b""
         self.send_response(HTTPStatus.OK)
