@@ -253,17 +253,17 @@ class Repository:
 
     # Its life.
 
-    def start(self, names: Iterable[str] = ()) -> None:
-        """Load these models, or all; one that fails is noted in `errors` and passed over.
+    def start(self, names: Iterable[str] | None = None) -> None:
+        """Load these models; one that fails is noted in `errors` and passed over. None: all there are.
 
         Raises:
             ModelNotFound: one of `names` is not in the repository.
         """
-        asked = list(names)
+        asked = list(self._entries if names is None else names)
         for name in asked:
             if name not in self._entries:
                 raise self._not_found(name)
-        self._wanted = asked or list(self._entries)
+        self._wanted = asked
         owners = stage_owners(self._entries)
         entries = [self._entries[name] for name in self._wanted]
         alone = [entry for entry in entries if not entry.is_ensemble and entry.name not in owners]

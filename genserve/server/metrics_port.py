@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.errors import GenserveError
+from genserve.server.address import address_of
 
 __all__ = ["MetricsPort"]
 
@@ -34,7 +35,7 @@ class MetricsPort:
             self._server = _server(host)((host, port), partial(_Handler, render))
         except OSError as error:
             raise GenserveError(
-                f"cannot listen on {host}:{port} for metrics: {error.strerror}",
+                f"cannot listen on {address_of(host, port)} for metrics: {error.strerror}",
                 remedy="choose another port with --metrics-port; 0 takes a free one, "
                 "--allow-metrics=false none (they are on the HTTP port too)",
             ) from error
