@@ -121,7 +121,7 @@ _QUEUES = Topic(
             _turns("queue_timed", (150, _sleeping("queue_timed")), busy_ms=1800),
             counted=("queue_timed",),
         ),
-        talk("did_not_wait_too_long", _turns("queue_timed", (150, _sleeping("queue_timed")), busy_ms=300)),
+        talk("does_not_wait_while_the_instance_is_free", _sleeping("queue_timed")),
         talk(
             "a_request_may_ask_for_a_shorter_wait",
             _turns("queue_timed", (150, _sleeping("queue_timed", timeout=1000)), busy_ms=300),
