@@ -16,6 +16,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     http_port: int = 8000                   # 0: a free one
     load_model: tuple[str, ...] = ()        # empty: every generation model of the repository
+    allow_client_shm: bool = False          # whether clients may register regions of shared memory
     server_id: str = "genserve"             # what the KServe protocols call the server
     grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none
     api_key: str | None = None              # None: open to whoever reaches the port

@@ -154,7 +154,7 @@ def _split_strings(
         if position + length > len(view):
             raise _bad_strings(
                 name,
-                f"incomplete string data for inference {where}, expecting string of length {length} "
+                f"incomplete string data for inference input '{name}', expecting string of length {length} "
                 f"but only {rest - 4} bytes available",
             )
         elements.append(bytes(view[position : position + length]))

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import numpy as np
 
 from genserve.backends.ragged import batch_input_tensors, flat_input, scatter_output
-from genserve.backends.reshape import from_model_shape, to_model_shape
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
@@ -28,7 +27,8 @@ class Batches:
     """What the backends of networks share: everything around the run. The instances of a model share one.
 
     Requests are joined along their first dimension; a request that is alone is passed on as it is. The
-    outputs are divided again, as views. Implicit states are inputs and outputs like the others.
+    outputs are divided again, as views. Implicit states are inputs and outputs like the others. Tensors
+    have the shapes that the network sees: a `reshape` of the config is the door's work.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -38,10 +38,9 @@ class Batches:
         self._batch_inputs = config.batch_inputs
         self._states = config.sequence_batching.states if config.sequence_batching else ()
         self._specs = {spec.name: spec for spec in config.outputs}
-        self._types = {
-            **{state.output_name: state.data_type for state in self._states},
-            **{spec.name: spec.data_type for spec in config.outputs},
-        }
+        types = {state.output_name: state.data_type for state in self._states}
+        types |= {spec.name: spec.data_type for spec in config.outputs}
+        self._types = {name: DataType.from_config_name(data_type) for name, data_type in types.items()}
         # Triton's backends answer in the order of the names.
         self._output_names = tuple(sorted(self._types))
         self._scattered = {name: kind for kind in config.batch_outputs for name in kind.target_names}
@@ -87,13 +86,9 @@ class Batches:
             return flat_input(name, [tensor for tensor in column if tensor is not None])
         tensors = _with_zeros(column, batch)
         if len(tensors) == 1:
-            joined = _aligned(tensors[0])
-        else:
-            array = np.concatenate([tensor.array for tensor in tensors])
-            joined = Tensor(name, array, data_type=tensors[0].data_type)
-        if spec is not None:
-            joined = to_model_shape(joined, spec, has_batch=self._has_batch)
-        return joined
+            return _aligned(tensors[0])
+        array = np.concatenate([tensor.array for tensor in tensors])
+        return Tensor(name, array, data_type=tensors[0].data_type)
 
     def _divide(self, output: Tensor, batch: Sequence[Inference]) -> Sequence[Tensor]:
         self._check_type(output)
@@ -101,12 +96,9 @@ class Batches:
         scattered = self._scattered.get(output.name)
         if scattered is not None and spec is not None:
             return scatter_output(output, spec, _shapes(batch, scattered.source_inputs[0]))
-        parts = self._split(output, [inference.batch_size for inference in batch])
-        if spec is None:
-            return parts
-        parts = [from_model_shape(part, spec, has_batch=self._has_batch) for part in parts]
-        self._compare_dims(parts[0], spec)
-        return parts
+        if spec is not None:
+            self._compare_dims(output, spec)
+        return self._split(output, [inference.batch_size for inference in batch])
 
     def _split(self, output: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         if not self._has_batch:
@@ -130,7 +122,7 @@ class Batches:
         ]
 
     def _check_type(self, output: Tensor) -> None:
-        expected = DataType.from_config_name(self._types[output.name])
+        expected = self._types[output.name]
         if output.data_type is not expected:
             raise InferenceError(
                 f"configuration expects datatype TYPE_{expected.name} for output '{output.name}', "
@@ -139,21 +131,19 @@ class Batches:
             )
 
     def _compare_dims(self, output: Tensor, spec: TensorSpec) -> None:
-        sizes = output.shape[1:] if self._has_batch else output.shape
-        if len(sizes) == len(spec.dims) and all(
-            dim in (-1, size) for dim, size in zip(spec.dims, sizes, strict=True)
-        ):
+        dims = spec.dims if spec.reshape is None else spec.reshape
+        expected = (-1, *dims) if self._has_batch else dims
+        if output.name in self._warned or _fits(output.shape, expected):
             return
-        if output.name not in self._warned:
-            self._warned.add(output.name)
-            logger.warning(
-                "model %s answers with shape %s for output %s; dims in config.pbtxt are %s%s",
-                self._model,
-                list(output.shape),
-                output.name,
-                list(spec.dims),
-                ", behind the batch" if self._has_batch else "",
-            )
+        self._warned.add(output.name)
+        logger.warning(
+            "model %s answers with shape %s for output %s, where config.pbtxt has %s%s",
+            self._model,
+            list(output.shape),
+            output.name,
+            list(expected),
+            ", the batch first" if self._has_batch else "",
+        )
 
     def _keep_states(
         self, inference: Inference, parts: Mapping[str, Sequence[Tensor]], *, index: int
@@ -162,6 +152,10 @@ class Batches:
             return
         for state in self._states:
             inference.states[state.input_name] = parts[state.output_name][index].renamed(state.input_name)
+
+
+def _fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
+    return len(shape) == len(dims) and all(dim in (-1, size) for dim, size in zip(dims, shape, strict=True))
 
 
 def _with_zeros(column: Sequence[Tensor | None], batch: Sequence[Inference]) -> list[Tensor]:

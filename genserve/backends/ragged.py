@@ -63,7 +63,7 @@ def _item_shapes(shapes: Sequence[Shape]) -> NDArray[np.int64]:
 
 
 def scatter_output(output: Tensor, spec: TensorSpec, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Divide a flat output over the requests: views, each in its config's shape.
+    """Divide a flat output over the requests: views, each in the shape that the config gives it.
 
     Args:
         output: the elements of all requests, one after the other.

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import cast
 
 from genserve.backends.backend import Backend
+from genserve.config.backends import ENTRY_POINTS, known_backends
 from genserve.errors import RepositoryError
 
-__all__ = ["ENTRY_POINTS", "find_backend"]
-
-ENTRY_POINTS = "genserve.backends"
+__all__ = ["find_backend"]
 
 # Imported only when a model asks for them.
 _BUILT_IN = {
@@ -20,6 +19,7 @@ _BUILT_IN = {
     "pytorch": ("genserve.backends.pytorch", "PyTorchBackend"),
     "tensorflow": ("genserve.backends.tensorflow", "TensorFlowBackend"),
     "python": ("genserve.backends.python.backend", "PythonBackend"),
+    "tokenizer": ("genserve.backends.tokenizer", "TokenizerBackend"),
 }
 
 
@@ -40,10 +40,11 @@ def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Ba
     if backend_directory is not None and (backend_directory / name / "model.py").is_file():
         python_based = import_module("genserve.backends.python.backend").python_based
         return cast("type[Backend]", python_based(backend_directory / name))
+    known = known_backends([backend_directory] if backend_directory else [])
     raise RepositoryError(
         f"unable to find backend library for backend '{name}', "
         "try specifying runtime on the model configuration.",
-        remedy=f"backends here: {', '.join(_known(backend_directory))}",
+        remedy=f"backends here: {', '.join(known)}",
     )
 
 
@@ -57,9 +58,3 @@ def _from_entry_point(entry_point: EntryPoint) -> type[Backend]:
             remedy="reinstall the package that brings it",
         ) from error
 
-
-def _known(backend_directory: Path | None) -> list[str]:
-    names = {*_BUILT_IN, *(entry_point.name for entry_point in entry_points(group=ENTRY_POINTS))}
-    if backend_directory is not None:
-        names.update(file.parent.name for file in backend_directory.glob("*/model.py"))
-    return sorted(names)

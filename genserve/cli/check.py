@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +18,17 @@ __all__ = ["check"]
 
 
 def check(
+    repository: Annotated[
+        list[Path] | None, typer.Argument(help="Folders that hold models.", show_default=False)
+    ] = None,
     model_repository: ModelRepositories = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
+    model_config_name: Annotated[
+        str, typer.Option(help="Read configs/NAME.pbtxt in place of config.pbtxt, where a model has it.")
+    ] = "",
+    backend_directory: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder with backends in Python, each NAME/model.py; may be given again."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one per fault.")] = False,
 ) -> None:
@@ -25,7 +36,11 @@ def check(
     from genserve.config.fault import Severity
     from genserve.repository.check import repository_faults
 
-    faults = repository_faults(model_repository)
+    faults = repository_faults(
+        repository or model_repository,
+        config_name=model_config_name,
+        backend_folders=backend_directory or (),
+    )
     severities = [fault.severity for of_model in faults.values() for fault in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
     if as_json:

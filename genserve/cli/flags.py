@@ -28,7 +28,7 @@ ModelRepositories = Annotated[
     list[Path],
     typer.Option(
         envvar="GENSERVE_MODEL_REPOSITORY",
-        help="Folder that holds models; may be given again. The first that has a model counts.",
+        help="Folder that holds models; may be given again.",
     ),
 ]
 Url = Annotated[

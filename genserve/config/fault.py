@@ -12,6 +12,8 @@ from genserve.errors import ConfigError
 
 __all__ = ["Fault", "Severity", "first_error", "nearest"]
 
+_LISTED = 12    # names that a remedy lists
+
 
 class Severity(StrEnum):
     """Whether a model can be served in spite of a fault."""
@@ -55,7 +57,10 @@ def first_error(faults: Iterable[Fault]) -> ConfigError | None:
 
 
 def nearest(name: str, *, known: Iterable[str]) -> str:
-    """Return the remedy for a name that is not known: the nearest that is, or all of them."""
+    """Return the remedy for a name that is not known: the nearest that is, or those that there are."""
     names = list(known)
     close = get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known there: {', '.join(names) or 'none'}"
+    if close:
+        return f"did you mean {close[0]}?"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"known there: {', '.join(names[:_LISTED]) or 'none'}{more}"

@@ -9,9 +9,9 @@ from genserve.config.judged import JudgedConfig
 
 __all__ = ["parameters"]
 
-_NUMBER, _SWITCH, _TEXT = "integral number", "boolean value", "text"
+_NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _ONNXRUNTIME = {
-    "max_sequence_length": _NUMBER,     # of genserve's own: how many tokens a slot of the KV cache holds
+    "max_sequence_length": _POSITIVE,     # of genserve's own: how many tokens a slot of the KV cache holds
     "intra_op_thread_count": _NUMBER,
     "inter_op_thread_count": _NUMBER,
     "execution_mode": _NUMBER,
@@ -100,11 +100,12 @@ def _python(config: JudgedConfig, name: str, value: str) -> Iterator[Fault]:
 def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterator[Fault]:
     is_right = {
         _NUMBER: value.strip().lstrip("-").isdecimal(),
+        _POSITIVE: value.isdecimal() and int(value) > 0,
         _SWITCH: value.lower() in ("true", "false", "1", "0"),
         _TEXT: True,
     }
     if not is_right[kind]:
-        remedy = 'write "true" or "false"' if kind == _SWITCH else "write a whole number"
+        remedy = 'write "true" or "false"' if kind == _SWITCH else "write a whole number, in quotes"
         message = f"failed to convert {name} '{value}' to {kind}"
         yield config.error("parameters", message, remedy=remedy, key=name)
 

@@ -123,6 +123,8 @@ def _platforms(backend: str, platform: str) -> list[str]:
 def _platform_remedy(platform: str) -> str:
     if platform in BUILT_IN:
         return f'write `backend: "{platform}"` in its place'
+    if platform.startswith("tensorrt"):
+        return _MEANT["tensorrt"]
     known = ["ensemble", *(form.platform for forms in BUILT_IN.values() for form in forms if form.platform)]
     return f"{nearest(platform, known=known)}; or write `backend` in its place: {', '.join(BUILT_IN)}"
 

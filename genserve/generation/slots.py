@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,12 +11,12 @@ from genserve.generation.logits_model import LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.token_sequence import TokenSequence
 
-__all__ = ["HOLD_S", "Move", "Occupant", "Parked", "Resident", "Slots", "common_prefix", "compaction"]
+__all__ = ["Move", "Occupant", "Parked", "Resident", "Slots", "common_prefix", "compaction", "hold_s"]
 
 # A loop that is away keeps its slot, as a running sequence does, for so long and a few times its last pause.
 HOLD_S = 0.02
 NUM_PAUSES = 4
-LONGEST_PAUSE_S = 1.0   # one that was away for longer gives way at once
+LONGEST_PAUSE_S = 1.0   # one that was away for longer is like one that has not come back yet
 
 # Fewer common tokens than this are not worth leaving the prefill of a group, unless they are half of all.
 WORTH_COPYING = 16
@@ -27,16 +28,13 @@ class Parked:
 
     token_ids: list[int]
     since_s: float
-    pause_s: float      # how long its caller was away the last time; infinite: it has not come back yet
+    held_until_s: float     # until then its slot is its own
+    pause_s: float          # how long its caller was away the last time; infinite: it has not come back yet
 
     @property
     def num_computed(self) -> int:
         """How many of the tokens are in the KV cache: all."""
         return len(self.token_ids)
-
-    def held(self, now_s: float) -> bool:
-        """Whether it keeps its slot: its caller came back once, and is not away for much longer now."""
-        return self.pause_s < LONGEST_PAUSE_S and now_s - self.since_s < HOLD_S + NUM_PAUSES * self.pause_s
 
 
 Occupant: TypeAlias = TokenSequence | LogitsRequest     # has something to compute
@@ -130,18 +128,28 @@ class Slots:
         request.num_computed = common
         return True
 
-    def park(self, request: LogitsRequest, *, now_s: float) -> None:
-        """Keep what an answered request has computed, for the next one.
+    def park(self, request: LogitsRequest, *, now_s: float, step_s: float) -> None:
+        """Keep what an answered request has computed, for the next one; its step took `step_s`.
 
         A full slot is let go: nothing can follow, and an idle row writes one position further.
         """
-        parked = Parked(token_ids=request.token_ids, since_s=now_s, pause_s=request.pause_s)
+        parked = Parked(
+            token_ids=request.token_ids,
+            since_s=now_s,
+            held_until_s=now_s + hold_s(request.pause_s, step_s=step_s),
+            pause_s=request.pause_s,
+        )
         full = len(request.token_ids) == self._model.max_length
         self._residents[self._residents.index(request)] = None if full else parked
 
     def release(self, leaving: Collection[Occupant]) -> None:
         """Free the slots of `leaving`."""
         self._residents = [None if resident in leaving else resident for resident in self._residents]
+
+    @property
+    def held_until_s(self) -> float:
+        """When the first of the parked ones is no longer held; infinite if there is none."""
+        return min((r.held_until_s for r in self._residents if isinstance(r, Parked)), default=math.inf)
 
     def expected(self, now_s: float, *, within_s: float) -> list[Parked]:
         """Return the parked ones whose loops should be back in less than `within_s` after they left."""
@@ -159,7 +167,7 @@ class Slots:
 
     def _in_front(self, resident: Resident | None, now_s: float) -> bool:
         if isinstance(resident, Parked):
-            return resident.held(now_s)
+            return now_s < resident.held_until_s
         return resident is not None
 
     def _clear(self, slot: int, *, behind: int, now_s: float, keep: int | None = None) -> None:
@@ -205,6 +213,15 @@ class Slots:
             key=lambda match: match[1],
             default=(0, 0),
         )
+
+
+def hold_s(pause_s: float, *, step_s: float) -> float:
+    """Return how long an answered request's slot is held for a caller that was away for `pause_s`.
+
+    Who has not come back yet may never do so; to hold its slot for half the time that it took to
+    compute what is in it costs less than to lose that.
+    """
+    return HOLD_S + NUM_PAUSES * pause_s if pause_s < LONGEST_PAUSE_S else min(HOLD_S, step_s / 2)
 
 
 def compaction(front: Sequence[bool]) -> list[Move]:

@@ -1,1 +1,1 @@
-"""KServe v2: what its two protocols, HTTP and gRPC, have in common."""
+"""KServe: what the HTTP and gRPC faces of the KServe v2 protocol and Triton's extensions share."""

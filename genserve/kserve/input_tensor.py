@@ -57,6 +57,8 @@ def input_tensor(
     try:
         return Tensor.from_bytes(name, data, data_type=data_type, shape=shape, model=config.name)
     except InvalidRequest as error:
+        if "for model" not in error.message:  # Triton finds this one before it looks at the model
+            raise InferenceError(error.message) from error
         raise fail(error.message, request_id=request_id) from error
 
 

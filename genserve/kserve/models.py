@@ -1,36 +1,23 @@
-"""Models: what the two protocols ask of the repository."""
+"""Models: what the protocols ask of a repository."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
 from genserve.inference import Door
 from genserve.statistics import ModelStatistics
 
-__all__ = ["EXTENSIONS", "IndexEntry", "Models", "Served"]
-
-# Of the protocol, as the server's metadata lists them.
-EXTENSIONS = (
-    "classification",
-    "sequence",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "system_shared_memory",
-    "cuda_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "trace",
-    "logging",
-)
+__all__ = ["IndexLine", "Models", "ServedModel"]
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """One version of a model that answers."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Normalised."""
 
     @property
     def name(self) -> str:
@@ -38,23 +25,19 @@ class Served(Protocol):
 
     @property
     def version(self) -> int:
-        """The number of the version."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Complete, with all defaults; `message` too."""
+        """The number of its folder."""
 
     @property
     def statistics(self) -> ModelStatistics:
         """What it has done."""
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that wait for an instance."""
+    def labels(self) -> Mapping[str, Sequence[str]]:
+        """The labels of the classes by output name, for the outputs that have a `label_filename`."""
 
 
-class IndexEntry(Protocol):
-    """One version of a model, or a model that was never loaded."""
+class IndexLine(Protocol):
+    """One line of the repository's index."""
 
     @property
     def name(self) -> str:
@@ -62,37 +45,37 @@ class IndexEntry(Protocol):
 
     @property
     def version(self) -> int | None:
-        """None: never loaded."""
+        """None: the model was never loaded."""
 
     @property
     def state(self) -> str | None:
-        """READY, UNAVAILABLE, LOADING, UNLOADING; None: never loaded."""
+        """READY, LOADING, UNLOADING, UNAVAILABLE."""
 
     @property
     def reason(self) -> str:
-        """Why it is unavailable; may be empty."""
+        """Why it is not ready."""
 
 
 class Models(Door, Protocol):
-    """The door, and what there is to know about the models behind it."""
+    """A repository: the door to its models, and what is known of them. Safe from any thread."""
 
     @property
-    def live(self) -> bool:
-        """Whether the server runs."""
+    def state(self) -> str:
+        """The worst of all models': READY, LOADING or UNAVAILABLE."""
 
     @property
-    def ready(self) -> bool:
-        """Whether every model that was to be loaded answers."""
+    def served(self) -> Sequence[ServedModel]:
+        """Every version of every model that answers, by name and version."""
 
-    def served(self, name: str, version: str = "") -> Served:
-        """Return a version that answers; "": the highest.
+    def find(self, name: str, version: int = -1) -> ServedModel:
+        """Return a version of a model; -1: the highest that answers.
 
         Raises:
-            InferenceError: INVALID_ARG for what is no version, NOT_FOUND, or UNAVAILABLE.
+            InferenceError: there is none, with Triton's text.
         """
 
     def versions(self, name: str) -> Sequence[int]:
-        """Return the versions that answer, ascending; of an unknown model, none."""
+        """Return the versions of a model that answer, ascending."""
 
-    def index(self) -> Sequence[IndexEntry]:
-        """Return every version of every model, by name."""
+    def index(self, *, ready_only: bool = False) -> Sequence[IndexLine]:
+        """Return a line for each version, and one for each model that was never loaded; by name."""

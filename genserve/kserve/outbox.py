@@ -1,94 +1,92 @@
-"""Outbox: responses on their way from the models' threads to one event loop."""
+"""Outbox: responses, handed from the threads of models to whoever awaits them on an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from typing import TypeAlias
 
-from genserve.errors import InferenceError, Status
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse, OnResponse
+from genserve.inference import InferenceResponse
 
-__all__ = ["Arrived", "ResponseOutbox", "once"]
+__all__ = ["EventLoopOutbox", "Responses"]
 
-# Called on the event loop, with what `OnResponse` was called with.
-Arrived: TypeAlias = Callable[[InferenceResponse | None, bool], None]
+_Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 
-class ResponseOutbox:
-    """Hands responses over to an event loop: one wake-up for all that came since the last."""
+class EventLoopOutbox:
+    """Hands responses to one event loop: one wake-up of it for all that arrive meanwhile."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
-        self._waiting: deque[tuple[Arrived, InferenceResponse | None, bool]] = deque()
+        self._arrived: deque[tuple[Responses, _Item]] = deque()
         self._woken = False
 
-    def to(self, arrived: Arrived) -> OnResponse:
-        """Return an `OnResponse` for any thread that has `arrived` called on the event loop, in order."""
+    def open(self) -> Responses:
+        """Return where the responses of one inference go."""
+        return Responses(self)
 
-        def on_response(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001  # OnResponse
-            self._waiting.append((arrived, response, final))
-            if self._woken:
-                return
-            self._woken = True
-            try:
-                self._event_loop.call_soon_threadsafe(self._dispatch)
-            except RuntimeError:  # the event loop is closed: nobody waits any more
-                self._waiting.clear()
-
-        return on_response
-
-    async def ask(self, door: Door, request: InferenceRequest) -> tuple[Inference, InferenceResponse]:
-        """Run a request whose model gives one response; cancelled with the task that waits for it.
-
-        Returns:
-            The inference, which knows the version that answered, and its response.
-
-        Raises:
-            GenserveError: what `Door.submit` raises, or the error that the model answered with.
-        """
-        answer: asyncio.Future[InferenceResponse] = self._event_loop.create_future()
-
-        def answered(response: InferenceResponse) -> None:
-            if not answer.done():
-                answer.set_result(response)
-
-        inference = Inference(request=request, on_response=self.to(once(request, answered)))
-        door.submit(inference)
+    def post(self, responses: Responses, item: _Item) -> None:
+        """Hand over one response, from any thread; once the event loop is closed, nobody reads it."""
+        self._arrived.append((responses, item))
+        if self._woken:
+            return
+        self._woken = True
         try:
-            response = await answer
-        except asyncio.CancelledError:
-            inference.cancel()
-            raise
-        if response.error is not None:
-            raise response.error
-        return inference, response
+            self._event_loop.call_soon_threadsafe(self._dispatch)
+        except RuntimeError:
+            self._arrived.clear()
 
     def _dispatch(self) -> None:
-        # Reset first: whoever adds to the queue from here on wakes the event loop again.
+        # First, so that what is appended from here on wakes the loop again.
         self._woken = False
-        while self._waiting:
-            arrived, response, final = self._waiting.popleft()
-            arrived(response, final)
+        while self._arrived:
+            responses, item = self._arrived.popleft()
+            responses.put(item)
 
 
-def once(request: InferenceRequest, answered: Callable[[InferenceResponse], None]) -> Arrived:
-    """Return what waits for the end of a request and then calls `answered` with its one response."""
-    first: InferenceResponse | None = None
+class Responses:
+    """The responses of one inference, for one reader on the event loop; made by `EventLoopOutbox.open`."""
 
-    def arrived(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001  # OnResponse
-        nonlocal first
-        first = first or response
-        if final:
-            answered(first or _no_response(request))
+    __slots__ = ("_arrived", "_error", "_outbox", "_waiter")
 
-    return arrived
+    def __init__(self, outbox: EventLoopOutbox) -> None:
+        self._outbox = outbox
+        self._arrived: deque[_Item] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
+    def on_response(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+        """Take a response, on any thread; see `OnResponse`."""
+        self._outbox.post(self, (response, final))
 
-def _no_response(request: InferenceRequest) -> InferenceResponse:
-    return InferenceResponse(
-        error=InferenceError(
-            f"model '{request.model_name}' ended the request without a response", status=Status.INTERNAL
-        )
-    )
+    def put(self, item: _Item) -> None:
+        """Add what arrived; for the outbox, on the event loop."""
+        self._arrived.append(item)
+        self._wake()
+
+    def abandon(self, error: Exception) -> None:
+        """Let the reader have this error in place of all that follows; on the event loop."""
+        self._error = error
+        self._wake()
+
+    async def next(self) -> tuple[InferenceResponse | None, bool]:
+        """Return the next response, or None, and whether it is the last; raises what `abandon` was given."""
+        while not self._arrived and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        return self._arrived.popleft()
+
+    async def __aiter__(self) -> AsyncIterator[InferenceResponse]:
+        """Iterate over the responses until the inference ends."""
+        final = False
+        while not final:
+            response, final = await self.next()
+            if response is not None:
+                yield response
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

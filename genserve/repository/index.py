@@ -112,8 +112,8 @@ def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, 
 
 def _versions_remedy(there: list[int]) -> str:
     if not there:
-        return "add a version folder, such as '1': `genserve pull` or `genserve export` brings one with its files"
-    return f"versions that are there: {', '.join(map(str, there))}; `version_policy: {{ all {{ }} }}` serves them"
+        return "add a folder for the first version, named '1'; `genserve pull` or `genserve export` brings it"
+    return f"there are {', '.join(map(str, there))}; `version_policy {{ all {{ }} }}` serves them all"
 
 
 def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genserve.backends.backend import Backend, ModelSource, Placement
 from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
+from genserve.errors import RepositoryError
 from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.inference import Door
 from genserve.metrics import Metrics
@@ -55,6 +57,7 @@ class Loader:
             version=version,
             statistics=statistics,
             cache=self.cache if config.response_cache else None,
+            labels=_labels(config, model.path),
             load_s=time.monotonic() - started_s,
         )
 
@@ -83,3 +86,18 @@ class Loader:
         places: Sequence[Placement] = tuple(placements(config))
         scheduler = make_scheduler(config, num_instances=len(places), path=model.path)
         return Instances(start, placements=places, scheduler=scheduler, statistics=statistics)
+
+
+def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
+    """Read the label files of the outputs: one label per line, its number is the class."""
+    labels: dict[str, Sequence[str]] = {}
+    for spec in config.outputs:
+        if spec.label_filename:
+            try:
+                labels[spec.name] = (path / spec.label_filename).read_text(encoding="utf-8").splitlines()
+            except OSError as error:
+                raise RepositoryError(
+                    f"failed to open text file for read {path / spec.label_filename}: {error.strerror}",
+                    remedy="write one label per line there, or leave `label_filename` out",
+                ) from error
+    return labels

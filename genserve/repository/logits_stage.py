@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from genserve.errors import GenserveError
+from genserve.errors import GenserveError, InvalidRequest
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.loop import EngineLoop
@@ -25,8 +27,24 @@ class LogitsStage:
     than one that keeps a cache.
     """
 
-    def __init__(self, loop: EngineLoop, *, vocab_size: int, max_length: int) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        *,
+        vocab_size: int,
+        max_length: int,
+        close: Callable[[], None] | None = None,
+    ) -> None:
+        """Answer by an engine.
+
+        Args:
+            loop: of the engine.
+            vocab_size: length of a row of logits.
+            max_length: tokens of a row of ids.
+            close: ends the engine; None: it is an ensemble's, which ends it.
+        """
         self._loop = loop
+        self._close = close
         self._vocab_size = vocab_size
         self._max_length = max_length
 
@@ -69,7 +87,9 @@ class LogitsStage:
         inference.when_cancelled(cancel)
 
     def close(self) -> None:
-        """Nothing is held: the engine is the ensemble's."""
+        """End the engine, if it is this stage's own."""
+        if self._close is not None:
+            self._close()
 
 
 class _Rows:
@@ -98,10 +118,16 @@ class _Rows:
             self._inference.send(InferenceResponse(outputs=outputs), final=True)
 
 
-def _unpadded(inference: Inference) -> list[np.ndarray]:
+def _unpadded(inference: Inference) -> list[NDArray[np.int64]]:
     """Return the ids of each row, without those that `attention_mask` leaves out."""
     ids = inference.inputs["input_ids"].array
     mask = inference.inputs.get("attention_mask")
     if mask is None:
         return list(ids)
+    if mask.shape != ids.shape:
+        raise InvalidRequest(
+            f"attention_mask has the shape {list(mask.shape)}, input_ids {list(ids.shape)}",
+            field="attention_mask",
+            remedy="send one 1 for each id, and 0 for padding; or leave it out",
+        )
     return [row[keep != 0] for row, keep in zip(ids, mask.array, strict=True)]

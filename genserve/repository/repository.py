@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,13 @@ from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.preparation import prepare
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
-from genserve.repository.stages import generation_models, load_generation, stage_owners
+from genserve.repository.stages import (
+    generation_models,
+    is_logits_stage,
+    load_generation,
+    load_logits_stage,
+    stage_owners,
+)
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.versions import IndexEntry, ModelState, Versions
 
@@ -85,7 +92,8 @@ class Repository:
         self._started = False
         self._fingerprints: dict[str, object] = {}          # of what is loaded
         self._polled: dict[str, object] = {}                # of what the last poll saw
-        self._overrides: dict[str, TemporaryDirectory[str]] = {}
+        self._scratch: TemporaryDirectory[str] | None = None    # for the files that load calls bring
+        self._numbers = itertools.count()
         self._retiring: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._poller: threading.Thread | None = None
@@ -104,7 +112,7 @@ class Repository:
         return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
 
     @property
-    def all_served(self) -> list[Served]:
+    def served(self) -> list[Served]:
         """Every version of every model that answers."""
         return self._versions.served
 
@@ -144,13 +152,13 @@ class Repository:
         """Return the versions of a model that answer, ascending."""
         return [served.version for served in self._versions.of(name)]
 
-    def served(self, name: str, version: str = "") -> Served:
-        """Return a version of a model, as the protocols write it; "" and "-1": the highest that answers.
+    def find(self, name: str, version: int = -1) -> Served:
+        """Return a version of a model; -1: the highest that answers.
 
         Raises:
-            InferenceError: there is none, or it is no number; with Triton's text.
+            InferenceError: there is none, with Triton's text.
         """
-        return self._versions.find(name, _number(version))
+        return self._versions.find(name, version)
 
     def get(self, name: str | None = None) -> GenerationEnsemble:
         """Return a generation model; without a name, the only one.
@@ -164,8 +172,13 @@ class Repository:
         for model in self.generation_models:
             if model.name == name:
                 return model
-        if name not in self.names:
+        if name not in self._entries:
             raise self._not_found(name)
+        if self._versions.of(name):
+            known = ", ".join(self.names) or "none"
+            raise ModelNotFound(
+                f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
+            )
         states = self._versions.states(name)
         state = states[-1].state.lower() if states and states[-1].state else "not loaded"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
@@ -211,8 +224,8 @@ class Repository:
             return False
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a model gives any number of responses to a request; raises as `find` does."""
-        return self.find(name, version).config.decoupled
+        """Whether a model gives any number of responses."""
+        return self._versions.find(name, version).config.decoupled
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         """Load a model, or load it anew if its folder has changed; see `Door`."""
@@ -272,9 +285,8 @@ class Repository:
             self._unload(name, timeout_s=0)
         for thread in list(self._retiring):
             thread.join()
-        for folder in self._overrides.values():
-            folder.cleanup()
-        self._overrides.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     # Loading.
 
@@ -293,6 +305,8 @@ class Repository:
                 return
             if entry.name in self.names:
                 fresh = self._load_or_note(entry, lambda: self._load_generation(entry))
+            elif is_logits_stage(entry):
+                fresh = self._load_or_note(entry, lambda: [self._load_logits_stage(entry)])
             else:
                 for step in self._missing_steps(entry):
                     self._load_with_steps(step)
@@ -347,6 +361,9 @@ class Repository:
             entry, self._entries, max_queue=self.options.max_queue, metrics=self._loader.metrics
         )
 
+    def _load_logits_stage(self, entry: ModelEntry) -> Served:
+        return load_logits_stage(entry, max_queue=self.options.max_queue, metrics=self._loader.metrics)
+
     def _entry_of_files(self, name: str, files: Mapping[str, bytes], config: str) -> ModelEntry:
         """Write the files of a load call into a folder of their own, which takes the place of the model's."""
         if not config:
@@ -354,15 +371,15 @@ class Repository:
                 f"failed to load '{name}', override model directory requires the 'config' parameter to be set",
                 remedy="send the model's config as JSON along with its files",
             )
-        folder = TemporaryDirectory(prefix="genserve-")
+        self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
+        root = Path(self._scratch.name) / str(next(self._numbers))
         for path, content in files.items():
-            target = (Path(folder.name) / name / path).resolve()
-            if not target.is_relative_to(Path(folder.name).resolve() / name):
+            target = (root / name / path).resolve()
+            if not target.is_relative_to(root.resolve() / name):
                 raise InferenceError(f"the file {path!r} would lie outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        self._overrides[name] = folder
-        return scan([Path(folder.name)])[name]
+        return scan([root])[name]
 
     # Unloading.
 
@@ -419,18 +436,6 @@ class Repository:
         return ModelNotFound(
             f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
         )
-
-
-def _number(version: str) -> int:
-    if not version:
-        return -1
-    try:
-        return int(version)
-    except ValueError:
-        raise InferenceError(
-            f"failed to get model version from specified version string '{version}' (details: stol), "
-            "version should be an integral value > 0"
-        ) from None
 
 
 def _reason(error: Exception) -> str:

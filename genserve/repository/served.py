@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
@@ -46,6 +47,7 @@ class Served:
         version: the number of its folder.
         statistics: what it has done.
         load_s: how long its load took, seconds.
+        labels: of the classes, by output name, for the outputs that have a `label_filename`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Served:
         version: int,
         statistics: ModelStatistics,
         cache: ResponseCache | None = None,
+        labels: Mapping[str, Sequence[str]] | None = None,
         load_s: float = 0.0,
     ) -> None:
         """Serve by a runner.
@@ -66,12 +69,14 @@ class Served:
             version: the number of its folder.
             statistics: to be counted in.
             cache: where answers are kept; None: nowhere.
+            labels: of the classes, by output name.
             load_s: how long the load took.
         """
         self.config = config
         self.version = version
         self.statistics = statistics
         self.load_s = load_s
+        self.labels = labels or {}
         self.runner = runner
         self._admission = Admission(config)
         self._cache = cache

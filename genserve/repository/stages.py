@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from genserve.backends.ensemble import GenerationEnsemble
 from genserve.backends.logits_onnx import OnnxLogits
@@ -14,8 +14,10 @@ from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
 from genserve.errors import InferenceError, Status
+from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
+from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.check import model_faults
@@ -27,7 +29,7 @@ from genserve.repository.wiring import generation_stages
 from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["generation_models", "load_generation", "stage_owners"]
+__all__ = ["generation_models", "is_logits_stage", "load_generation", "load_logits_stage", "stage_owners"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,32 @@ def stage_owners(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
     return owners
 
 
+def is_logits_stage(entry: ModelEntry) -> bool:
+    """Whether a model is an exported logits graph: its states are a KV cache that is written in place."""
+    config = entry.config
+    if config is None or config.backend != "onnxruntime" or config.sequence_batching is None:
+        return False
+    states = config.sequence_batching.states
+    return config.sequence_batching.iterative and bool(states) and all(state.same_buffer for state in states)
+
+
+def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) -> Served:
+    """Load a logits stage that no ensemble has, with an engine of its own.
+
+    Raises:
+        RepositoryError: it has an error, or cannot be loaded.
+        MissingDependency: ONNX Runtime is not installed.
+    """
+    started_s = time.monotonic()
+    _check([entry], {entry.name: entry})
+    logits = _load_logits(entry)
+    loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
+    runner = LogitsStage(
+        loop, vocab_size=logits.vocab_size, max_length=logits.max_length, close=loop.close
+    )
+    return _served(entry, runner, version=entry.versions[-1], load_s=time.monotonic() - started_s)
+
+
 def load_generation(
     entry: ModelEntry, entries: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
 ) -> list[Served]:
@@ -62,13 +90,7 @@ def load_generation(
     started_s = time.monotonic()
     stages = generation_stages(entry, entries)
     assert stages is not None
-    models = [entry, *stages.values()]
-    faults = [fault for model in models for fault in model_faults(model, entries)]
-    error = first_error(faults)
-    if error is not None:
-        raise error
-    for fault in faults:
-        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
+    _check([entry, *stages.values()], entries)
     ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
     load_s = time.monotonic() - started_s
     return [
@@ -86,6 +108,20 @@ def load_generation(
             load_s=load_s,
         ),
     ]
+
+
+def _check(models: Iterable[ModelEntry], entries: Mapping[str, ModelEntry]) -> None:
+    """Raise the first error of the models; log their warnings."""
+    faults = [fault for model in models for fault in model_faults(model, entries)]
+    error = first_error(faults)
+    if error is not None:
+        raise error
+    for fault in faults:
+        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
+
+
+async def _nothing(sequence: TokenSequence) -> None:
+    """The decoding loop of an engine that only answers with logits."""
 
 
 class _Inside:
@@ -120,13 +156,7 @@ def _ensemble(
     decoder = stages["decoder"]
     decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
     logits = _load_logits(stages["logits"])
-    loop = EngineLoop(
-        Engine(logits, decode=decode),
-        name=entry.name,
-        num_slots=logits.num_slots,
-        max_waiting=max_queue,
-        metrics=metrics.for_model(entry.name),
-    )
+    loop = _start(logits, decode=decode, name=entry.name, max_queue=max_queue, metrics=metrics)
     return GenerationEnsemble(
         name=entry.name,
         tokenizer=tokenizer,
@@ -137,6 +167,18 @@ def _ensemble(
         kv_cache_bytes=logits.kv_cache_bytes,
         precision=logits.metadata.get("genserve.precision", "unknown"),
         loaded_s=time.time(),
+    )
+
+
+def _start(
+    logits: OnnxLogits, *, decode: DecodeFunction, name: str, max_queue: int, metrics: Metrics
+) -> EngineLoop:
+    return EngineLoop(
+        Engine(logits, decode=decode),
+        name=name,
+        num_slots=logits.num_slots,
+        max_waiting=max_queue,
+        metrics=metrics.for_model(name),
     )
 
 

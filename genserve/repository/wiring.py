@@ -1,18 +1,25 @@
-"""Wiring: whether the steps of an ensemble are the stages of a generation model, and get their tensors."""
+"""Wiring: whether the steps of an ensemble fit together, and which models of it generate text.
+
+Where Triton has words for a fault, the message has the same.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
-from genserve.repository.index import ModelEntry
+from genserve.errors import RepositoryError
+from genserve.repository.ensemble_graph import EnsembleGraph
+from genserve.repository.index import ModelEntry, served_versions
 
-__all__ = ["STAGE_BACKENDS", "step_models", "wiring_faults"]
+__all__ = ["STAGE_BACKENDS", "generation_stages", "is_decoupled", "step_models", "wiring_faults"]
 
-# Which backend makes which stage.
+# Which backend makes which stage of a model that generates text.
 STAGE_BACKENDS = {"tokenizer": "tokenizer", "logits": "onnxruntime", "decoder": "python"}
+_DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
 
 def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
@@ -21,153 +28,377 @@ def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[Mo
     return [entries[step.model_name] for step in steps if step.model_name in entries]
 
 
+def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> dict[str, ModelEntry] | None:
+    """Return the stages of an ensemble that the token engine runs, by the names of STAGE_BACKENDS.
+
+    None: it is none of these. Its decoder is a model.py with an `async def decode`.
+    """
+    by_backend = {model.config.backend: model for model in step_models(entry, entries) if model.config}
+    if entry.config is None or len(entry.config.ensemble_steps) != len(STAGE_BACKENDS):
+        return None
+    if by_backend.keys() != set(STAGE_BACKENDS.values()) or not _decodes(by_backend["python"]):
+        return None
+    return {stage: by_backend[backend] for stage, backend in STAGE_BACKENDS.items()}
+
+
+def _decodes(decoder: ModelEntry) -> bool:
+    if decoder.config is None or not decoder.versions:
+        return False
+    file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+    if not file.is_file():
+        return True  # of which loading tells more than that this is no such ensemble
+    return bool(_DECODE.search(file.read_text(encoding="utf-8", errors="replace")))
+
+
+def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
+    """Whether a model gives any number of responses; an ensemble does if one of its steps does."""
+    return any(
+        model.config is not None and not model.is_ensemble and model.config.decoupled
+        for model in (entry, *_all_models(entry, entries))
+    )
+
+
+def _all_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+    """The models of the steps, and of the steps of those that are ensembles."""
+    found: dict[str, ModelEntry] = {}
+    waiting = step_models(entry, entries)
+    while waiting:
+        model = waiting.pop()
+        if model.name not in found:
+            found[model.name] = model
+            waiting += step_models(model, entries)
+    return list(found.values())
+
+
 def wiring_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Iterator[Fault]:
     """Yield what is wrong between an ensemble and the models of its steps; not what is wrong with those."""
-    config = entry.config
-    if config is None or not config.ensemble_steps:
+    if entry.config is None or not entry.config.ensemble_steps:
         return  # which is a fault of the config
-    yield from _chain(entry, entries)
-    for index, step in enumerate(config.ensemble_steps):
-        yield from _step(entry, entries, step=step, path=f"ensemble_scheduling.step[{index}]")
-    yield from _makers(entry, config)
-    yield from _cycle(entry, config)
+    ensemble = _Ensemble(entry=entry, config=entry.config, entries=entries)
+    yield from _steps(ensemble)
+    yield from _graph(ensemble)
+    yield from _models(ensemble)
+    yield from _circle(ensemble)
+    yield from _consistency(ensemble)
+    yield from _decoupling(ensemble)
 
 
-def _error(entry: ModelEntry, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
-    """Make an error at a field, or at the entry of a map that has this key."""
-    places = entry.parsed.places
-    return Fault(
-        severity=Severity.ERROR,
-        path=entry.path / "config.pbtxt",
-        place=places.of(path) if key is None else places.of_key(path, key),
-        message=message,
-        remedy=remedy,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ensemble:
+    entry: ModelEntry
+    config: ModelConfig
+    entries: Mapping[str, ModelEntry]
 
+    @property
+    def name(self) -> str:
+        return self.entry.name
 
-def _chain(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Iterator[Fault]:
-    steps = entry.config.ensemble_steps if entry.config else ()
-    models = step_models(entry, entries)
-    backends = sorted(model.config.backend for model in models if model.config)
-    # A step whose model is missing, broken, or of no known backend is told where that is wrong.
-    is_known = len(backends) == len(steps) and not any(model.error for model in models)
-    if is_known and backends != sorted(STAGE_BACKENDS.values()):
-        found = ", ".join(step.model_name for step in steps)
-        yield _error(
-            entry,
-            "ensemble_scheduling",
-            f"the ensemble is not a chain of a tokenizer, a logits and a decoder stage: {found}",
-            remedy="give it three steps whose backends are 'tokenizer', 'onnxruntime' and 'python'",
+    @property
+    def steps(self) -> Iterator[tuple[str, int, EnsembleStep]]:
+        """Each step with its path and its number."""
+        for index, step in enumerate(self.config.ensemble_steps):
+            yield f"ensemble_scheduling.step[{index}]", index, step
+
+    @property
+    def known_steps(self) -> Iterator[tuple[str, EnsembleStep, ModelConfig]]:
+        """Each step whose model's config can be read, with its path and that config."""
+        for path, _, step in self.steps:
+            model = self.entries.get(step.model_name)
+            if model is not None and model.config is not None:
+                yield path, step, model.config
+
+    def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
+        """Make an error at a field, or at the entry of a map that has this key."""
+        places = self.entry.parsed.places
+        return Fault(
+            severity=Severity.ERROR,
+            path=self.entry.parsed.path,
+            place=places.of(path) if key is None else places.of_key(path, key),
+            message=message,
+            remedy=remedy,
         )
 
 
-def _step(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, step: EnsembleStep, path: str
-) -> Iterator[Fault]:
-    model = entries.get(step.model_name)
-    if model is None:
-        yield _error(
-            entry,
-            f"{path}.model_name",
-            f"a step names the model {step.model_name!r}, and the repository has none of this name",
-            remedy=nearest(step.model_name, known=(name for name in entries if name != entry.name)),
-        )
-        return
-    if step.model_version > 0 and model.versions and step.model_version != model.versions[-1]:
-        yield _error(
-            entry,
-            f"{path}.model_version",
-            f"model_version {step.model_version} of {step.model_name!r} is not honoured: "
-            f"{model.versions[-1]}, the highest, would be served",
-            remedy="write -1, and move the folders of higher versions away",
-        )
-    if model.config is not None:
-        yield from _input_map(entry, model.config, step=step, path=path)
-        yield from _unknown_names(
-            entry, step.output_map, tensors=model.config.outputs, model=model.name, path=f"{path}.output_map"
-        )
-
-
-def _input_map(entry: ModelEntry, model: ModelConfig, *, step: EnsembleStep, path: str) -> Iterator[Fault]:
-    for tensor in model.inputs:
-        if not tensor.optional and tensor.name not in step.input_map:
-            yield _error(
-                entry,
-                path,
-                f"the step {model.name!r} does not map the input {tensor.name!r}, which is not optional",
-                remedy=f'add `input_map {{ key: "{tensor.name}" value: ... }}`',
-            )
-    yield from _unknown_names(
-        entry, step.input_map, tensors=model.inputs, model=model.name, path=f"{path}.input_map"
-    )
-
-
-def _unknown_names(
-    entry: ModelEntry, mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...], model: str, path: str
-) -> Iterator[Fault]:
-    names = [tensor.name for tensor in tensors]
-    kind = path.rpartition(".")[2].removesuffix("_map")
-    for name in mapped:
-        if names and name not in names:  # without any the model's config leaves them to its file
-            yield _error(
-                entry,
-                path,
-                f"the model {model!r} has no {kind} {name!r}",
-                remedy=nearest(name, known=names),
-                key=name,
-            )
-
-
-def _makers(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
-    """Yield the tensors that nobody makes, and those that two make."""
-    made = Counter(tensor.name for tensor in config.inputs)
-    for index, step in enumerate(config.ensemble_steps):
-        for key, tensor in step.output_map.items():
-            made[tensor] += 1
-            if made[tensor] > 1:
-                yield _error(
-                    entry,
-                    f"ensemble_scheduling.step[{index}].output_map",
-                    f"the tensor {tensor!r} is made more than once",
-                    remedy="give each output of a step a name of its own",
-                    key=key,
+def _steps(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield the steps that do not say what they must."""
+    for path, index, step in ensemble.steps:
+        for field, value in (
+            ("model_name", step.model_name),
+            ("input_map", step.input_map),
+            ("output_map", step.output_map),
+        ):
+            if not value:
+                yield ensemble.error(
+                    path,
+                    f"must specify '{field}' in step {index} of ensemble '{ensemble.name}'",
+                    remedy='add `model_name: "..."`'
+                    if field == "model_name"
+                    else f'add `{field} {{ key: "..." value: "..." }}`: the name of the tensor at the model, '
+                    "and in the ensemble",
                 )
-    for index, step in enumerate(config.ensemble_steps):
-        for key, tensor in step.input_map.items():
-            if tensor not in made:
-                yield _error(
-                    entry,
-                    f"ensemble_scheduling.step[{index}].input_map",
-                    f"nobody makes the tensor {tensor!r} that the step {step.model_name!r} takes",
-                    remedy=nearest(tensor, known=made),
-                    key=key,
-                )
-    for index, output in enumerate(config.outputs):
-        if output.name not in made:
-            yield _error(
-                entry,
+
+
+def _graph(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield the tensors that are made by nobody or twice, or go nowhere."""
+    graph = EnsembleGraph.of(ensemble.config)
+    yield from _made_twice(ensemble)
+    yield from _not_made(ensemble, graph)
+    for index, spec in enumerate(ensemble.config.inputs):
+        if spec.name not in graph.used:
+            yield ensemble.error(
+                f"input[{index}].name",
+                f"ensemble input '{spec.name}' for ensemble {ensemble.name}' is not used",
+                remedy="leave it out, or map it to an input of a step",
+            )
+    for index, spec in enumerate(ensemble.config.outputs):
+        if spec.name not in graph.made and spec.name not in graph.used:
+            yield ensemble.error(
                 f"output[{index}].name",
-                f"no step makes the output {output.name!r}",
-                remedy=nearest(output.name, known=made),
+                f"ensemble output '{spec.name}' for ensemble {ensemble.name}' is not used",
+                remedy=nearest(spec.name, known=sorted(graph.made)),
+            )
+    for path, _, step in ensemble.steps:
+        for key, tensor in step.output_map.items():
+            if tensor not in graph.used and ensemble.config.output(tensor) is None:
+                yield ensemble.error(
+                    f"{path}.output_map",
+                    f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'",
+                    remedy="take it out of the `output_map`, or add it to the ensemble's `output`",
+                    key=key,
+                )
+    waiting = graph.waiting_steps()
+    if waiting:
+        outputs = {tensor for step in waiting for tensor in step.output_map.values()}
+        first = next((spec.name for spec in ensemble.config.outputs if spec.name in outputs), min(outputs))
+        names = ", ".join(repr(step.model_name) for step in waiting)
+        yield ensemble.error(
+            f"ensemble_scheduling.step[{ensemble.config.ensemble_steps.index(waiting[0])}]",
+            f"output '{first}' for ensemble '{ensemble.name}' is not written",
+            remedy=f"these steps wait for each other's tensors: {names}; a step takes what the ensemble or "
+            "an earlier step makes",
+        )
+
+
+def _made_twice(ensemble: _Ensemble) -> Iterator[Fault]:
+    made = {spec.name for spec in ensemble.config.inputs}
+    for path, index, step in ensemble.steps:
+        for key, tensor in step.output_map.items():
+            if tensor in made:
+                yield ensemble.error(
+                    f"{path}.output_map",
+                    f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble "
+                    f"'{ensemble.name}' step {index}",
+                    remedy="give each output of a step a name of its own, that no input has",
+                    key=key,
+                )
+            made.add(tensor)
+
+
+def _not_made(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Fault]:
+    for path, _, step in ensemble.steps:
+        for key, tensor in step.input_map.items():
+            if tensor in graph.made:
+                continue
+            output = next(
+                (spec.name for spec in ensemble.config.outputs if spec.name in graph.after(tensor)), None
+            )
+            message = (
+                f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'"
+                if output is None
+                else f"output '{output}' for ensemble '{ensemble.name}' is not written: at least one of its "
+                f"depending tensors, '{tensor}', is not connected"
+            )
+            remedy = f"no input and no step makes '{tensor}'; {nearest(tensor, known=sorted(graph.made))}"
+            yield ensemble.error(f"{path}.input_map", message, remedy=remedy, key=key)
+
+
+def _models(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield the steps whose model, version or tensors are not there."""
+    for path, _, step in ensemble.steps:
+        model = ensemble.entries.get(step.model_name)
+        if model is None:
+            if step.model_name:
+                yield ensemble.error(
+                    f"{path}.model_name",
+                    f"ensemble {ensemble.name} contains models that are not available or ambiguous: "
+                    f"{step.model_name}",
+                    remedy=nearest(step.model_name, known=_others(ensemble)),
+                )
+        elif model.config is not None:
+            yield from _version(ensemble, step, model, path=path)
+            yield from _batch_size(ensemble, step, model.config, path=path)
+            yield from _inputs(ensemble, step, model.config, path=path)
+            yield from _outputs(ensemble, step, model.config, path=path)
+
+
+def _others(ensemble: _Ensemble) -> list[str]:
+    return [name for name in ensemble.entries if name != ensemble.name]
+
+
+def _version(ensemble: _Ensemble, step: EnsembleStep, model: ModelEntry, *, path: str) -> Iterator[Fault]:
+    if step.model_version == -1 or model.config is None:
+        return
+    try:
+        served = served_versions(model.config, model.versions)
+    except RepositoryError:
+        return  # which is a fault of the model
+    if step.model_version not in served:
+        yield ensemble.error(
+            f"{path}.model_version",
+            f"ensemble '{ensemble.name}' depends on '{step.model_name}' whose required version "
+            f"{step.model_version} is not loaded.",
+            remedy=f"write `model_version: -1` for the latest; served are {', '.join(map(str, served))}",
+        )
+
+
+def _batch_size(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Fault]:
+    if 0 < model.max_batch_size < ensemble.config.max_batch_size:
+        yield ensemble.error(
+            f"{path}.model_name",
+            f"ensemble {ensemble.name} allows maximum batch size {ensemble.config.max_batch_size}, but it "
+            f"contains model {step.model_name} which only allows maximum batch size to be "
+            f"{model.max_batch_size}",
+            remedy=f"write `max_batch_size: {model.max_batch_size}` in the ensemble, or more in the model",
+        )
+
+
+def _inputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Fault]:
+    start, end = f"in ensemble {ensemble.name}, ", f"in model {step.model_name}"
+    for name in _unknown(step.input_map, tensors=model.inputs):
+        yield ensemble.error(
+            f"{path}.input_map",
+            f"{start}ensemble tensor {step.input_map[name]} is mapping to non-existing input {name} {end}",
+            remedy=nearest(name, known=[spec.name for spec in model.inputs]),
+            key=name,
+        )
+    for spec in model.inputs:
+        if not spec.optional and spec.name not in step.input_map:
+            yield ensemble.error(
+                path,
+                f"{start}input {spec.name} {end} is not mapped to any ensemble tensors",
+                remedy=f'add `input_map {{ key: "{spec.name}" value: ... }}`',
             )
 
 
-def _cycle(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
-    """Yield one fault if steps wait for each other, or for one that does."""
-    waiting = list(config.ensemble_steps)
-    while True:
-        to_come = {tensor for step in waiting for tensor in step.output_map.values()}
-        still = [step for step in waiting if to_come & set(step.input_map.values())]
-        if not still:
-            return
-        if still == waiting:
-            names = ", ".join(repr(step.model_name) for step in waiting)
-            index = config.ensemble_steps.index(waiting[0])
-            yield _error(
-                entry,
-                f"ensemble_scheduling.step[{index}]",
-                f"these steps wait for each other's tensors: {names}",
-                remedy="break the circle: a step takes what the ensemble or an earlier step makes",
+def _outputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Fault]:
+    for name in _unknown(step.output_map, tensors=model.outputs):
+        yield ensemble.error(
+            f"{path}.output_map",
+            f"in ensemble {ensemble.name}, ensemble tensor {step.output_map[name]} is mapped from "
+            f"non-existing output {name} in model {step.model_name}",
+            remedy=nearest(name, known=[spec.name for spec in model.outputs]),
+            key=name,
+        )
+
+
+def _unknown(mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...]) -> list[str]:
+    """The names that no tensor has; a config without tensors leaves them to the model's file."""
+    names = [spec.name for spec in tensors]
+    return [name for name in mapped if names and name not in names]
+
+
+def _circle(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield one fault if the ensemble is, over others, a step of itself."""
+    for model in [ensemble.entry, *_all_models(ensemble.entry, ensemble.entries)]:
+        steps = model.config.ensemble_steps if model.config else ()
+        if any(step.model_name == ensemble.name for step in steps):
+            yield ensemble.error(
+                "ensemble_scheduling",
+                f"circular dependency between ensembles: {ensemble.name} -> ... -> {model.name} -> "
+                f"{ensemble.name}",
+                remedy="take one of them out of the other's steps",
             )
             return
-        waiting = still
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a config says of a tensor of the graph."""
+
+    model: str
+    data_type: str
+    dims: tuple[int, ...]
+    batches: bool
+
+    @property
+    def full_dims(self) -> tuple[int, ...]:
+        return (-1, *self.dims) if self.batches else self.dims
+
+
+def _consistency(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield the tensors of which two configs say different things."""
+    config = ensemble.config
+    said = {
+        spec.name: _say(spec, config=config, dims=spec.dims if spec.reshape is None else spec.reshape)
+        for spec in (*config.inputs, *config.outputs)
+    }
+    for path, step, model in ensemble.known_steps:
+        for field, mapped, specs in (
+            ("input_map", step.input_map, model.inputs),
+            ("output_map", step.output_map, model.outputs),
+        ):
+            for spec in specs:
+                if spec.name not in mapped:
+                    continue
+                tensor = mapped[spec.name]
+                new = _say(spec, config=model, dims=spec.dims)
+                conflict = _conflict(said.setdefault(tensor, new), new)
+                if conflict:
+                    yield ensemble.error(
+                        f"{path}.{field}",
+                        f"in ensemble {ensemble.name}, ensemble tensor {tensor}: {conflict}",
+                        remedy="both configs must say the same of it; -1 fits any size",
+                        key=spec.name,
+                    )
+
+
+def _say(spec: TensorSpec, *, config: ModelConfig, dims: tuple[int, ...]) -> _Said:
+    return _Said(
+        model=config.name, data_type=spec.data_type, dims=dims, batches=config.max_batch_size > 0
+    )
+
+
+def _conflict(one: _Said, other: _Said) -> str:
+    if "TYPE_INVALID" in (one.data_type, other.data_type) or not (one.dims and other.dims):
+        return ""  # left to the model's file
+    if one.data_type != other.data_type:
+        return (
+            f"inconsistent data type: {one.data_type} is inferred from model {one.model} while "
+            f"{other.data_type} is inferred from model {other.model}"
+        )
+    if not _fit(one.dims, other.dims) and not _fit(one.full_dims, other.full_dims):
+        return (
+            f"inconsistent shape: {_list(one.full_dims)} is inferred from model {one.model} while "
+            f"{_list(other.full_dims)} is inferred from model {other.model}"
+        )
+    return ""
+
+
+def _fit(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
+
+
+def _list(dims: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, dims))}]"
+
+
+def _decoupling(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield the steps that would have to match responses of one decoupled step with those of another."""
+    decoupled = {
+        model.name
+        for model in step_models(ensemble.entry, ensemble.entries)
+        if is_decoupled(model, ensemble.entries)
+    }
+    graph = EnsembleGraph.of(ensemble.config)
+    for step in graph.mixing_steps(decoupled):
+        outputs = step.output_map.values() if step else ()
+        is_last = step is None or any(ensemble.config.output(name) for name in outputs)
+        index = ensemble.config.ensemble_steps.index(step) if step else 0
+        yield ensemble.error(
+            f"ensemble_scheduling.step[{index}]" if step else "output",
+            f"in ensemble {ensemble.name}, step of model "
+            f"'{ensemble.name if step is None or is_last else step.model_name}' receives inputs originated "
+            "from different decoupled models",
+            remedy="give it only what comes through one and the same decoupled step, whose responses it "
+            "follows one by one",
+        )

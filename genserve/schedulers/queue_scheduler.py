@@ -23,10 +23,13 @@ class Permit(Protocol):
     """What an instance must hold while it executes; see the rate limiter."""
 
     def acquire(self) -> None:
-        """Wait until it can be had."""
+        """Wait for the next turn; what is held from the last is given back."""
 
-    def release(self, *, executed: bool) -> None:
-        """Give it back."""
+    def release(self) -> None:
+        """Give it back, if it is held."""
+
+    def executed(self) -> None:
+        """Note that the turn was used."""
 
 
 class QueueScheduler:
@@ -88,8 +91,8 @@ class QueueScheduler:
                 if is_sleepy:
                     self._asleep.append(instance)
             _tell(refused)
-            if permit is not None and is_held and not plan.batch:
-                permit.release(executed=False)
+            if permit is not None and not plan.batch:
+                permit.release()
                 is_held = False
             if is_over:
                 return None
@@ -102,7 +105,7 @@ class QueueScheduler:
     def done(self, instance: int, batch: Sequence[Inference]) -> None:
         """Note that an instance has executed a batch."""
         if self._permits:
-            self._permits[instance].release(executed=True)
+            self._permits[instance].executed()  # given back when the next is asked for
         with self._lock:
             refused = self._queue.done(instance, batch, now_ns=time.monotonic_ns())
             self._arm()
@@ -117,6 +120,8 @@ class QueueScheduler:
 
     def abandon(self, instance: int, error: GenserveError) -> None:
         """Fail what only this instance could have executed; without any left, everything that waits."""
+        if self._permits:
+            self._permits[instance].release()
         with self._lock:
             now_ns = time.monotonic_ns()
             self._alive.discard(instance)

@@ -95,7 +95,7 @@ def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
         request=InferenceRequest(
             model_name=request.model_name,
             model_version=request.model_version,
-            inputs={name: _zeros(tensor) for name, tensor in request.inputs.items()},
+            inputs={name: _zeros(tensor) for name, tensor in like.inputs.items()},
         ),
         on_response=_ignore,
         batch_size=like.batch_size,

@@ -78,7 +78,11 @@ class Server(uvicorn.Server):
         metrics = Metrics()
         self.services = Services(
             settings=settings,
-            repository=Repository(settings.model_repository, options=RepositoryOptions(max_queue=settings.max_queue), metrics=metrics),
+            repository=Repository(
+                settings.model_repository,
+                options=RepositoryOptions(max_queue=settings.max_queue),
+                metrics=metrics,
+            ),
             metrics=metrics,
         )
         super().__init__(

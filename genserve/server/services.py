@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -12,8 +12,12 @@ from starlette.concurrency import run_in_threadpool
 from genserve.backends.ensemble import GenerationEnsemble
 from genserve.errors import Overloaded
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
+from genserve.kserve.log_settings import LogSettings
+from genserve.kserve.shared_memory import SharedMemory
+from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
 from genserve.repository.repository import Repository
+from genserve.repository.versions import ModelState
 from genserve.request import Message, SamplingParams
 from genserve.settings import ServerSettings
 
@@ -38,7 +42,19 @@ class Services:
     repository: Repository
     metrics: Metrics
     draining: bool = False                                  # set once, when the server is told to stop
+    shared_memory: SharedMemory = field(init=False)
+    trace_settings: TraceSettings = field(default_factory=TraceSettings)
+    log_settings: LogSettings = field(init=False)
     _outbox: EventLoopOutbox | None = None
+
+    def __post_init__(self) -> None:
+        self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
+        self.log_settings = LogSettings(verbose_level=self.settings.log_verbose)
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken, and every model that was to be loaded answers."""
+        return not self.draining and self.repository.state == ModelState.READY
 
     async def open(
         self, model: str | None, prompt: str | tuple[Message, ...], params: SamplingParams

@@ -83,31 +83,6 @@ def test_an_empty_slot_of_a_sequence_batch_is_a_row_of_zeros():
     assert seen["s"].tolist() == [[b""], [b"t"]]
 
 
-@pytest.mark.parametrize(
-    ("dims", "reshape", "sent", "shown"),
-    [
-        ("4", "2, 2", (2, 4), (2, 2, 2)),
-        ("1", "", (2, 1), (2,)),
-        ("-1, 4, -1", "-1, 2, 2, -1", (2, 3, 4, 5), (2, 3, 2, 2, 5)),
-    ],
-)
-def test_a_model_sees_the_reshape_of_its_inputs_and_clients_the_dims_of_its_outputs(
-    dims, reshape, sent, shown
-):
-    more = f"reshape: {{ shape: [ {reshape} ] }}"
-    config = config_of(
-        "max_batch_size: 8 "
-        + spec("input", "x", dims=dims, more=more)
-        + spec("output", "y", dims=dims, more=more)
-    )
-    x = np.arange(np.prod(sent), dtype=np.float32).reshape(sent)
-    seen, [answer] = run_batch(
-        config, ask({"x": x}, batch_size=2), outputs=lambda inputs: {"y": inputs["x"].array}
-    )
-    assert seen["x"].shape == shown
-    np.testing.assert_array_equal(answer["y"], x)
-
-
 KINDS = {
     "BATCH_ELEMENT_COUNT": [3, 2],
     "BATCH_ACCUMULATED_ELEMENT_COUNT": [3, 5],

@@ -10,7 +10,7 @@ from genserve.request import Message, SamplingParams
 @pytest.fixture(scope="module")
 def ensemble(tiny_repository):
     repository = Repository([tiny_repository])
-    repository.load()
+    repository.start()
     yield repository.get("tiny")
     repository.close()
 

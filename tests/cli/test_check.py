@@ -25,19 +25,19 @@ def run(*repositories: Path, flags: tuple[str, ...] = ()) -> Result:
 
 
 def test_every_fault_is_listed_by_model_with_its_place_and_remedy_and_counted(tmp_path: Path) -> None:
-    b = add_model(tmp_path, "b", config="max_batch_size: -1\nresponse_cache { enable: true }")
+    b = add_model(tmp_path, "b", config="max_batch_size: -1\nruntime: \"a\"")
     add_model(tmp_path, "fine")
     a = add_model(tmp_path, "a", config='name: "x"')
     ran = run(tmp_path)
     assert ran.stdout == (
         "a\n"
-        f"{a}:2:1: error: the model is named 'x' and its folder 'a'\n"
+        f"{a}:2:1: error: unexpected directory name 'a' for model 'x', directory name must equal model name\n"
         "  remedy: give both the same name, or leave `name` out\n"
         "\n"
         "b\n"
-        f"{b}:2:1: error: max_batch_size is -1\n"
+        f"{b}:2:1: error: 'max_batch_size' must be non-negative value for b\n"
         "  remedy: write 0 for a model that does not batch, or how many requests share a batch\n"
-        f"{b}:3:1: warning: response_cache is not honoured: every answer is computed anew\n"
+        f"{b}:3:1: warning: runtime is not honoured: the backend's own runtime is used\n"
         "  remedy: leave it out\n"
         "\n"
         "3 models: 2 errors, 1 warning\n"
@@ -52,13 +52,13 @@ def test_a_clean_repository_is_one_line(tmp_path: Path) -> None:
 
 
 def test_warnings_fail_only_if_that_is_asked_for(tmp_path: Path) -> None:
-    add_model(tmp_path, "a", config="dynamic_batching { }")
+    add_model(tmp_path, "a", config='runtime: "a"')
     assert run(tmp_path).exit_code == 0
     assert run(tmp_path, flags=("--strict",)).exit_code == 1
 
 
 def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
-    file = add_model(tmp_path, "a", config="dynamic_batching { }")
+    file = add_model(tmp_path, "a", config='runtime: "a"')
     (tmp_path / "a" / "1" / "model.py").unlink()
     ran = run(tmp_path, flags=("--json",))
     assert json.loads(ran.stdout) == [
@@ -68,7 +68,7 @@ def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
             "path": str(file),
             "line": 2,
             "column": 1,
-            "message": "dynamic_batching is not honoured: the logits stage batches by itself, at each step",
+            "message": "runtime is not honoured: the backend's own runtime is used",
             "remedy": "leave it out",
         },
         {
@@ -84,6 +84,25 @@ def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
     assert ran.exit_code == 1
 
 
+def test_a_repository_may_be_named_without_a_flag(tmp_path: Path) -> None:
+    add_model(tmp_path / "one", "a")
+    add_model(tmp_path / "two", "b")
+    ran = CliRunner().invoke(app, ["check", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert ran.stdout == "2 models: 0 errors, 0 warnings\n"
+
+
+def test_other_configs_and_backends_of_ones_own_are_found_where_serve_finds_them(tmp_path: Path) -> None:
+    (tmp_path / "backends" / "mine").mkdir(parents=True)
+    (tmp_path / "backends" / "mine" / "model.py").touch()
+    file = add_model(tmp_path / "r", "a")
+    (file.parent / "configs").mkdir()
+    (file.parent / "configs" / "big.pbtxt").write_text('backend: "mine"')
+    assert run(tmp_path / "r").exit_code == 0
+    assert run(tmp_path / "r", flags=("--model-config-name", "big")).exit_code == 1
+    flags = ("--model-config-name", "big", "--backend-directory", str(tmp_path / "backends"))
+    assert run(tmp_path / "r", flags=flags).exit_code == 0
+
+
 def test_several_repositories_are_checked_as_one(tmp_path: Path) -> None:
     add_model(tmp_path / "one", "a")
     add_model(tmp_path / "two", "b")
@@ -91,7 +110,7 @@ def test_several_repositories_are_checked_as_one(tmp_path: Path) -> None:
 
 
 def test_what_files_say_does_not_drive_the_terminal(tmp_path: Path) -> None:
-    add_model(tmp_path, "\x1b[2J", config="response_cache { enable: true }")
+    add_model(tmp_path, "\x1b[2J", config='runtime: "a"')
     stdout = run(tmp_path).stdout
-    assert "response_cache" in stdout
+    assert "runtime" in stdout
     assert "\x1b" not in stdout

@@ -60,7 +60,7 @@ ensemble_scheduling {
 
 def test_every_value_of_a_logits_stage_arrives() -> None:
     config = parse_model_config(LOGITS, source=SOURCE)
-    assert (config.name, config.backend, config.platform) == ("m", "onnxruntime", "")
+    assert (config.name, config.backend, config.platform) == ("m", "onnxruntime", "onnxruntime_onnx")
     assert (config.max_batch_size, config.default_model_filename) == (32, "graph.onnx")
     assert config.inputs == (
         TensorSpec(name="input_ids", data_type="TYPE_INT64", dims=(-1,)),
@@ -101,7 +101,8 @@ def test_every_value_of_an_ensemble_arrives_and_the_folder_names_it() -> None:
     [
         ("", LatestVersions(count=1)),
         ("version_policy { latest { num_versions: 2 } }", LatestVersions(count=2)),
-        ("version_policy { latest { } }", LatestVersions(count=1)),
+        ("version_policy { latest { } }", LatestVersions(count=0)),
+        ("version_policy { }", AllVersions()),
         ("version_policy { all { } }", AllVersions()),
         ("version_policy { specific { versions: 7 } }", SpecificVersions(versions=(7,))),
     ],
@@ -144,18 +145,14 @@ def test_a_version_policy_is_read_and_the_latest_version_is_the_default(text: st
         ("input {", '1:7: Expected "}"', ""),
         ('name: "abc', "1:7: String missing ending quote: '\"abc'", ""),
         (
-            '# a comment with a name: x\ninput { name: "m" }\nbackend: "b"\nname: "other"',
-            "4:1: the model is named 'other' and its folder 'm'",
+            '# a comment with a name: x\ninput { name: "m" data_type: TYPE_BOOL dims: 1 }\n'
+            'backend: "python"\nname: "other"',
+            "4:1: unexpected directory name 'm' for model 'other', directory name must equal model name",
             "give both the same name, or leave `name` out",
         ),
         (
-            'name: "m"',
-            "1:1: neither `backend` nor `platform` says how to run the model",
-            'add `backend: "onnxruntime"`, "python" or "tokenizer", or `platform: "ensemble"`',
-        ),
-        (
             'name: "m"\nplatform: "ensemble"',
-            "2:1: the ensemble has no steps",
+            "2:1: ensemble scheduling must be set for ensemble m whose platform is ensemble",
             "add `ensemble_scheduling { step [ { model_name: ... } ] }`",
         ),
     ],
@@ -165,6 +162,15 @@ def test_a_broken_config_is_told_with_its_place_and_a_remedy(text: str, message:
         parse_model_config(text, source=SOURCE)
     assert raised.value.message == f"{SOURCE}:{message}"
     assert raised.value.remedy == remedy
+
+
+def test_the_older_name_of_iterative_sequences_is_read_and_moves_no_place() -> None:
+    text = 'backend: "python" sequence_batching { generative_sequence: true } nope: 1'
+    with pytest.raises(ConfigError, match=f":1:{text.index('nope') + 1}: "):
+        parse_model_config(text, source=SOURCE)
+    config = parse_model_config(text.replace("nope: 1", ""), source=SOURCE)
+    assert config.sequence_batching is not None
+    assert config.sequence_batching.iterative
 
 
 def test_a_config_is_read_from_its_file(tmp_path: Path) -> None:

@@ -1,127 +1,193 @@
-"""The rules of one config.pbtxt: each broken one with its golden messages."""
+"""The rules of one config.pbtxt: places and remedies; Triton's own words are in test_refusals.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from google.protobuf import text_format
 
-from genserve.config.parse import inspect_model_config
+from genserve.config.parse import inspect_message, inspect_model_config
+from genserve.config.schema import new_model_config
 
 ONNX = 'backend: "onnxruntime"\n'
-LEAVE_OUT = "leave it out"
+PYTHON = 'backend: "python"\n'
 
-CASES = {
+CASES: dict[str, tuple[str, list[str]]] = {
     "another name": (
-        'name: "other"\nbackend: "python"',
-        ["1:1: error: the model is named 'other' and its folder 'm'; give both the same name, or leave "
-         "`name` out"],
+        PYTHON + 'name: "other"',
+        ["2:1: error: unexpected directory name 'm' for model 'other', directory name must equal "
+         "model name; give both the same name, or leave `name` out"],
     ),
     "no backend": (
         "max_batch_size: 1",
-        ["1:1: error: neither `backend` nor `platform` says how to run the model; add `backend: "
-         '"onnxruntime"`, "python" or "tokenizer", or `platform: "ensemble"`'],
+        ["1:1: error: Invalid model name: Could not determine backend for model 'm' with no "
+         "backend in model configuration. Expected model name of the form "
+         "'model.<backend_name>'.; add `backend: \"python\"`, \"onnxruntime\", \"pytorch\", "
+         '"tensorflow" or "tokenizer", or `platform: "ensemble"`; or put the model where it is '
+         "found, as 1/model.py or 1/model.onnx"],
     ),
     "a misspelt backend": (
         'backend: "onnx_runtime"',
-        ["1:1: error: there is no backend 'onnx_runtime'; did you mean onnxruntime?"],
+        ["1:1: error: unable to find backend library for backend 'onnx_runtime', try specifying "
+         "runtime on the model configuration.; did you mean onnxruntime?"],
     ),
     "a backend of somebody else's": (
         '\n  backend: "vllm"',
-        ["2:3: error: there is no backend 'vllm'; known there: onnxruntime, python, tokenizer"],
+        ["2:3: error: unable to find backend library for backend 'vllm', try specifying runtime "
+         "on the model configuration.; known there: tensorflow, onnxruntime, pytorch, python, "
+         "tokenizer"],
     ),
-    "Triton's older word": (
-        'platform: "onnxruntime_onnx"',
-        ["1:1: error: there is no platform 'onnxruntime_onnx'; write `backend: \"onnxruntime\"` in its "
-         "place"],
+    "a platform where a backend belongs": (
+        'backend: "pytorch_libtorch"',
+        ["1:1: error: unable to find backend library for backend 'pytorch_libtorch', try "
+         'specifying runtime on the model configuration.; write `backend: "pytorch"`, or '
+         '`platform: "pytorch_libtorch"`, in its place'],
+    ),
+    "an ensemble where a backend belongs": (
+        'backend: "ensemble"',
+        ["1:1: error: unable to find backend library for backend 'ensemble', try specifying "
+         "runtime on the model configuration.; leave `backend` out, and write `platform: "
+         '"ensemble"`'],
+    ),
+    "what only Triton runs": (
+        'platform: "tensorrt_plan"',
+        ["1:1: error: unexpected platform type 'tensorrt_plan' for m; a TensorRT plan runs in "
+         "Triton alone; export the model to ONNX, which `onnxruntime` runs"],
+    ),
+    "a backend where a platform belongs": (
+        'platform: "python"',
+        ["1:1: error: unexpected platform type 'python' for m; write `backend: \"python\"` in "
+         "its place"],
     ),
     "a misspelt platform": (
         'platform: "ensamble"',
-        ["1:1: error: there is no platform 'ensamble'; did you mean ensemble?; a model that is no ensemble "
-         "has a `backend`"],
+        ["1:1: error: unexpected platform type 'ensamble' for m; did you mean ensemble?; or "
+         "write `backend` in its place: tensorflow, onnxruntime, pytorch, python, tokenizer"],
+    ),
+    "a backend with another's platform": (
+        'backend: "pytorch" platform: "onnxruntime_onnx"',
+        ["1:20: error: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch; "
+         "leave `platform` out"],
     ),
     "an ensemble without steps": (
         'platform: "ensemble"',
-        ["1:1: error: the ensemble has no steps; add `ensemble_scheduling { step [ { model_name: ... } ] }`"],
+        ["1:1: error: ensemble scheduling must be set for ensemble m whose platform is ensemble; "
+         "add `ensemble_scheduling { step [ { model_name: ... } ] }`"],
+    ),
+    "steps of no ensemble": (
+        PYTHON + "ensemble_scheduling { }",
+        ["2:1: error: ensemble scheduling cannot be set for model 'm' whose platform is not "
+         'ensemble; write `platform: "ensemble"`, and leave `backend` out'],
     ),
     "a negative batch": (
         ONNX + "max_batch_size: -2",
-        ["2:1: error: max_batch_size is -2; write 0 for a model that does not batch, or how many requests "
-         "share a batch"],
+        ["2:1: error: 'max_batch_size' must be non-negative value for m; write 0 for a model "
+         "that does not batch, or how many requests share a batch"],
     ),
     "no data type": (
         ONNX + 'input [ { name: "a" dims: 1 },\n { name: "b" data_type: TYPE_INVALID dims: 1 } ]',
-        ["2:9: error: input 'a' has no data type; write `data_type: TYPE_INT64`, or another but TYPE_INVALID",
-         "3:14: error: input 'b' has no data type; write `data_type: TYPE_INT64`, or another but "
-         "TYPE_INVALID"],
+        ["2:9: error: model input 'a' must specify 'data_type' for m; write `data_type: "
+         "TYPE_INT64`, or another but TYPE_INVALID",
+         "3:14: error: model input 'b' must specify 'data_type' for m; write `data_type: "
+         "TYPE_INT64`, or another but TYPE_INVALID"],
     ),
     "dimensions that no tensor has": (
         ONNX + 'output { name: "y" data_type: TYPE_FP32 dims: [ -1, 0, -2 ] }',
-        ["2:41: error: output 'y' has a dimension 0; write a size above 0, or -1 for any size",
-         "2:41: error: output 'y' has a dimension -2; write a size above 0, or -1 for any size"],
+        ["2:41: error: model output 'y' dimension must be integer >= 1, or -1 to indicate a "
+         "variable-size dimension for m; write a size above 0, or -1 for any size"],
     ),
     "no dims": (
         ONNX + 'output { name: "y" data_type: TYPE_FP32 }',
-        ["2:1: error: output 'y' has no dims; write `dims: [ -1 ]` for any length"],
+        ["2:1: error: model output 'y' must specify 'dims' for m; write `dims: [ -1 ]` for any "
+         "length"],
     ),
     "a tensor without a name": (
         ONNX + "input { data_type: TYPE_FP32 dims: 1 }",
-        ['2:1: error: an input has no name; add `name: "..."`'],
+        ["2:1: error: model input must specify 'name' for m; add `name: \"...\"`"],
     ),
     "a tensor twice": (
-        ONNX + 2 * 'input { name: "a" data_type: TYPE_FP32 dims: 1 }\n',
-        ["3:9: error: there is more than one input 'a'; give each its own name"],
+        ONNX + 'input { name: "a" data_type: TYPE_FP32 dims: 1 }\ninput { name: "a" data_type: '
+        "TYPE_FP32 dims: 1 }\n",
+        ["3:9: warning: there is more than one input 'a'; give each its own name"],
+    ),
+    "a reshape to other elements": (
+        ONNX + 'max_batch_size: 1 input { name: "a" data_type: TYPE_FP32 dims: [ 2, -1 ]\n  reshape { '
+        "shape: [ -1, 2 ] } }",
+        ["3:3: error: model input 'a' has different size for dims and reshape for m; dims and "
+         "reshape hold the same elements, with the same dimensions of any size in order"],
     ),
     "a parameter that is no number": (
         ONNX + 'parameters { key: "max_sequence_length" value { string_value: "4k" } }',
-        ["2:1: error: parameter 'max_sequence_length' is '4k'; write a whole number above 0"],
+        ["2:1: error: failed to convert max_sequence_length '4k' to number above 0; write a "
+         "whole number, in quotes"],
     ),
-    "no threads": (
-        ONNX + 'parameters [\n  { key: "intra_op_thread_count" value: { string_value: "0" } }\n]',
-        ["3:3: error: parameter 'intra_op_thread_count' is '0'; write a whole number above 0"],
+    "a parameter that is neither true nor false": (
+        'backend: "pytorch" parameters [\n  { key: "INFERENCE_MODE" value: { string_value: "on" '
+        "} }\n]",
+        ["2:3: error: failed to convert INFERENCE_MODE 'on' to boolean value; write \"true\" or "
+         '"false"'],
     ),
     "a misspelt parameter": (
-        ONNX + 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }\n'
-        'parameters { key: "max_seq_length" value { string_value: "9" } }',
+        ONNX + 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }\nparameters { '
+        'key: "max_seq_length" value { string_value: "9" } }',
         ["3:1: warning: parameter 'max_seq_length' is not known, and has no effect; did you mean "
          "max_sequence_length?"],
     ),
-    "a parameter where none is read": (
-        'backend: "python" parameters { key: "x" value { string_value: "9" } }',
-        ["1:19: warning: parameter 'x' is not known, and has no effect; leave it out"],
+    "an environment that is not unpacked": (
+        PYTHON + 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "a.tar.gz" } }',
+        ["2:1: warning: parameter 'EXECUTION_ENV_PATH' is not honoured: the model runs with the "
+         "packages that genserve runs with; install what it needs there, with pip"],
     ),
-    "sequences of another stage": (
-        'backend: "python" sequence_batching { iterative_sequence: true }',
-        ["1:19: warning: sequence_batching is not honoured here: sequences are those of the logits stage; "
-         "leave it out"],
+    "an unknown way to run": (
+        PYTHON + 'parameters { key: "EXECUTION" value { string_value: "thread" } }',
+        ["2:1: error: parameter 'EXECUTION' is 'thread'; write 'process', or leave it out"],
     ),
-    "two numbers of slots": (
-        ONNX + "max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 4 } }",
-        ["2:48: warning: max_candidate_sequences 4 is not honoured: max_batch_size is how many there are; "
-         "write the same number in both"],
+    "a library that batches": (
+        'backend: "mine2.so" parameters { key: "TRITON_BATCH_STRATEGY_PATH" value { '
+        'string_value: "a.so" } }',
+        ["1:1: error: unable to find backend library for backend 'mine2.so', try specifying "
+         "runtime on the model configuration.; known there: tensorflow, onnxruntime, pytorch, "
+         "python, tokenizer",
+         "1:21: warning: parameter 'TRITON_BATCH_STRATEGY_PATH' is not honoured: requests are "
+         "batched by the rules of `dynamic_batching`; leave it out"],
     ),
-    "a model.py of another name": (
-        'backend: "python" default_model_filename: "loop.py"',
-        ["1:19: error: default_model_filename 'loop.py' is not honoured: model.py is read; name the file "
-         "model.py, and leave the field out"],
+    "priorities without a default": (
+        PYTHON + "dynamic_batching {\n  priority_levels: 2\n  default_priority_level: 3\n  "
+        "priority_queue_policy { key: 3 value { } } }",
+        ["4:3: error: default priority level must be in range [1, 2] for m; write "
+         "`default_priority_level: 2`, the lowest, for requests that name none",
+         "5:3: error: priority queue policy must have priority level in range [1, 2] for m; 1 is "
+         "the highest level; `priority_levels` says how many there are"],
     ),
-    "a file of no stage": (
-        'platform: "ensemble" ensemble_scheduling { step { model_name: "a" } } default_model_filename: "a"',
-        ["1:71: error: default_model_filename 'a' is not honoured: nothing is read; leave it out"],
+    "warmup that does not fit": (
+        PYTHON + 'input { name: "a" data_type: TYPE_FP32 dims: 1 }\nmodel_warmup [ { name: "w" inputs {\n '
+        ' key: "a" value { data_type: TYPE_INT8 dims: 2 zero_data: true } } } ]',
+        ["3:16: warning: warmup sample 'w' has no batch_size, and is passed over; add "
+         "`batch_size: 1`",
+         "3:28: error: inference input 'a' data-type is 'INT8', but model 'm' expects 'FP32'; "
+         "write `data_type: TYPE_FP32`",
+         "3:28: error: unexpected shape for input 'a' for model 'm'. Expected [1], got [2].; "
+         "write the dims of the input, without the batch dimension"],
+    ),
+    "accelerators that may be missing": (
+        ONNX + "optimization { execution_accelerators {\n  gpu_execution_accelerator [ { name: "
+        '"tensorrt" } ] } }',
+        ["3:31: warning: execution accelerator 'tensorrt' is used if it is installed, and may be "
+         "missing; the log of the load names what is missing; the model runs without it"],
     ),
     "what is not of the schema": (
-        "backend: \"python\"\ndynamic_batchin { }",
-        ['2:1: error: Message type "inference.ModelConfig" has no field named "dynamic_batchin"; did you '
-         "mean dynamic_batching?"],
+        PYTHON + "dynamic_batchin { }",
+        ['2:1: error: Message type "inference.ModelConfig" has no field named "dynamic_batchin"; '
+         "did you mean dynamic_batching?"],
     ),
     "several at once": (
-        'name: "x" backend: "python"\nmax_batch_size: -1\ndynamic_batching { }',
-        ["1:1: error: the model is named 'x' and its folder 'm'; give both the same name, or leave `name` "
-         "out",
-         "2:1: error: max_batch_size is -1; write 0 for a model that does not batch, or how many requests "
-         "share a batch",
-         "3:1: warning: dynamic_batching is not honoured: the logits stage batches by itself, at each step; "
-         "leave it out"],
+        'name: "x" backend: "python"\nmax_batch_size: -1\nruntime: "a"',
+        ["1:1: error: unexpected directory name 'm' for model 'x', directory name must equal "
+         "model name; give both the same name, or leave `name` out",
+         "2:1: error: 'max_batch_size' must be non-negative value for m; write 0 for a model "
+         "that does not batch, or how many requests share a batch",
+         "3:1: warning: runtime is not honoured: the backend's own runtime is used; leave it out"],
     ),
 }
 
@@ -129,9 +195,9 @@ CASES = {
 def faults_of(text: str, *, folder: Path) -> list[str]:
     """`line:column: severity: message; remedy` of each fault of a real file."""
     file = folder / "m" / "config.pbtxt"
-    file.parent.mkdir()
+    file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    faults = inspect_model_config(file).faults
+    faults = inspect_model_config(file.parent).faults
     assert all(fault.path == file for fault in faults)
     return [f"{f.line}:{f.column}: {f.severity.value}: {f.message}; {f.remedy}" for f in faults]
 
@@ -145,10 +211,54 @@ def test_a_broken_config_is_told_fault_by_fault(text: str, golden: list[str], tm
     "text",
     [
         'backend: "python"',
-        'backend: "python" default_model_filename: "model.py"',
+        'backend: "python" default_model_filename: "loop.py"',
         'backend: "onnxruntime" platform: "onnxruntime_onnx" default_model_filename: "graph.onnx"',
-        ONNX + "max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 8 } }",
+        'platform: "pytorch_libtorch" parameters { key: "INFERENCE_MODE" value { string_value: "true" } }',
+        'backend: "tensorflow" platform: "tensorflow_graphdef"',
+        ONNX + 'parameters { key: "intra_op_thread_count" value { string_value: "0" } }',
+        PYTHON + 'parameters { key: "of_my_own" value { string_value: "9" } }',
+        PYTHON + 'parameters { key: "EXECUTION" value { string_value: "process" } }',
+        PYTHON + "max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 4 } }",
     ],
 )
 def test_a_good_config_has_no_faults(text: str, tmp_path: Path) -> None:
     assert faults_of(text, folder=tmp_path) == []
+
+
+def test_a_python_model_may_say_itself_what_its_config_leaves_out(tmp_path: Path) -> None:
+    text = PYTHON + 'input { name: "a" }'
+    assert len(faults_of(text, folder=tmp_path)) == 2
+    (tmp_path / "m" / "1").mkdir()
+    (tmp_path / "m" / "1" / "model.py").write_text("def auto_complete_config(config): ...")
+    assert faults_of(text, folder=tmp_path) == []
+
+
+def test_once_it_is_completed_nothing_may_be_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text("def auto_complete_config(config): ...")
+    message = text_format.Parse(PYTHON + 'input { name: "a" dims: 1 }', new_model_config())
+    parsed = inspect_message(message, path=folder / "config.pbtxt", folder=folder, completed=True)
+    assert [(fault.place, fault.message) for fault in parsed.faults] == [
+        ("", "model input 'a' must specify 'data_type' for m")
+    ]
+
+
+def test_a_model_whose_files_say_all_needs_no_config(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").touch()
+    parsed = inspect_model_config(tmp_path / "m")
+    assert parsed.faults == ()
+    assert parsed.config is not None
+    assert parsed.config.backend == "python"
+    assert parsed.message == new_model_config()
+
+
+def test_another_config_is_taken_by_its_name_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "m" / "configs").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(PYTHON + "max_batch_size: 1")
+    (tmp_path / "m" / "configs" / "big.pbtxt").write_text(PYTHON + "max_batch_size: 64")
+    for name, size in {"": 1, "big": 64, "other": 1}.items():
+        config = inspect_model_config(tmp_path / "m", config_name=name).config
+        assert config is not None
+        assert (config.name, config.max_batch_size) == ("m", size)

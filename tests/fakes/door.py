@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from google.protobuf import text_format
 
@@ -36,7 +35,7 @@ class FakeModel:
     execute_one: Execute
     version: int = 1
     statistics: ModelStatistics = field(default_factory=ModelStatistics)
-    path: Path = Path("nowhere")
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = DirectScheduler()
@@ -74,7 +73,6 @@ class FakeDoor:
     def __init__(self, models: Iterable[FakeModel]) -> None:
         self._models = {model.name: model for model in models}
         self.ready = True
-        self.live = True
         self.loaded: list[tuple[str, str, dict[str, bytes]]] = []
         self.unloaded: list[tuple[str, bool]] = []
 
@@ -85,7 +83,7 @@ class FakeDoor:
 
     def submit(self, inference: Inference) -> None:
         request = inference.request
-        model = self.served(request.model_name)
+        model = self.find(request.model_name)
         for name in request.inputs:
             if model.config.input(name) is None:
                 raise InferenceError(f"unexpected inference input '{name}' for model '{model.name}'")
@@ -93,21 +91,22 @@ class FakeDoor:
         inference.when_ended(lambda: model.statistics.ended(inference))
         model.scheduler.submit(inference)
 
-    def served(self, name: str, version: str = "") -> FakeModel:
-        try:
-            number = int(version or 1)
-        except ValueError:
-            raise InferenceError(
-                f"failed to get model version from specified version string '{version}' (details: stol), "
-                "version should be an integral value > 0"
-            ) from None
+    @property
+    def state(self) -> str:
+        return "READY" if self.ready else "UNAVAILABLE"
+
+    @property
+    def served(self) -> list[FakeModel]:
+        return [self._models[name] for name in sorted(self._models)]
+
+    def find(self, name: str, version: int = -1) -> FakeModel:
         if name not in self._models:
             raise InferenceError(
                 f"Request for unknown model: '{name}' is not found", status=Status.NOT_FOUND
             )
-        if number != self._models[name].version:
+        if version not in (-1, self._models[name].version):
             raise InferenceError(
-                f"Request for unknown model: '{name}' version {number} is not found",
+                f"Request for unknown model: '{name}' version {version} is not found",
                 status=Status.NOT_FOUND,
             )
         return self._models[name]
@@ -115,12 +114,13 @@ class FakeDoor:
     def versions(self, name: str) -> list[int]:
         return [self._models[name].version] if name in self._models else []
 
-    def index(self) -> list[FakeEntry]:
-        entries = [FakeEntry(name, model.version, "READY") for name, model in self._models.items()]
-        return [*entries, FakeEntry("zz_broken", 1, "UNAVAILABLE", "no weights"), FakeEntry("zz_new", None, None)]
+    def index(self, *, ready_only: bool = False) -> list[FakeEntry]:
+        ready = [FakeEntry(model.name, model.version, "READY") for model in self.served]
+        others = [FakeEntry("zz_broken", 1, "UNAVAILABLE", "no weights"), FakeEntry("zz_new", None, None)]
+        return ready if ready_only else ready + others
 
     def is_ready(self, name: str, version: int = -1) -> bool:
-        return name in self._models
+        return name in self._models and version in (-1, self._models[name].version)
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
         if name not in self._models:
@@ -147,7 +147,7 @@ def fake_model(
     dims: tuple[int, ...] = (-1,),
     max_batch_size: int = 0,
     decoupled: bool = False,
-    path: Path = Path("nowhere"),
+    labels: Sequence[str] = (),
     **config: object,
 ) -> FakeModel:
     """Return a model from X to Y of one data type."""
@@ -170,5 +170,5 @@ def fake_model(
             **config,
         ),
         execute,
-        path=path,
+        labels={"Y": labels} if labels else {},
     )

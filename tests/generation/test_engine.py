@@ -478,6 +478,35 @@ def test_a_loop_that_comes_back_quickly_keeps_its_slot_until_it_stays_away():
     assert answer(sequence) == greedy_answer([4], num_tokens=3)
 
 
+def test_more_loops_than_slots_take_turns_by_whole_answers():
+    clock = Clock()
+
+    class SlowLogits(CachedLogits):
+        def prefill(self, chunks, **where):
+            clock.now_s += 0.01
+            return super().prefill(chunks, **where)
+
+    model = SlowLogits(num_slots=2)
+    engine = Engine(model, decode=sample_loop, clock=clock)
+    histories = {i: [i] for i in range(6)}
+    requests = {logits_request(history): i for i, history in histories.items()}
+    for request in requests:
+        engine.add(request)
+    while requests:
+        result = engine.step()
+        clock.now_s += 0.001
+        for request, row in result.answered if result else ():
+            i = requests.pop(request)
+            histories[i].append(int(row.argmax()))
+            if len(histories[i]) <= 5:
+                request = logits_request(histories[i])
+                request.submitted_s = clock()
+                requests[request] = i
+                engine.add(request)
+    assert [h[1:] for h in histories.values()] == [greedy_answer([i], num_tokens=5) for i in range(6)]
+    assert sum(forward.startswith("prefill") for forward in model.forwards) == 3
+
+
 def test_a_loop_that_stays_away_costs_idle_rows_for_a_moment_only():
     model, clock = CachedLogits(), Clock()
     engine = Engine(model, decode=sample_loop, clock=clock)

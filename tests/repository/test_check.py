@@ -11,6 +11,8 @@ from genserve.repository.check import repository_faults
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 POLICY = 'backend: "python" version_policy: {{ {} }}'
+NO_VERSION = "at least one version must be available under the version policy of model 'm'"
+ADD = "add a folder for the first version, named '1'; `genserve pull` or `genserve export` brings it"
 BRING = "`genserve pull` or `genserve export` brings it"
 
 
@@ -53,11 +55,11 @@ def test_an_exported_model_is_clean(tiny_repository):
     ("config", "files", "golden"),
     [
         ('backend: "python"', ("x/model.py",),
-         [f"m: error: there is no version folder, such as '1'; {BRING}"]),
+         [f"m: error: {NO_VERSION}; {ADD}"]),
         ('backend: "python"', ("v1/model.py",),
          ["m/v1: warning: the folder 'v1' is not a version, and is passed over; rename it to '1': digits "
           "that do not begin with 0",
-          f"m: error: there is no version folder, such as '1'; {BRING}"]),
+          f"m: error: {NO_VERSION}; {ADD}"]),
         ('backend: "python"', ("1/model.py", "02/model.py", "configs/a"),
          ["m/02: warning: the folder '02' is not a version, and is passed over; rename it to '2': digits "
           "that do not begin with 0"]),
@@ -68,20 +70,19 @@ def test_an_exported_model_is_clean(tiny_repository):
         ('backend: "tokenizer"', ("1/vocab.txt",),
          [f"m/1: error: tokenizer.json is missing; {BRING}",
           f"m/1: error: tokenizer_config.json is missing; {BRING}"]),
-        (POLICY.format("specific { versions: 1 }"), ("1/model.py", "2/model.py"),
-         ["m/config.pbtxt:1:19: error: version_policy is not honoured: it leaves out version 2, the "
-          "highest, and that one would be served; leave `version_policy` out, and move the folder '2' away"]),
-        (POLICY.format("all { }"), ("1/model.py", "2/model.py"),
-         ["m/config.pbtxt:1:19: warning: version_policy is not honoured: version 2, the highest, is served "
-          "alone; leave it out"]),
-        (POLICY.format("latest { num_versions: 2 }"), ("1/model.py", "2/model.py"),
-         ["m/config.pbtxt:1:19: warning: version_policy is not honoured: version 2, the highest, is served "
-          "alone; leave it out"]),
+        (POLICY.format("specific { versions: [ 1, 7 ] }"), ("1/model.py", "2/other.py"),
+         ["m/config.pbtxt:1:19: warning: version 7 is specified for model 'm', but the version directory is "
+          "not present; add the folder '7', or leave the version out"]),
+        (POLICY.format("all { }"), ("1/other.py", "2/model.py"),
+         [f"m/1: error: model.py is missing; {BRING}"]),
+        (POLICY.format("latest { }"), ("1/model.py", "2/model.py"),
+         [f"m/config.pbtxt:1:19: error: {NO_VERSION}; there are 1, 2; `version_policy {{ all {{ }} }}` "
+          "serves them all"]),
         (POLICY.format("specific { versions: 2 }"), ("1/model.py", "2/model.py"), []),
         (POLICY.format("latest { num_versions: 2 }"), ("1/model.py",), []),
         ("name: 5", ("1/model.py",), ["m/config.pbtxt:1:7: error: Expected string but found: '5'; "]),
-        ('backend: "pytorch"', (),
-         ["m/config.pbtxt:1:1: error: there is no backend 'pytorch'; did you mean python?"]),
+        ('backend: "pytorch"', ("1/model.py",), [f"m/1: error: model.pt is missing; {BRING}"]),
+        ('backend: "python" default_model_filename: "loop.py"', ("1/loop.py",), []),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_the_files_of_a_model_is_told(tmp_path, config, files, golden):
@@ -90,7 +91,33 @@ def test_what_is_wrong_with_the_files_of_a_model_is_told(tmp_path, config, files
     assert told(tmp_path) == golden
 
 
-def test_a_folder_without_a_config_is_told(tmp_path):
-    (tmp_path / "m").mkdir()
-    [line] = told(tmp_path)
-    assert line.startswith("m/config.pbtxt:1:1: error: cannot be read: ")
+def test_a_folder_without_a_config_is_judged_by_its_files(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "model.py").touch()
+    lines = told(tmp_path)
+    assert len(lines) == 2
+    assert lines[0].startswith("empty/config.pbtxt: error: Invalid model name: Could not determine backend")
+    assert lines[1].startswith("empty: error: at least one version must be available")
+
+
+def test_a_model_of_a_backend_of_ones_own_is_clean(tmp_path):
+    backend = tmp_path / "backends" / "mine"
+    backend.mkdir(parents=True)
+    (backend / "model.py").touch()
+    (tmp_path / "r" / "m").mkdir(parents=True)
+    add(tmp_path / "r", config='backend: "mine"', files=("1/model.json",))
+    assert repository_faults([tmp_path / "r"], backend_folders=[backend.parent]) == {"m": ()}
+    [fault] = repository_faults([tmp_path / "r"])["m"]
+    assert "unable to find backend library for backend 'mine'" in fault.message
+
+
+def test_a_model_of_two_repositories_is_refused(tmp_path):
+    for root in ("one", "two"):
+        (tmp_path / root / "m").mkdir(parents=True)
+        add(tmp_path / root)
+    [fault] = repository_faults([tmp_path / "one", tmp_path / "two"])["m"]
+    assert fault.message == "failed to poll model 'm': not unique across all model repositories"
+    assert str(tmp_path / "one" / "m") in fault.remedy
+    assert fault.path == tmp_path / "two" / "m"
+    assert repository_faults([tmp_path / "one", tmp_path / "one"]) == {"m": ()}

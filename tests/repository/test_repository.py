@@ -16,7 +16,7 @@ def copy(tiny_repository, tmp_path):
 
 def loaded(root) -> Repository:
     repository = Repository([root])
-    repository.load()
+    repository.start()
     return repository
 
 
@@ -31,16 +31,6 @@ def test_the_highest_version_is_the_one_that_counts(copy):
         (entry.path / name).mkdir()
     assert entry.versions == (1, 2, 10)
     assert entry.latest_version().name == "10"
-
-
-def test_the_first_of_several_roots_wins(copy, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(copy / "tiny", other / "tiny")
-    shutil.copytree(copy / "tiny", other / "also")
-    (other / "also" / "config.pbtxt").write_text('name: "also" platform: "ensemble"')
-    entries = scan([copy, other])
-    assert entries["tiny"].path == copy / "tiny"
-    assert "also" in entries
 
 
 def test_the_only_model_needs_no_name(copy):
@@ -84,10 +74,12 @@ def test_a_missing_file_is_named_with_what_brings_it(copy, missing, words):
     assert error.remedy
 
 
-def test_an_ensemble_of_another_shape_is_refused_by_name(copy):
-    text = (copy / "tiny" / "config.pbtxt").read_text()
-    (copy / "tiny" / "config.pbtxt").write_text(text.replace('"tiny_decoder"', '"tiny_tokenizer"'))
-    assert "not a chain" in loaded(copy).errors["tiny"].message
+def test_an_ensemble_whose_decoder_has_no_loop_is_an_ordinary_one(copy):
+    (copy / "tiny_decoder" / "1" / "model.py").write_text("class TritonPythonModel: ...")
+    repository = loaded(copy)
+    assert "tiny_decoder" in repository.errors["tiny"].message
+    assert repository.is_ready("tiny_logits")
+    repository.close()
 
 
 def test_a_bad_parameter_names_the_file(copy):
@@ -103,7 +95,7 @@ def test_unknown_names_are_answered_with_the_known_ones(copy):
     with pytest.raises(ModelNotFound, match="tiny"):
         repository.get("nobody")
     with pytest.raises(ModelNotFound, match="tiny"):
-        repository.load(["nobody"])
+        repository.start(["nobody"])
     repository.close()
 
 
@@ -117,7 +109,7 @@ def test_a_model_that_was_not_to_be_loaded_is_not_ready_rather_than_unknown(copy
     config = copy / "other" / "config.pbtxt"
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"'))
     repository = Repository([copy])
-    repository.load(["tiny"])
+    repository.start(["tiny"])
     with pytest.raises(ModelNotReady, match="not loaded"):
         repository.get("other")
     repository.close()
@@ -131,15 +123,15 @@ def test_a_cache_that_cannot_be_reserved_is_an_error_of_that_model(copy):
 
 def test_what_a_loaded_model_says_in_vain_is_logged_once(copy, caplog):
     path = copy / "tiny_logits" / "config.pbtxt"
-    path.write_text(path.read_text() + "instance_group { count: 4 }")
+    path.write_text(path.read_text() + 'runtime: "a"')
     repository = loaded(copy)
     repository.close()
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "config.pbtxt:" in warning.getMessage()
-    assert "instance_group is not honoured: each model has one instance" in warning.getMessage()
+    assert "runtime is not honoured: the backend's own" in warning.getMessage()
 
 
 def test_a_model_that_would_be_served_wrongly_is_refused(copy):
     path = copy / "tiny_logits" / "config.pbtxt"
     path.write_text(path.read_text() + "version_policy { specific { versions: 7 } }")
-    assert "version_policy is not honoured" in loaded(copy).errors["tiny"].message
+    assert "at least one version must be available" in loaded(copy).errors["tiny"].message

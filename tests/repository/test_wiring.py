@@ -1,9 +1,11 @@
-"""The steps of an ensemble: each broken one with its golden messages."""
+"""The steps of an ensemble: places, remedies and stages; Triton's own words are in test_refusals.py."""
 
 from __future__ import annotations
 
 import pytest
 
+from genserve.repository.index import scan
+from genserve.repository.wiring import generation_stages, is_decoupled
 from tests.repository.test_check import shipped_with_files, told
 
 OUTPUT_OF_LOGITS = 'output_map { key: "logits" value: "logits" }'
@@ -17,35 +19,41 @@ def step(backend_stage: str) -> str:
     ("old", "new", "golden"),
     [
         (step("logits"), step("logit"),
-         ["26:7: error: a step names the model 'smollm2_logit', and the repository has none of this name; "
-          "did you mean smollm2_logits?"]),
-        ('step [\n', 'step [\n { model_name: "smollm2_tokenizer" input_map { key: "text_input" value: '
-         '"text_input" } output_map { key: "input_ids" value: "more_ids" } },\n',
-         ["17:1: error: the ensemble is not a chain of a tokenizer, a logits and a decoder stage: "
-          "smollm2_tokenizer, smollm2_tokenizer, smollm2_logits, smollm2_decoder; give it three steps whose "
-          "backends are 'tokenizer', 'onnxruntime' and 'python'"]),
+         ["26:7: error: ensemble smollm2 contains models that are not available or ambiguous: "
+          "smollm2_logit; did you mean smollm2_logits?"]),
         (f"{step('logits')}\n      model_version: -1", f"{step('logits')}\n      model_version: 2",
-         ["27:7: error: model_version 2 of 'smollm2_logits' is not honoured: 1, the highest, would be "
-          "served; write -1, and move the folders of higher versions away"]),
+         ["27:7: error: ensemble 'smollm2' depends on 'smollm2_logits' whose required version 2 is not "
+          "loaded.; write `model_version: -1` for the latest; served are 1"]),
         ('      input_map { key: "logits" value: "logits" }\n', "",
-         ["31:5: error: the step 'smollm2_decoder' does not map the input 'logits', which is not optional; "
-          'add `input_map { key: "logits" value: ... }`']),
+         ["29:7: error: ensemble tensor 'logits' is unused in ensemble 'smollm2'; take it out of the "
+          "`output_map`, or add it to the ensemble's `output`",
+          "31:5: error: in ensemble smollm2, input logits in model smollm2_decoder is not mapped to any "
+          'ensemble tensors; add `input_map { key: "logits" value: ... }`']),
         ('input_map { key: "top_p" value', 'input_map { key: "topp" value',
-         ["38:7: error: the model 'smollm2_decoder' has no input 'topp'; did you mean top_p?"]),
+         ["38:7: error: in ensemble smollm2, ensemble tensor top_p is mapping to non-existing input topp in "
+          "model smollm2_decoder; did you mean top_p?"]),
         (OUTPUT_OF_LOGITS, OUTPUT_OF_LOGITS.replace('key: "logits"', 'key: "logit"'),
-         ["29:7: error: the model 'smollm2_logits' has no output 'logit'; did you mean logits?"]),
-        (OUTPUT_OF_LOGITS, "",
-         ["34:7: error: nobody makes the tensor 'logits' that the step 'smollm2_decoder' takes; known there: "
-          "text_input, max_tokens, temperature, top_k, top_p, stop_words, random_seed, stream, input_ids, "
-          "text_output"]),
+         ["29:7: error: in ensemble smollm2, ensemble tensor logits is mapped from non-existing output logit "
+          "in model smollm2_logits; did you mean logits?"]),
         ('value: "text_output"', 'value: "text"',
-         ["16:12: error: no step makes the output 'text_output'; did you mean text_input?"]),
-        ('value: "text_output"', 'value: "input_ids"',
-         ["42:7: error: the tensor 'input_ids' is made more than once; give each output of a step a name of "
-          "its own",
-          "16:12: error: no step makes the output 'text_output'; did you mean text_input?",
-          "25:5: error: these steps wait for each other's tensors: 'smollm2_logits', 'smollm2_decoder'; "
-          "break the circle: a step takes what the ensemble or an earlier step makes"]),
+         ["16:12: error: ensemble output 'text_output' for ensemble smollm2' is not used; did you mean "
+          "text_input?",
+          "42:7: error: ensemble tensor 'text' is unused in ensemble 'smollm2'; take it out of the "
+          "`output_map`, or add it to the ensemble's `output`"]),
+        ("max_batch_size: 32", "max_batch_size: 64",
+         ["20:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
+          "smollm2_tokenizer which only allows maximum batch size to be 32; write `max_batch_size: 32` in "
+          "the ensemble, or more in the model",
+          "26:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model smollm2_logits "
+          "which only allows maximum batch size to be 32; write `max_batch_size: 32` in the ensemble, or "
+          "more in the model",
+          "32:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
+          "smollm2_decoder which only allows maximum batch size to be 32; write `max_batch_size: 32` in the "
+          "ensemble, or more in the model"]),
+        ('name: "top_p" data_type: TYPE_FP32 dims: [ 1 ]', 'name: "top_p" data_type: TYPE_FP16 dims: [ 2 ]',
+         ["38:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 is "
+          "inferred from model smollm2 while TYPE_FP32 is inferred from model smollm2_decoder; both configs "
+          "must say the same of it; -1 fits any size"]),
     ],
 )  # fmt: skip
 def test_an_ensemble_that_does_not_hold_together_is_told_where(tmp_path, old, new, golden):
@@ -57,23 +65,85 @@ def test_an_ensemble_that_does_not_hold_together_is_told_where(tmp_path, old, ne
     assert told(root) == [f"smollm2/config.pbtxt:{line}" for line in golden]
 
 
-def test_steps_that_wait_for_each_other_are_told(tmp_path):
-    root = shipped_with_files(tmp_path / "r")
-    config = root / "smollm2" / "config.pbtxt"
-    map_of_tokenizer = '{ key: "text_input" value: "text_%sput" }'
-    config.write_text(config.read_text().replace(map_of_tokenizer % "in", map_of_tokenizer % "out"))
-    assert told(root) == [
-        "smollm2/config.pbtxt:19:5: error: these steps wait for each other's tensors: 'smollm2_tokenizer', "
-        "'smollm2_logits', 'smollm2_decoder'; break the circle: a step takes what the ensemble or an earlier "
-        "step makes"
-    ]
-
-
 def test_a_stage_that_is_broken_is_told_with_the_stage_alone(tmp_path):
     root = shipped_with_files(tmp_path / "r")
     (root / "smollm2_logits" / "config.pbtxt").write_text('backend: "onnxruntim"')
     (root / "smollm2_decoder" / "config.pbtxt").write_text("name: 5")
-    assert told(root) == [
-        "smollm2_decoder/config.pbtxt:1:7: error: Expected string but found: '5'; ",
-        "smollm2_logits/config.pbtxt:1:1: error: there is no backend 'onnxruntim'; did you mean onnxruntime?",
+    assert [line.partition(";")[0] for line in told(root)] == [
+        "smollm2_decoder/config.pbtxt:1:7: error: Expected string but found: '5'",
+        "smollm2_logits/config.pbtxt:1:1: error: unable to find backend library for backend 'onnxruntim', "
+        "try specifying runtime on the model configuration.",
+    ]
+
+
+def test_the_stages_of_a_model_that_generates_text_are_found_by_their_backends(tmp_path):
+    entries = scan([shipped_with_files(tmp_path / "r")])
+    stages = generation_stages(entries["smollm2"], entries)
+    assert stages is not None
+    assert {stage: entry.name for stage, entry in stages.items()} == {
+        "tokenizer": "smollm2_tokenizer",
+        "logits": "smollm2_logits",
+        "decoder": "smollm2_decoder",
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("smollm2_decoder/1/model.py", "async def decode", "def execute"),
+        ("smollm2_logits/config.pbtxt", 'backend: "onnxruntime"', 'backend: "python"'),
+        ("smollm2/config.pbtxt", '"smollm2_logits"', '"nobody"'),
+        ("smollm2/config.pbtxt", "step [", 'step [ { model_name: "smollm2_tokenizer" },'),
+    ],
+)
+def test_other_ensembles_are_no_chain_of_stages(tmp_path, file, old, new):
+    root = shipped_with_files(tmp_path / "r")
+    text = (root / file).read_text()
+    assert old in text
+    (root / file).write_text(text.replace(old, new, 1))
+    entries = scan([root])
+    assert generation_stages(entries["smollm2"], entries) is None
+
+
+def add(root, name, config):
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config)
+
+
+def test_an_ensemble_is_decoupled_if_one_of_its_steps_is_however_deep(tmp_path):
+    def ensemble(of):
+        return f'platform: "ensemble" ensemble_scheduling {{ step {{ model_name: "{of}" }} }}'
+
+    add(tmp_path, "one", 'backend: "python"')
+    add(tmp_path, "many", 'backend: "python" model_transaction_policy { decoupled: true }')
+    add(tmp_path, "over_one", ensemble("one"))
+    add(tmp_path, "over_many", ensemble("many"))
+    add(tmp_path, "over_both", ensemble("over_many"))
+    add(tmp_path, "circle", ensemble("circle"))
+    entries = scan([tmp_path])
+    assert [name for name in entries if is_decoupled(entries[name], entries)] == [
+        "many", "over_both", "over_many",
+    ]  # fmt: skip
+
+
+def ensemble_of_ensembles(inner_output: str) -> str:
+    tensors = '{{ name: "{}" data_type: TYPE_FP32 dims: 4 }}'
+    return (
+        f'platform: "ensemble" input {tensors.format("IN")} output {tensors.format("OUT")}\n'
+        'ensemble_scheduling { step { model_name: "inner" model_version: -1 '
+        f'input_map {{ key: "IN" value: "IN" }} output_map {{ key: "{inner_output}" value: "OUT" }} }} }}'
+    )
+
+
+def test_a_step_may_be_an_ensemble(tmp_path):
+    tensors = ensemble_of_ensembles("OUT").splitlines()[0].removeprefix('platform: "ensemble"')
+    add(tmp_path, "model", 'backend: "python"' + tensors)
+    (tmp_path / "model" / "1" / "model.py").touch()
+    add(tmp_path, "inner", ensemble_of_ensembles("OUT").replace('"inner"', '"model"'))
+    add(tmp_path, "outer", ensemble_of_ensembles("OUT"))
+    assert told(tmp_path) == []
+    (tmp_path / "outer" / "config.pbtxt").write_text(ensemble_of_ensembles("NOPE"))
+    assert told(tmp_path) == [
+        "outer/config.pbtxt:2:104: error: in ensemble outer, ensemble tensor OUT is mapped from non-existing "
+        "output NOPE in model inner; known there: OUT"
     ]

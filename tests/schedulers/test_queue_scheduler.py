@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import gc
 import queue
 import threading
+import weakref
 
 import pytest
 
 from genserve.backends.backend import Placement
-from genserve.config.model_config import DynamicBatching, QueuePolicy
+from genserve.config.model_config import DynamicBatching, ModelConfig, QueuePolicy, SequenceBatching
 from genserve.errors import InferenceError, Status
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
 from genserve.schedulers.direct import DirectQueue
 from genserve.schedulers.dynamic_batcher import DynamicQueue
 from genserve.schedulers.instance import Instance
 from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.sequence_batcher import SequenceQueue
 from genserve.statistics import ModelStatistics
 
 
@@ -241,3 +244,44 @@ def test_what_waits_at_the_close_is_executed_and_what_comes_later_is_refused(sta
     model.is_shut = False
     model.gate.release()
     assert [call.wait() for call in calls] == [None] * 3
+
+
+def test_a_sequence_that_waits_for_a_slot_gets_that_of_an_idle_one_while_the_instance_sleeps(start, tmp_path):
+    config = ModelConfig(name="m", sequence_batching=SequenceBatching(max_sequence_idle_us=20_000))
+    scheduler = QueueScheduler(SequenceQueue(config, num_instances=1, path=tmp_path), num_instances=1)
+    start(scheduler, Model())
+    calls = [
+        Call(scheduler, correlation_id=number, flags=RequestFlags.SEQUENCE_START) for number in (1, 2, 3)
+    ]
+    assert [call.wait() for call in calls] == [None] * 3
+    with pytest.raises(InferenceError, match="must specify the START flag"):
+        Call(scheduler, correlation_id=1)
+
+
+def test_iterative_requests_of_many_threads_run_until_they_are_let_go(start, tmp_path):
+    class Counting(Model):
+        """Answers at the third iteration."""
+
+        def execute(self, batch):
+            for inference in batch:
+                turns[inference] = turns.get(inference, 0) + 1
+                if turns[inference] < 3:
+                    inference.reschedule = True
+                else:
+                    inference.send(InferenceResponse(), final=True)
+
+    turns: dict[Inference, int] = {}
+    config = ModelConfig(name="m", max_batch_size=4, sequence_batching=SequenceBatching(iterative=True))
+    scheduler = QueueScheduler(SequenceQueue(config, num_instances=2, path=tmp_path), num_instances=2)
+    start(scheduler, Counting(), Counting())
+    assert [call.wait() for call in [Call(scheduler) for _ in range(50)]] == [None] * 50
+    assert list(turns.values()) == [3] * 50
+
+
+def test_a_scheduler_is_not_kept_alive_by_the_time_of_its_next_timeout():
+    scheduler = dynamic(default_queue_policy=QueuePolicy(default_timeout_us=3600 * 1_000_000))
+    call = Call(scheduler)
+    alive = weakref.ref(scheduler)
+    del scheduler, call
+    gc.collect()
+    assert alive() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
@@ -28,7 +27,7 @@ class GrpcEndpoint:
 
     def __init__(self, services: Services) -> None:
         self._server: Any = grpc.aio.server(options=_OPTIONS)
-        service = Service(services, event_loop=asyncio.get_running_loop())
+        service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(services), self._server)
 

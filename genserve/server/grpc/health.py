@@ -38,6 +38,5 @@ class Health(health_pb2_grpc.HealthServicer):
 
     @property
     def _status(self) -> Any:
-        ready = self._services.repository.ready and not self._services.draining
         statuses = health_pb2.HealthCheckResponse
-        return statuses.SERVING if ready else statuses.NOT_SERVING
+        return statuses.SERVING if self._services.ready else statuses.NOT_SERVING

@@ -14,7 +14,10 @@ from genserve.data_type import DataType
 from genserve.errors import InferenceError
 from genserve.inference import InferenceRequest, Parameter
 from genserve.kserve.input_tensor import check_shape, fail, input_tensor, read_data_type
-from genserve.server.grpc.parameters import read_parameters
+from genserve.kserve.models import ServedModel
+from genserve.kserve.requested_output import RequestedOutput
+from genserve.kserve.shared_memory import SharedMemory
+from genserve.server.grpc.parameters import read_classification, read_parameters, read_shared_memory
 from genserve.tensor import Tensor
 
 __all__ = ["GrpcRequest", "read_request"]
@@ -49,36 +52,47 @@ _FIELD_TYPES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcRequest:
-    """A request, and how its responses are to be written."""
+    """A request, and how its responses are to be written.
+
+    Attributes:
+        inference: what is asked of the model.
+        message: the `ModelInferRequest`.
+        model: that it is asked of.
+        outputs: those that are not simply sent, by name.
+        empty_final_response: in a stream, an end without a response is a message too.
+    """
 
     inference: InferenceRequest
-    decoupled: bool
-    empty_final_response: bool      # in a stream, an end without a response is a message too
+    message: Any
+    model: ServedModel
+    outputs: Mapping[str, RequestedOutput]
+    empty_final_response: bool
 
 
 def read_request(
-    message: Any, *, config: ModelConfig, version: int, headers: Mapping[str, Parameter]
+    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
 ) -> GrpcRequest:
     """Read a `ModelInferRequest`; tensors in raw form are views of its bytes.
 
     Args:
         message: the request.
-        config: of the model that it names.
-        version: that was chosen; -1: the request does not say.
+        model: that it names.
+        shared_memory: where its tensors may be.
         headers: that are forwarded to the model as parameters.
 
     Raises:
-        InferenceError: it contradicts itself. What the model says of it is left to the door.
+        InferenceError: it contradicts itself. What the model's config says of it is left to the door.
     """
     parameters = read_parameters(message.parameters)
     inputs: dict[str, Tensor] = {}
-    for tensor in _tensors(message, config):
+    for tensor in _tensors(message, model.config, shared_memory):
         if tensor.name in inputs:
             raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
         inputs[tensor.name] = tensor
     request = InferenceRequest(
-        model_name=config.name,
-        model_version=version,
+        model_name=model.name,
+        # Without a version the door chooses, even if another one has become the latest meanwhile.
+        model_version=model.version if message.model_version else -1,
         id=message.id,
         inputs=inputs,
         requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
@@ -90,12 +104,18 @@ def read_request(
     )
     return GrpcRequest(
         inference=request,
-        decoupled=config.decoupled,
+        message=message,
+        model=model,
+        outputs={
+            output.name: _requested_output(output, shared_memory)
+            for output in message.outputs
+            if output.parameters
+        },
         empty_final_response=parameters.empty_final_response,
     )
 
 
-def _tensors(message: Any, config: ModelConfig) -> Iterator[Tensor]:
+def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> Iterator[Tensor]:
     raw = message.raw_input_contents
     blobs = iter(raw)
     for spec in message.inputs:
@@ -108,7 +128,9 @@ def _tensors(message: Any, config: ModelConfig) -> Iterator[Tensor]:
                 )
             yield _typed_tensor(spec, data_type, config=config, request_id=message.id)
             continue
-        blob = next(blobs, None)
+        blob = read_shared_memory(spec, shared_memory) if spec.parameters else None
+        if blob is None:
+            blob = next(blobs, None)
         if blob is None:
             raise InferenceError(
                 f"unable to find data for input tensor '{spec.name}' for model '{config.name}' in request."
@@ -116,6 +138,14 @@ def _tensors(message: Any, config: ModelConfig) -> Iterator[Tensor]:
         yield input_tensor(
             spec.name, blob, data_type=data_type, shape=spec.shape, config=config, request_id=message.id
         )
+
+
+def _requested_output(spec: Any, shared_memory: SharedMemory) -> RequestedOutput:
+    return RequestedOutput(
+        name=spec.name,
+        classification=read_classification(spec.parameters),
+        target=read_shared_memory(spec, shared_memory),
+    )
 
 
 def _typed_tensor(spec: Any, data_type: DataType, *, config: ModelConfig, request_id: str) -> Tensor:

@@ -8,10 +8,21 @@ from typing import Any
 
 from genserve.errors import InferenceError
 from genserve.inference import Parameter, RequestFlags
+from genserve.kserve.shared_memory import SharedMemory
 
-__all__ = ["EMPTY_FINAL", "RequestParameters", "read_parameters", "typed", "write_parameter"]
+__all__ = [
+    "SHARED_MEMORY",
+    "RequestParameters",
+    "read_classification",
+    "read_parameters",
+    "read_shared_memory",
+    "write_parameter",
+]
 
-EMPTY_FINAL = "triton_enable_empty_final_response"
+# Of an input or output: where in shared memory it is.
+SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
+
+_EMPTY_FINAL = "triton_enable_empty_final_response"
 _CHOICE = "parameter_choice"
 _CUSTOM = ("int64_param", "bool_param", "string_param", "double_param")
 
@@ -39,24 +50,63 @@ def read_parameters(messages: Mapping[str, Any]) -> RequestParameters:
     flags = RequestFlags.NONE
     for name, message in messages.items():
         if name == "sequence_id":
-            correlation_id = typed(message, "int64_param", "string_param", what=f"'{name}' parameter")
+            correlation_id = _typed(message, "int64_param", "string_param", what=f"'{name}' parameter")
             known["correlation_id"] = _unsigned(correlation_id)
         elif name in _FLAGS:
-            flags |= _FLAGS[name] * typed(message, "bool_param", what=f"'{name}' parameter")
+            flags |= _FLAGS[name] * _typed(message, "bool_param", what=f"'{name}' parameter")
         elif name == "priority":
             known["priority"] = _priority(message)
         elif name == "timeout":
-            known["timeout_us"] = _unsigned(typed(message, "int64_param", what=f"'{name}' parameter"))
-        elif name == EMPTY_FINAL:
-            known["empty_final_response"] = typed(message, "bool_param", what=f"'{name}' parameter")
+            known["timeout_us"] = _unsigned(_typed(message, "int64_param", what=f"'{name}' parameter"))
+        elif name == _EMPTY_FINAL:
+            known["empty_final_response"] = _typed(message, "bool_param", what=f"'{name}' parameter")
         elif name.startswith("triton_"):
             raise InferenceError(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. "
-                f"Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
+                f"Only the following keys starting with 'triton_' are allowed: {_EMPTY_FINAL}"
             )
         else:
             custom[name] = _custom(name, message)
     return RequestParameters(custom=custom, flags=flags, **known)
+
+
+def read_classification(messages: Mapping[str, Any]) -> int:
+    """Return how many classes the parameters of an output ask for; 0: its values.
+
+    Raises:
+        InferenceError: it is no number, or less than one.
+    """
+    message = messages.get("classification")
+    if message is None:
+        return 0
+    if message.WhichOneof(_CHOICE) != "int64_param":
+        raise InferenceError("invalid value type for 'classification' parameter, expected int64_param")
+    count: int = message.int64_param
+    if count <= 0:
+        raise InferenceError("invalid value for 'classification' parameter, expected >= 0")
+    return count
+
+
+def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> memoryview | None:
+    """Return the part of a region that the parameters of an input or output name; None: they name none.
+
+    Raises:
+        InferenceError: they contradict each other, or there is no such part.
+    """
+    messages, name = tensor.parameters, tensor.name
+    region, size, offset = (messages.get(key) for key in SHARED_MEMORY)
+    where = f"parameter for tensor '{name}'"
+    if region is None:
+        for key, message in ((SHARED_MEMORY[2], offset), (SHARED_MEMORY[1], size)):
+            if message is not None:
+                raise InferenceError(f"'{key}' can not be specified without '{SHARED_MEMORY[0]}' {where}")
+        return None
+    region_name = _typed(region, "string_param", what=f"'{SHARED_MEMORY[0]}' {where}")
+    start = 0 if offset is None else _typed(offset, "int64_param", what=f"'{SHARED_MEMORY[2]}' {where}")
+    if size is None:
+        raise InferenceError(f"'{SHARED_MEMORY[1]}' must be specified along with '{SHARED_MEMORY[0]}' {where}")
+    byte_size = _typed(size, "int64_param", what=f"'{SHARED_MEMORY[1]}' {where}")
+    return shared_memory.view(region_name, offset=start, byte_size=byte_size)
 
 
 def write_parameter(message: Any, value: Parameter) -> None:
@@ -71,12 +121,7 @@ def write_parameter(message: Any, value: Parameter) -> None:
         message.string_param = value
 
 
-def typed(message: Any, *choices: str, what: str) -> Any:
-    """Return the value of an `InferParameter`, which must be one of these choices.
-
-    Raises:
-        InferenceError: it is another.
-    """
+def _typed(message: Any, *choices: str, what: str) -> Any:
     choice = message.WhichOneof(_CHOICE)
     if choice not in choices:
         raise InferenceError(f"invalid value type for {what}, expected {' or '.join(choices)}.")
@@ -91,7 +136,7 @@ def _unsigned(value: int | str) -> int | str:
 
 
 def _priority(message: Any) -> int:
-    priority: int = typed(message, "int64_param", "uint64_param", what="'priority' parameter")
+    priority: int = _typed(message, "int64_param", "uint64_param", what="'priority' parameter")
     if priority < 0:
         raise InferenceError("invalid value for 'priority', expected value >= 0.")
     return priority

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError
-from genserve.inference import Inference, InferenceResponse
-from genserve.kserve.models import Models
-from genserve.kserve.outbox import ResponseOutbox, once
-from genserve.server.grpc.infer_request import GrpcRequest
-from genserve.server.grpc.infer_response import write_response
+from genserve.inference import InferenceResponse
+from genserve.server.grpc.call import Call
+from genserve.server.grpc.infer_response import empty_response, write_response
 
 __all__ = ["InferStream"]
 
@@ -29,31 +26,19 @@ class InferStream:
     ends it.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        outbox: ResponseOutbox,
-        *,
-        read: Callable[[Any], GrpcRequest],
-        ends_at_error: bool,
-    ) -> None:
+    def __init__(self, submit: Callable[[Any], Call], *, ends_at_error: bool) -> None:
         """Begin a stream.
 
         Args:
-            models: the door.
-            outbox: of the event loop that the stream is on.
-            read: a `ModelInferRequest` to the request; raises GenserveError.
+            submit: begins the inference that a `ModelInferRequest` asks for; raises GenserveError.
             ends_at_error: the client asked for `triton_grpc_error`.
         """
-        self._models = models
-        self._outbox = outbox
-        self._read = read
+        self._submit = submit
         self._ends_at_error = ends_at_error
-        self._running: set[Inference] = set()
-        self._turns: deque[asyncio.Future[Any]] = deque()   # messages of models that are not decoupled
-        self._outgoing: deque[Any] = deque()                # messages, or the error that ends the stream
-        self._changed = asyncio.Event()
-        self._has_all_requests = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_turn: asyncio.Task[None] | None = None       # of the models that give one response
+        # Messages; the error that ends the stream; None after the last.
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
 
     async def answers(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Give the `ModelStreamInferResponse` messages; whatever ends this cancels what still runs.
@@ -63,83 +48,74 @@ class InferStream:
         """
         reading = asyncio.create_task(self._read_all(messages))
         try:
-            while not self._is_over:
-                await self._changed.wait()
-                self._changed.clear()
-                while self._outgoing:
-                    message = self._outgoing.popleft()
-                    if isinstance(message, GenserveError):
-                        raise message
-                    yield message
+            while (message := await self._outgoing.get()) is not None:
+                if isinstance(message, GenserveError):
+                    raise message
+                yield message
         finally:
-            reading.cancel()
-            for inference in tuple(self._running):
-                inference.cancel()
-
-    @property
-    def _is_over(self) -> bool:
-        return self._has_all_requests and not (self._running or self._turns or self._outgoing)
+            for task in (reading, *self._tasks):
+                task.cancel()
 
     async def _read_all(self, messages: AsyncIterator[Any]) -> None:
-        async for message in messages:
-            self._start(message)
-        self._has_all_requests = True
-        self._changed.set()
-
-    def _start(self, message: Any) -> None:
         try:
-            request = self._read(message)
+            async for message in messages:
+                self._begin(message)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            self._outgoing.put_nowait(None)
+
+    def _begin(self, message: Any) -> None:
+        try:
+            call = self._submit(message)
         except GenserveError as error:
-            self._take_turn()(_refusal(message, error))
+            self._take_turn(_refusal(message, error))
             return
-        put = self._put if request.decoupled else self._take_turn()
-        try:
-            self._submit(request, put)
-        except GenserveError as error:
-            put(_refusal(message, error))
+        if call.request.model.config.decoupled:
+            self._start(self._forward(call))
+        else:
+            self._take_turn(self._single(call))
 
-    def _submit(self, request: GrpcRequest, put: Callable[[Any], None]) -> None:
-        def arrived(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001  # OnResponse
-            if response is not None or request.empty_final_response:
-                put(self._message(response, inference, final=final))
-            if final:
-                self._running.discard(inference)
-                self._changed.set()
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-        def answered(response: InferenceResponse) -> None:
-            arrived(response, True)  # noqa: FBT003  # OnResponse
+    def _take_turn(self, answer: Coroutine[Any, Any, Any]) -> None:
+        self._last_turn = self._start(self._put_after(self._last_turn, answer))
 
-        forward = arrived if request.decoupled else once(request.inference, answered)
-        inference = Inference(request=request.inference, on_response=self._outbox.to(forward))
-        self._models.submit(inference)
-        self._running.add(inference)
+    async def _put_after(self, turn: asyncio.Task[None] | None, answer: Coroutine[Any, Any, Any]) -> None:
+        message = await answer
+        if turn is not None:
+            await asyncio.wait({turn})
+        self._outgoing.put_nowait(message)
 
-    def _take_turn(self) -> Callable[[Any], None]:
-        """Return what puts a message into the place that the stream has reached now."""
-        turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
+    async def _single(self, call: Call) -> Any:
+        return self._message(await call.single(), call, final=True)
 
-        def put(message: Any) -> None:
-            turn.set_result(message)
-            while self._turns and self._turns[0].done():
-                self._put(self._turns.popleft().result())
+    async def _forward(self, call: Call) -> None:
+        async for response, final in call.all():
+            if response is not None or call.request.empty_final_response:
+                self._outgoing.put_nowait(self._message(response, call, final=final))
 
-        return put
-
-    def _put(self, message: Any) -> None:
-        self._outgoing.append(message)
-        self._changed.set()
-
-    def _message(self, response: InferenceResponse | None, inference: Inference, *, final: bool) -> Any:
-        if response is not None and response.error is not None and self._ends_at_error:
-            return response.error
-        message = write_response(response, inference=inference)
+    def _message(self, response: InferenceResponse | None, call: Call, *, final: bool) -> Any:
+        error = None if response is None else response.error
+        message = empty_response(call.request)
+        if response is not None and error is None:
+            try:
+                message = write_response(response, request=call.request, inference=call.inference)
+            except GenserveError as unwritable:
+                error = unwritable
+        if error is not None and self._ends_at_error:
+            return error
         message.parameters[_FINAL].bool_param = final
-        error = response.error.message if response is not None and response.error is not None else ""
-        return service_pb2.ModelStreamInferResponse(error_message=error, infer_response=message)
+        return service_pb2.ModelStreamInferResponse(
+            error_message="" if error is None else error.message, infer_response=message
+        )
 
 
-def _refusal(message: Any, error: GenserveError) -> Any:
+async def _refusal(message: Any, error: GenserveError) -> Any:
     return service_pb2.ModelStreamInferResponse(
         error_message=error.message, infer_response=service_pb2.ModelInferResponse(id=message.id)
     )

@@ -107,17 +107,21 @@ class Conversation:
             connection.close()
 
     def _grpc(self, request: dict[str, Any]) -> dict[str, Any]:
-        method = request["method"]
-        if "/" in method:
-            call = self._channel.unary_unary(method)
-            return {"base64": base64.b64encode(call(base64.b64decode(request["message"]))).decode()}
-        call = self._channel.unary_unary(*_codecs(method))
-        message = json_format.ParseDict(request["message"], _message_class(method, "input_type")())
+        call, message = self._grpc_call(request["method"], request["message"])
+        metadata = list(request.get("metadata", {}).items())
         try:
-            metadata = list(request.get("metadata", {}).items())
-            return {"message": _to_json(call(message, timeout=_TIMEOUT_S, metadata=metadata))}
+            answer = call(message, timeout=_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             return _grpc_error(error)
+        if isinstance(answer, bytes):
+            return {"base64": base64.b64encode(answer).decode()}
+        return {"message": _to_json(answer)}
+
+    def _grpc_call(self, method: str, message: Any) -> tuple[Any, Any]:
+        if "/" in method:
+            return self._channel.unary_unary(method), base64.b64decode(message)
+        request = json_format.ParseDict(message, _message_class(method, "input_type")())
+        return self._channel.unary_unary(*_codecs(method)), request
 
     def _grpc_stream(self, request: dict[str, Any]) -> dict[str, Any]:
         call = self._channel.stream_stream(*_codecs("ModelStreamInfer"))

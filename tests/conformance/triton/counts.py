@@ -11,7 +11,7 @@ from tests.conformance.triton.conversation import Conversation
 __all__ = ["counts_of", "difference"]
 
 _METRIC = re.compile(
-    r'^(nv_inference_request_success|nv_inference_request_failure|nv_inference_count|nv_inference_exec_count'
+    r"^(nv_inference_request_success|nv_inference_request_failure|nv_inference_count|nv_inference_exec_count"
     r"|nv_cache_num_hits_per_model|nv_cache_num_misses_per_model){(.*)} (\S+)$",
     flags=re.MULTILINE,
 )

@@ -11,6 +11,8 @@ __all__ = ["normalised"]
 _VOLATILE_KEYS = frozenset({"ns", "last_inference"})
 # A frame of a Python traceback: "  /repository/m/1/model.py(12): execute".
 _FRAME = re.compile(r"^  \S.*\(\d+\): (\S+)$", flags=re.MULTILINE)
+# A comprehension's frame, which Python has had no more since 3.12.
+_COMPREHENSION = re.compile(r"^  \S.*\(\d+\): <(listcomp|dictcomp|setcomp)>\n", flags=re.MULTILINE)
 # The folder of a repository, wherever the server has it.
 _REPOSITORY = re.compile(r"(?<![\w.])(/[\w.\-]+)+/(?=\w+/(config\.pbtxt|\d+(/|\b)))")
 
@@ -22,5 +24,6 @@ def normalised(value: Any) -> Any:
     if isinstance(value, list):
         return [normalised(item) for item in value]
     if isinstance(value, str):
-        return _REPOSITORY.sub("<repository>/", _FRAME.sub(r"  <path>(<line>): \1", value))
+        value = _FRAME.sub(r"  <path>(<line>): \1", _COMPREHENSION.sub("", value))
+        return _REPOSITORY.sub("<repository>/", value)
     return value

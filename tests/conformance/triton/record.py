@@ -58,6 +58,14 @@ def record(topic: Topic, conversation: Conversation) -> None:
 
 def answered(exchange: Exchange, conversation: Conversation) -> Exchange:
     """The exchange with the answers and the counts of the server."""
+    try:
+        return _answered(exchange, conversation)
+    except Exception as error:
+        error.add_note(f"in the exchange {exchange.name}")
+        raise
+
+
+def _answered(exchange: Exchange, conversation: Conversation) -> Exchange:
     before = last_of_settled(lambda: counts_of(conversation, exchange.counted)) if exchange.counted else {}
     answers = conversation.hold(exchange.steps)
     after = last_of_settled(lambda: counts_of(conversation, exchange.counted)) if exchange.counted else {}

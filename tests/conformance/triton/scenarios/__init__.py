@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from tests.conformance.triton.scenarios import health, inference
+from tests.conformance.triton.scenarios import (
+    health,
+    inference,
+    protocol,
+    python_models,
+    repository,
+    scheduling,
+)
 
 __all__ = ["TOPICS"]
 
-TOPICS = (*health.TOPICS, *inference.TOPICS)
+_MODULES = (health, inference, protocol, python_models, repository, scheduling)
+TOPICS = tuple(topic for module in _MODULES for topic in module.TOPICS)

@@ -10,19 +10,43 @@ import numpy as np
 from tests.conformance.triton.exchange import Exchange, Step
 
 __all__ = [
-    "binary", "generate", "generate_stream", "get", "grpc", "grpc_infer", "http", "infer", "infer_path", "message",
-    "metrics", "post", "raw", "settled", "stream", "talk", "tensor", "text", "together",
-]  # fmt: skip
+    "binary",
+    "generate",
+    "generate_stream",
+    "get",
+    "grpc",
+    "grpc_infer",
+    "http",
+    "infer",
+    "infer_path",
+    "message",
+    "metrics",
+    "post",
+    "raw",
+    "settled",
+    "stream",
+    "talk",
+    "tensor",
+    "text",
+    "together",
+]
 
 Request = dict[str, Any]
 
 _CONTENTS = {
     "BOOL": "bool_contents",
-    "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
-    "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
     "UINT64": "uint64_contents",
-    "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
-}  # fmt: skip
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
 
 
 def talk(name: str, *requests: Request | Step | list[Step], counted: tuple[str, ...] = ()) -> Exchange:

@@ -8,10 +8,31 @@ from tests.conformance.triton.scenarios.asking import get, grpc, talk
 __all__ = ["TOPICS"]
 
 _CONFIGS = (
-    "add_sub", "auto_complete", "bare", "batcher", "batcher_preferred", "bls", "cached", "ensemble_decoupled",
-    "ensemble_diamond", "fixed", "imports", "iterative", "labelled", "optional", "prioritized", "queue_timed",
-    "repeat", "reshaped", "sequence_direct", "sequence_oldest", "told", "types", "versions_specific", "warm",
-)  # fmt: skip
+    "add_sub",
+    "auto_complete",
+    "bare",
+    "batcher",
+    "batcher_preferred",
+    "bls",
+    "cached",
+    "ensemble_decoupled",
+    "ensemble_diamond",
+    "fixed",
+    "imports",
+    "iterative",
+    "labelled",
+    "optional",
+    "prioritized",
+    "queue_timed",
+    "repeat",
+    "reshaped",
+    "sequence_direct",
+    "sequence_oldest",
+    "told",
+    "types",
+    "versions_specific",
+    "warm",
+)
 
 TOPICS = (
     Topic(
@@ -22,7 +43,10 @@ TOPICS = (
             talk("not_ready_while_a_model_failed", get("/v2/health/ready")),
             talk("grpc_live", grpc("ServerLive")),
             talk("grpc_not_ready_while_a_model_failed", grpc("ServerReady")),
-            talk("grpc_health_check", {"protocol": "grpc", "method": "/grpc.health.v1.Health/Check", "message": ""}),
+            talk(
+                "grpc_health_check",
+                {"protocol": "grpc", "method": "/grpc.health.v1.Health/Check", "message": ""},
+            ),
             talk("model_ready", get("/v2/models/pass/ready")),
             talk("model_version_ready", get("/v2/models/pass/versions/1/ready")),
             talk("failed_model_not_ready", get("/v2/models/broken_initialize/ready")),
@@ -46,10 +70,19 @@ TOPICS = (
             *(
                 talk(f"model_{name}", get(f"/v2/models/{name}"))
                 for name in (
-                    "add_sub", "auto_complete", "bare", "ensemble_decoupled", "fixed", "identity_bf16",
-                    "optional", "reshaped", "sequence_direct", "types", "versions_latest",
+                    "add_sub",
+                    "auto_complete",
+                    "bare",
+                    "ensemble_decoupled",
+                    "fixed",
+                    "identity_bf16",
+                    "optional",
+                    "reshaped",
+                    "sequence_direct",
+                    "types",
+                    "versions_latest",
                 )
-            ),  # fmt: skip
+            ),
             talk("model_version", get("/v2/models/versions_specific/versions/3")),
             talk("unknown_model", get("/v2/models/nowhere")),
             talk("unknown_version", get("/v2/models/pass/versions/9")),

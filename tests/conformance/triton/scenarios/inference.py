@@ -32,13 +32,22 @@ _DATA = {
     "INT64": [-9223372036854775808, 0, 9223372036854775807],
     "FP32": [0.1, -2.5, 1e30],
     "FP64": [0.1, -2.5, 1e300],
-    "BYTES": ["", "a", "grüße\n\"quoted\""],
+    "BYTES": ["", "a", 'grüße\n"quoted"'],
 }
 _NUMPY = {
-    "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
-    "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "FP16": np.float16,
-    "FP32": np.float32, "FP64": np.float64,
-}  # fmt: skip
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
 _ROW = tensor("X", "FP32", [1, 4], [1, 2, 3, 4])
 _A = tensor("A", "FP32", [1, 2], [1, 2])
 _B = tensor("B", "FP32", [1, 2], [10, 20])
@@ -80,11 +89,21 @@ _JSON = Topic(
             infer("identity_fp32", tensor("X", "FP32", [3, 4], list(range(12)))),
             counted=("identity_fp32",),
         ),
-        talk("nested_data", infer("identity_fp32", tensor("X", "FP32", [2, 4], [[1, 2, 3, 4], [5, 6, 7, 8]]))),
-        talk("nesting_is_not_looked_at", infer("identity_fp32", tensor("X", "FP32", [1, 4], [[1], [2, 3], 4]))),
+        talk(
+            "nested_data", infer("identity_fp32", tensor("X", "FP32", [2, 4], [[1, 2, 3, 4], [5, 6, 7, 8]]))
+        ),
+        talk(
+            "nesting_is_not_looked_at", infer("identity_fp32", tensor("X", "FP32", [1, 4], [[1], [2, 3], 4]))
+        ),
         talk("integers_and_floats_mixed", _input(data=[1, 2.0, 3, 4.25])),
-        talk("nan_and_infinity", text(_IDENTITY, '{"inputs":[{"name":"X","datatype":"FP32","shape":[1,4],'
-                                                 '"data":[NaN,Infinity,-Infinity,-0.0]}]}')),
+        talk(
+            "nan_and_infinity",
+            text(
+                _IDENTITY,
+                '{"inputs":[{"name":"X","datatype":"FP32","shape":[1,4],'
+                '"data":[NaN,Infinity,-Infinity,-0.0]}]}',
+            ),
+        ),
         talk("large_and_small_floats", _input(data=[3.4e38, 1e-40, 16777217, 1e-7])),
         talk("without_batching", infer("fixed", tensor("X", "INT32", [2, 3], [1, 2, 3, 4, 5, 6]))),
         talk("zero_elements", infer("types", tensor("INT32", "INT32", [0], []))),
@@ -94,29 +113,53 @@ _JSON = Topic(
         talk("with_id", _with({}, id="42")),
         talk("with_empty_id", _with({}, id="")),
         talk("with_version", infer("identity_fp32", _ROW, version="1")),
-        talk("reshaped", infer(
-            "reshaped", tensor("SCALAR", "INT64", [2, 1], [7, 8]),
-            tensor("ROWS", "FP32", [2, 1, 4], list(range(8))),
-        )),
-        talk("optional_given", infer("optional", tensor("A", "FP32", [1, 1], [1]), tensor("B", "FP32", [1, 1], [2]))),
+        talk(
+            "reshaped",
+            infer(
+                "reshaped",
+                tensor("SCALAR", "INT64", [2, 1], [7, 8]),
+                tensor("ROWS", "FP32", [2, 1, 4], list(range(8))),
+            ),
+        ),
+        talk(
+            "optional_given",
+            infer("optional", tensor("A", "FP32", [1, 1], [1]), tensor("B", "FP32", [1, 1], [2])),
+        ),
         talk("optional_left_out", infer("optional", tensor("A", "FP32", [1, 1], [1]))),
         talk("auto_completed_model", infer("auto_complete", tensor("X", "FP32", [2, 2], [1, 2, 3, 4]))),
-        talk("auto_completed_model_with_its_optional", infer(
-            "auto_complete", tensor("X", "FP32", [1, 2], [1, 2]), tensor("SCALE", "FP32", [1, 1], [3]),
-        )),
+        talk(
+            "auto_completed_model_with_its_optional",
+            infer(
+                "auto_complete",
+                tensor("X", "FP32", [1, 2], [1, 2]),
+                tensor("SCALE", "FP32", [1, 1], [3]),
+            ),
+        ),
         talk("model_without_inputs", infer("bare"), counted=("bare",)),
         talk("sibling_modules", infer("imports", tensor("X", "INT32", [1], [3]))),
         talk("async_execute", infer("asynchronous", _ROW)),
         talk("unknown_keys_are_ignored", infer("identity_fp32", _ROW | {"extra": [1]}, nonsense={"a": 1})),
         talk("warmup_came_first", infer("warm", tensor("X", "FP32", [1, 2], [0, 0]), id="client")),
-        talk("gzip_is_sent_on_request", http(
-            "POST", _IDENTITY, json={"inputs": [_ROW]}, headers={"Accept-Encoding": "gzip"},
-        )),
-        talk("unknown_content_encoding", http(
-            "POST", _IDENTITY, json={"inputs": [_ROW]}, headers={"Content-Encoding": "br"},
-        )),
+        talk(
+            "gzip_is_sent_on_request",
+            http(
+                "POST",
+                _IDENTITY,
+                json={"inputs": [_ROW]},
+                headers={"Accept-Encoding": "gzip"},
+            ),
+        ),
+        talk(
+            "unknown_content_encoding",
+            http(
+                "POST",
+                _IDENTITY,
+                json={"inputs": [_ROW]},
+                headers={"Content-Encoding": "br"},
+            ),
+        ),
     ),
-)  # fmt: skip
+)
 
 _ERRORS = Topic(
     name="infer_errors",
@@ -152,7 +195,9 @@ _ERRORS = Topic(
         talk("unknown_datatype", _input(datatype="FLOAT")),
         talk("lower_case_datatype", _input(datatype="fp32")),
         talk("wrong_shape", _input(shape=[1, 3], data=[1, 2, 3])),
-        talk("wrong_shape_without_batching", infer("fixed", tensor("X", "INT32", [3, 2], [1, 2, 3, 4, 5, 6]))),
+        talk(
+            "wrong_shape_without_batching", infer("fixed", tensor("X", "INT32", [3, 2], [1, 2, 3, 4, 5, 6]))
+        ),
         talk("rank_too_small", _input(shape=[4])),
         talk("empty_shape", _input(shape=[], data=[1])),
         talk("negative_shape", _input(shape=[-1, 4])),
@@ -197,15 +242,33 @@ _ERRORS = Topic(
             infer("pass", tensor("X", "INT32", [2], [1, 2])),
             counted=("pass",),
         ),
-        talk("shared_memory_region_unknown", infer("identity_fp32", {
-            "name": "X", "datatype": "FP32", "shape": [1, 4],
-            "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 16},
-        })),
-        talk("output_to_unknown_shared_memory", infer("identity_fp32", _ROW, outputs=[{
-            "name": "Y", "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 16},
-        }])),
+        talk(
+            "shared_memory_region_unknown",
+            infer(
+                "identity_fp32",
+                {
+                    "name": "X",
+                    "datatype": "FP32",
+                    "shape": [1, 4],
+                    "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 16},
+                },
+            ),
+        ),
+        talk(
+            "output_to_unknown_shared_memory",
+            infer(
+                "identity_fp32",
+                _ROW,
+                outputs=[
+                    {
+                        "name": "Y",
+                        "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 16},
+                    }
+                ],
+            ),
+        ),
     ),
-)  # fmt: skip
+)
 
 _X = np.array([[1, 2, 3, 4]], np.float32)
 
@@ -232,55 +295,139 @@ _BINARY = Topic(
             )
             for name, dtype in _NUMPY.items()
         ),
-        talk("type_bf16", binary(
-            "identity_bf16", raw("X", "BF16", np.array([0x3F80, 0xC000], np.uint16)), outputs=_BINARY_Y,
-        )),
-        talk("type_bytes", binary(
-            "identity_string", raw("X", "BYTES", [b"", b"\xff\x00", "ü".encode()]), outputs=_BINARY_Y,
-        )),
+        talk(
+            "type_bf16",
+            binary(
+                "identity_bf16",
+                raw("X", "BF16", np.array([0x3F80, 0xC000], np.uint16)),
+                outputs=_BINARY_Y,
+            ),
+        ),
+        talk(
+            "type_bytes",
+            binary(
+                "identity_string",
+                raw("X", "BYTES", [b"", b"\xff\x00", "ü".encode()]),
+                outputs=_BINARY_Y,
+            ),
+        ),
         talk("answer_as_json", binary("identity_fp32", raw("X", "FP32", _X)), counted=("identity_fp32",)),
-        talk("all_outputs_binary", binary(
-            "add_sub", raw("A", "FP32", _X), raw("B", "FP32", _X), parameters=_BINARY_ALL,
-        )),
-        talk("listed_outputs_do_not_heed_binary_data_output", binary(
-            "add_sub", raw("A", "FP32", _X), raw("B", "FP32", _X), parameters=_BINARY_ALL,
-            outputs=[{"name": "SUM"}, {"name": "DIFFERENCE", "parameters": {"binary_data": True}}],
-        )),
-        talk("one_input_binary_and_one_json", binary(
-            "add_sub", raw("A", "FP32", _X), (tensor("B", "FP32", [1, 4], [1, 1, 1, 1]), b""),
-            outputs=[{"name": "SUM"}],
-        )),
+        talk(
+            "all_outputs_binary",
+            binary(
+                "add_sub",
+                raw("A", "FP32", _X),
+                raw("B", "FP32", _X),
+                parameters=_BINARY_ALL,
+            ),
+        ),
+        talk(
+            "listed_outputs_do_not_heed_binary_data_output",
+            binary(
+                "add_sub",
+                raw("A", "FP32", _X),
+                raw("B", "FP32", _X),
+                parameters=_BINARY_ALL,
+                outputs=[{"name": "SUM"}, {"name": "DIFFERENCE", "parameters": {"binary_data": True}}],
+            ),
+        ),
+        talk(
+            "one_input_binary_and_one_json",
+            binary(
+                "add_sub",
+                raw("A", "FP32", _X),
+                (tensor("B", "FP32", [1, 4], [1, 1, 1, 1]), b""),
+                outputs=[{"name": "SUM"}],
+            ),
+        ),
         talk("json_request_binary_answer", infer("identity_fp32", _ROW, outputs=_BINARY_Y)),
-        talk("binary_data_false", binary(
-            "identity_fp32", raw("X", "FP32", _X), outputs=[{"name": "Y", "parameters": {"binary_data": False}}],
-        )),
-        talk("zero_elements", binary("types", raw("INT32", "INT32", np.zeros(0, np.int32)), parameters=_BINARY_ALL)),
+        talk(
+            "binary_data_false",
+            binary(
+                "identity_fp32",
+                raw("X", "FP32", _X),
+                outputs=[{"name": "Y", "parameters": {"binary_data": False}}],
+            ),
+        ),
+        talk(
+            "zero_elements",
+            binary("types", raw("INT32", "INT32", np.zeros(0, np.int32)), parameters=_BINARY_ALL),
+        ),
         talk("extra_bytes", binary("identity_fp32", raw("X", "FP32", _X), tail=b"12")),
-        talk("bytes_missing", binary(
-            "identity_fp32", raw("X", "FP32", _X, binary_data_size=22),
-        )),
-        talk("size_too_small_for_the_shape", binary(
-            "identity_fp32", raw("X", "FP32", _X[:, :3], binary_data_size=12), id="s",
-        ), infer("identity_fp32", {"name": "X", "datatype": "FP32", "shape": [1, 4],
-                                   "parameters": {"binary_data_size": 12}})),
-        talk("size_does_not_fit_the_shape", binary("identity_fp32", (
-            {"name": "X", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 12}}, b"\0" * 12,
-        ))),
-        talk("strings_cut", binary("identity_string", (
-            {"name": "X", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 6}},
-            b"\x05\0\0\0ab",
-        ))),
-        talk("strings_too_few", binary("identity_string", (
-            {"name": "X", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 6}},
-            b"\x02\0\0\0ab",
-        ))),
-        talk("strings_too_many", binary("identity_string", (
-            {"name": "X", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 12}},
-            b"\x02\0\0\0ab\x02\0\0\0cd",
-        ))),
-        talk("data_and_size_both", binary("identity_fp32", (
-            _ROW | {"parameters": {"binary_data_size": 16}}, _X.tobytes(),
-        ))),
+        talk(
+            "bytes_missing",
+            binary(
+                "identity_fp32",
+                raw("X", "FP32", _X, binary_data_size=22),
+            ),
+        ),
+        talk(
+            "size_too_small_for_the_shape",
+            binary(
+                "identity_fp32",
+                raw("X", "FP32", _X[:, :3], binary_data_size=12),
+                id="s",
+            ),
+            infer(
+                "identity_fp32",
+                {"name": "X", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 12}},
+            ),
+        ),
+        talk(
+            "size_does_not_fit_the_shape",
+            binary(
+                "identity_fp32",
+                (
+                    {
+                        "name": "X",
+                        "datatype": "FP32",
+                        "shape": [1, 4],
+                        "parameters": {"binary_data_size": 12},
+                    },
+                    b"\0" * 12,
+                ),
+            ),
+        ),
+        talk(
+            "strings_cut",
+            binary(
+                "identity_string",
+                (
+                    {"name": "X", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 6}},
+                    b"\x05\0\0\0ab",
+                ),
+            ),
+        ),
+        talk(
+            "strings_too_few",
+            binary(
+                "identity_string",
+                (
+                    {"name": "X", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 6}},
+                    b"\x02\0\0\0ab",
+                ),
+            ),
+        ),
+        talk(
+            "strings_too_many",
+            binary(
+                "identity_string",
+                (
+                    {"name": "X", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 12}},
+                    b"\x02\0\0\0ab\x02\0\0\0cd",
+                ),
+            ),
+        ),
+        talk(
+            "data_and_size_both",
+            binary(
+                "identity_fp32",
+                (
+                    _ROW | {"parameters": {"binary_data_size": 16}},
+                    _X.tobytes(),
+                ),
+            ),
+        ),
         talk("header_length_beyond_the_body", _bytes("identity_fp32", b"{}", "99")),
         talk("header_length_is_no_number", _bytes("identity_fp32", b"{}", "many")),
         talk("header_length_negative", _bytes("identity_fp32", b"{}", "-1")),
@@ -295,7 +442,7 @@ _BINARY = Topic(
         talk("empty_body_to_a_string", post(infer_path("fails"))),
         talk("bytes_that_are_no_text_as_json", binary("identity_string", raw("X", "BYTES", [b"\xff\xfe"]))),
     ),
-)  # fmt: skip
+)
 
 _STATISTICS = Topic(
     name="statistics",
@@ -317,20 +464,40 @@ _STATISTICS = Topic(
         talk("of_an_unknown_model", http("GET", "/v2/models/nowhere/stats")),
         talk("of_an_unknown_version", http("GET", "/v2/models/pass/versions/9/stats")),
         talk("of_a_failed_model", http("GET", "/v2/models/broken_initialize/stats")),
-        talk("grpc_of_an_unknown_model", {
-            "protocol": "grpc", "method": "ModelStatistics", "message": {"name": "nowhere"},
-        }),
-        talk("a_failure_of_the_model", infer("fails", tensor("MODE", "BYTES", [1], ["UNAVAILABLE"])),
-             counted=("fails",)),
-        talk("an_exception_of_the_model", infer("fails", tensor("MODE", "BYTES", [1], ["raise"])),
-             counted=("fails",)),
-        talk("a_success_of_an_ensemble", infer("ensemble_linear", _A, _B),
-             counted=("ensemble_linear", "add_sub")),
-        talk("a_failure_of_an_ensemble", infer("ensemble_fails", tensor("MODE", "BYTES", [1], ["INTERNAL"])),
-             counted=("ensemble_fails", "fails", "identity_string")),
-        talk("a_batch", infer("add_sub", tensor("A", "FP32", [5, 1], [1] * 5), tensor("B", "FP32", [5, 1], [1] * 5)),
-             counted=("add_sub",)),
+        talk(
+            "grpc_of_an_unknown_model",
+            {
+                "protocol": "grpc",
+                "method": "ModelStatistics",
+                "message": {"name": "nowhere"},
+            },
+        ),
+        talk(
+            "a_failure_of_the_model",
+            infer("fails", tensor("MODE", "BYTES", [1], ["UNAVAILABLE"])),
+            counted=("fails",),
+        ),
+        talk(
+            "an_exception_of_the_model",
+            infer("fails", tensor("MODE", "BYTES", [1], ["raise"])),
+            counted=("fails",),
+        ),
+        talk(
+            "a_success_of_an_ensemble",
+            infer("ensemble_linear", _A, _B),
+            counted=("ensemble_linear", "add_sub"),
+        ),
+        talk(
+            "a_failure_of_an_ensemble",
+            infer("ensemble_fails", tensor("MODE", "BYTES", [1], ["INTERNAL"])),
+            counted=("ensemble_fails", "fails", "identity_string"),
+        ),
+        talk(
+            "a_batch",
+            infer("add_sub", tensor("A", "FP32", [5, 1], [1] * 5), tensor("B", "FP32", [5, 1], [1] * 5)),
+            counted=("add_sub",),
+        ),
     ),
-)  # fmt: skip
+)
 
 TOPICS = (_JSON, _ERRORS, _BINARY, _STATISTICS)

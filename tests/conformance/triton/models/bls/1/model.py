@@ -3,6 +3,11 @@ import json
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+CODES = (
+    "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG",
+    "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED",
+)  # fmt: skip
+
 
 class TritonPythonModel:
     """MODE is "once" or "decoupled"; VALUE is JSON: {"inputs": {name: [dtype, shape, data]}, ...}."""
@@ -26,6 +31,7 @@ class TritonPythonModel:
         inputs = value.pop("inputs")
         return pb_utils.InferenceRequest(
             model_name=model,
+            requested_output_names=value.pop("outputs", []),
             inputs=[
                 pb_utils.Tensor(name, np.array(data, np.dtype(dtype)).reshape(shape))
                 for name, (dtype, shape, data) in inputs.items()
@@ -35,6 +41,8 @@ class TritonPythonModel:
 
     def describe(self, response):
         if response.has_error():
-            return f"error {response.error().code()}: {response.error().message()}"
+            code = response.error().code()
+            name = next(name for name in CODES if getattr(pb_utils.TritonError, name) == code)
+            return f"{name}: {response.error().message()}"
         tensors = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors()}
         return json.dumps(tensors, default=lambda item: item.decode())

@@ -1,0 +1,336 @@
+"""Infer body: the HTTP body of an inference, JSON and binary tensors, to a request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from genserve.data_type import DataType
+from genserve.errors import InferenceError, Status
+from genserve.inference import InferenceRequest, Parameter, RequestFlags
+from genserve.kserve.input_tensor import fail, input_tensor
+from genserve.kserve.json_document import JsonText, Kind, checked, member, read_json
+from genserve.kserve.json_elements import read_elements
+from genserve.kserve.models import ServedModel
+from genserve.kserve.requested_output import RequestedOutput
+from genserve.kserve.shared_memory import SharedMemory
+from genserve.tensor import Tensor
+
+__all__ = ["InferBody", "custom_parameter", "read_infer_body", "read_raw_body"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferBody:
+    """A parsed body.
+
+    Attributes:
+        request: for the model.
+        outputs: the entries of `outputs`, by name; empty: all outputs are wanted.
+        binary: whether outputs without an entry go behind the JSON.
+    """
+
+    request: InferenceRequest
+    outputs: Mapping[str, RequestedOutput]
+    binary: bool = False
+
+
+def read_infer_body(
+    json_text: JsonText,
+    tail: memoryview,
+    *,
+    model: ServedModel,
+    version: int,
+    shared_memory: SharedMemory,
+    parameters: Mapping[str, Parameter],
+) -> InferBody:
+    """Read a JSON document and the binary tensors behind it; these are views of `tail`.
+
+    Args:
+        json_text: the document.
+        tail: what follows it, writable where models may write into their inputs.
+        model: that is asked; texts name it.
+        version: as it was asked for; -1: the latest.
+        shared_memory: where tensors may be.
+        parameters: of the request, before those in the document.
+
+    Raises:
+        InferenceError: with Triton's text and code.
+    """
+    return _Reader(read_json(json_text), tail, model=model, shared_memory=shared_memory).read(
+        version=version, parameters=parameters
+    )
+
+
+def read_raw_body(
+    data: memoryview, *, model: ServedModel, version: int, parameters: Mapping[str, Parameter]
+) -> InferBody:
+    """Read a body that is the only input of a model, and nothing else; all outputs are binary then.
+
+    Raises:
+        InferenceError: INVALID_ARG, the model has several inputs, or the shape cannot be told.
+    """
+    config = model.config
+    if len(config.inputs) != 1:
+        raise fail(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(config.inputs)} inputs "
+            f"in '{model.name}' model configuration",
+            request_id="",
+        )
+    spec = config.inputs[0]
+    data_type = DataType.from_config_name(spec.data_type)
+    lead = [1] if config.max_batch_size else []
+    if data_type is DataType.BYTES:
+        if spec.dims != (1,):
+            text = f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]"
+            raise fail(text, request_id="")
+        array = np.empty((*lead, 1), dtype=object)
+        array.reshape(-1)[0] = bytes(data)
+        tensor = Tensor(spec.name, array)
+    else:
+        shape = [*lead, *_deduced(spec.name, spec.dims, num_elements=len(data) // data_type.itemsize)]
+        if math.prod(shape) * data_type.itemsize != len(data):
+            expected = math.prod(shape) * data_type.itemsize
+            raise fail(
+                f"input byte size mismatch for input 'raw_input' for model '{model.name}'. "
+                f"Expected {expected}, got {len(data)}",
+                request_id="",
+            )
+        tensor = Tensor.from_bytes(spec.name, data, data_type=data_type, shape=shape)
+    request = InferenceRequest(
+        model_name=model.name, model_version=version, inputs={spec.name: tensor}, parameters=parameters
+    )
+    return InferBody(request=request, outputs={}, binary=True)
+
+
+def custom_parameter(name: str, value: Any) -> Parameter:
+    """Return a value that a request's parameter may have.
+
+    Raises:
+        InferenceError: INVALID_ARG, it is null, a list or an object.
+    """
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    raise InferenceError(
+        f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'."
+    )
+
+
+class _Reader:
+    """Reads one document."""
+
+    def __init__(
+        self, document: Any, tail: memoryview, *, model: ServedModel, shared_memory: SharedMemory
+    ) -> None:
+        self._document = document
+        self._tail = tail
+        self._model = model
+        self._shared_memory = shared_memory
+        self._position = 0
+        self._id = ""
+        self._late: InferenceError | None = None  # what Triton would notice after all else is read
+
+    def read(self, *, version: int, parameters: Mapping[str, Parameter]) -> InferBody:
+        document = self._document
+        given = isinstance(document, dict)
+        if given and "id" in document:
+            self._id = checked(document["id"], Kind.STRING, doing="Unable to parse 'id'")
+        asked = dict(parameters)
+        fields: dict[str, Any] = {}
+        if given and "parameters" in document:
+            fields = _read_parameters(document["parameters"], asked)
+        binary = fields.pop("binary", False)
+        inputs = self._inputs(member(document, "inputs", Kind.ARRAY))
+        if self._position != len(self._tail):
+            raise InferenceError(f"unexpected additional input data for model '{self._model.name}'")
+        outputs = {}
+        if "outputs" in document:
+            outputs = self._outputs(member(document, "outputs", Kind.ARRAY))
+        if self._late is not None:
+            raise self._late
+        request = InferenceRequest(
+            model_name=self._model.name,
+            model_version=version,
+            id=self._id,
+            inputs=inputs,
+            requested_outputs=tuple(outputs),
+            parameters=asked,
+            **fields,
+        )
+        return InferBody(request=request, outputs=outputs, binary=binary)
+
+    def _inputs(self, entries: list[Any]) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        for entry in entries:
+            content = _content_of(entry)
+            name = member(entry, "name", Kind.STRING)
+            data_type = _data_type(name, member(entry, "datatype", Kind.STRING))
+            shape = _shape(member(entry, "shape", Kind.ARRAY))
+            if name in inputs:
+                raise fail(f"input '{name}' already exists in request", request_id=self._id)
+            tensor = (
+                self._of_json(entry, name=name, data_type=data_type, shape=shape)
+                if content == "data"
+                else self._of_bytes(self._data(content, entry), name=name, data_type=data_type, shape=shape)
+            )
+            if tensor is not None:
+                inputs[name] = tensor
+        return inputs
+
+    def _of_json(self, entry: Any, *, name: str, data_type: DataType, shape: list[int]) -> Tensor | None:
+        array = read_elements(name, member(entry, "data", Kind.ARRAY), data_type)
+        if len(array) == math.prod(shape):
+            return Tensor(name, array.reshape(shape), data_type=data_type)
+        if data_type is not DataType.BYTES:
+            text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+            raise InferenceError(text, status=Status.INTERNAL)
+        # With the text that the same strings get in binary form.
+        return self._of_bytes(
+            memoryview(Tensor(name, array).to_bytes()), name=name, data_type=data_type, shape=shape
+        )
+
+    def _of_bytes(
+        self, data: memoryview, *, name: str, data_type: DataType, shape: list[int]
+    ) -> Tensor | None:
+        """Return an input; None: its size is wrong, which Triton notices after all else is read."""
+        try:
+            tensor = input_tensor(
+                name,
+                data,
+                data_type=data_type,
+                shape=shape,
+                config=self._model.config,
+                request_id=self._id,
+            )
+        except InferenceError as error:
+            self._late = self._late or error
+            return None
+        # Behind a string, numbers may lie askew, which not every runtime takes.
+        if not tensor.array.flags.aligned:
+            return Tensor(name, tensor.array.copy(), data_type=data_type)
+        return tensor
+
+    def _data(self, content: str, entry: Any) -> memoryview:
+        given = entry["parameters"]
+        if content == "shared_memory_region":
+            return self._shared(given)
+        return self._take(entry["name"], member(given, "binary_data_size", Kind.UNSIGNED))
+
+    def _take(self, name: str, size: int) -> memoryview:
+        data = self._tail[self._position : self._position + size]
+        if len(data) < size:
+            raise InferenceError(
+                f"unexpected size for input '{name}', expecting {size - len(data)} additional bytes "
+                f"for model '{self._model.name}'"
+            )
+        self._position += size
+        return data
+
+    def _outputs(self, entries: list[Any]) -> dict[str, RequestedOutput]:
+        outputs: dict[str, RequestedOutput] = {}
+        for entry in entries:
+            given = _parameters_of(entry)
+            region = "shared_memory_region" in given
+            if region and "binary_data" in given:
+                raise InferenceError("Output can't set both 'shared_memory_region' and 'binary_data'")
+            if region and "classification" in given:
+                raise InferenceError("Output can't set both 'shared_memory_region' and 'classification'")
+            output = RequestedOutput(
+                name=member(entry, "name", Kind.STRING),
+                classification=checked(
+                    given.get("classification", 0), Kind.UNSIGNED, doing="Unable to set 'classification'"
+                ),
+                binary=checked(
+                    given.get("binary_data", False), Kind.BOOLEAN, doing="Unable to parse 'binary_data'"
+                ),
+                target=self._shared(given) if region else None,
+            )
+            outputs.setdefault(output.name, output)
+        return outputs
+
+    def _shared(self, given: Mapping[str, Any]) -> memoryview:
+        region = member(given, "shared_memory_region", Kind.STRING)
+        offset, byte_size = (
+            checked(given.get(key, 0), Kind.UNSIGNED, doing=f"Unable to parse '{key}'")
+            for key in ("shared_memory_offset", "shared_memory_byte_size")
+        )
+        return self._shared_memory.view(region, offset=offset, byte_size=byte_size)
+
+
+def _read_parameters(given: Any, custom: dict[str, Parameter]) -> dict[str, Any]:
+    """Return the fields of the request that parameters stand for; all others are added to `custom`."""
+    if not isinstance(given, dict):
+        text = "failed to get request params.: attempt to get members for non-object"
+        raise InferenceError(text, status=Status.INTERNAL)
+    fields: dict[str, Any] = {}
+    flags = RequestFlags.NONE
+    for name, value in given.items():
+        doing = f"Unable to parse '{name}'"
+        match name:
+            case "sequence_id":
+                number = type(value) is int and value >= 0
+                fields["correlation_id"] = value if number else checked(value, Kind.STRING, doing=doing)
+            case "sequence_start":
+                flags |= RequestFlags.SEQUENCE_START * checked(value, Kind.BOOLEAN, doing=doing)
+            case "sequence_end":
+                flags |= RequestFlags.SEQUENCE_END * checked(value, Kind.BOOLEAN, doing=doing)
+            case "priority":
+                fields["priority"] = checked(value, Kind.UNSIGNED, doing=doing)
+            case "timeout":
+                fields["timeout_us"] = checked(value, Kind.UNSIGNED, doing=doing)
+            case "binary_data_output":
+                fields["binary"] = checked(value, Kind.BOOLEAN, doing=doing)
+            case _ if name.startswith("triton_"):
+                raise InferenceError(
+                    "parameter keys starting with 'triton_' are reserved for Triton usage and should not be "
+                    "specified."
+                )
+            case _:
+                custom[name] = custom_parameter(name, value)
+    fields["flags"] = flags
+    return fields
+
+
+def _parameters_of(entry: Any) -> Mapping[str, Any]:
+    given = entry.get("parameters") if isinstance(entry, dict) else None
+    return given if isinstance(given, dict) else {}
+
+
+def _content_of(entry: Any) -> str:
+    """Return which of the three fields holds the data of an input."""
+    given = _parameters_of(entry)
+    found = ["data"] if isinstance(entry, dict) and "data" in entry else []
+    found += [name for name in ("binary_data_size", "shared_memory_region") if name in given]
+    if len(found) == 1:
+        return found[0]
+    which = f"set {' '.join(map(repr, found))}" if found else "no field is set"
+    raise InferenceError(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        f"'shared_memory_region' in 'parameters'. But {which}"
+    )
+
+
+def _data_type(name: str, word: str) -> DataType:
+    try:
+        return DataType[word]
+    except KeyError:
+        raise InferenceError(f"invalid datatype for input {name}") from None
+
+
+def _shape(values: list[Any]) -> list[int]:
+    return [checked(value, Kind.UNSIGNED, doing="Unable to parse 'shape'") for value in values]
+
+
+def _deduced(name: str, dims: tuple[int, ...], *, num_elements: int) -> list[int]:
+    if dims.count(-1) > 1:
+        raise fail(
+            f"The shape of the raw input '{name}' can not be deduced because there are more than one "
+            "variable-sized dimension",
+            request_id="",
+        )
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    return [num_elements // fixed if dim == -1 else dim for dim in dims]
+

@@ -1,0 +1,83 @@
+"""Log settings: what the server writes into its log, changed while it runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from genserve.errors import InferenceError, Status
+
+__all__ = ["LogSettings"]
+
+# The format of a line and of its time, by Triton's names.
+_FORMATS = {
+    "default": ("%(asctime)s %(levelname)s %(name)s: %(message)s", None),
+    "ISO8601": ("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"),
+}
+
+
+class LogSettings:
+    """The settings of one server, with Triton's names and defaults. Safe from any thread.
+
+    A change acts on the logger `genserve`: the least severe class that is on decides what is written.
+    """
+
+    def __init__(self, *, verbose_level: int = 0) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, Any] = {
+            "log_file": "",
+            "log_info": True,
+            "log_warning": True,
+            "log_error": True,
+            "log_verbose_level": verbose_level,
+            "log_format": "default",
+        }
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All settings, by name, in Triton's order."""
+        with self._lock:
+            return dict(self._values)
+
+    def update(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Change settings and return all of them; unknown names are passed over, as Triton does.
+
+        Args:
+            changes: by name; each of the type that `values` has.
+
+        Raises:
+            InferenceError: the file (UNSUPPORTED), an unknown format (UNAVAILABLE). Nothing was changed.
+        """
+        if "log_file" in changes:
+            text = "log file location can not be updated through network protocol"
+            raise InferenceError(text, status=Status.UNSUPPORTED)
+        wanted = changes.get("log_format", "default")
+        if wanted not in _FORMATS:
+            raise InferenceError(
+                f"invalid argument for --log_format, got: {wanted}",
+                status=Status.UNAVAILABLE,
+                remedy=f"one of: {', '.join(_FORMATS)}",
+            )
+        with self._lock:
+            self._values |= {name: value for name, value in changes.items() if name in self._values}
+            _apply(self._values)
+            return dict(self._values)
+
+
+def _apply(values: Mapping[str, Any]) -> None:
+    logging.getLogger("genserve").setLevel(_level(values))
+    line, time = _FORMATS[values["log_format"]]
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(line, time))
+
+
+def _level(values: Mapping[str, Any]) -> int:
+    if values["log_verbose_level"]:
+        return logging.DEBUG
+    if values["log_info"]:
+        return logging.INFO
+    if values["log_warning"]:
+        return logging.WARNING
+    return logging.ERROR if values["log_error"] else logging.CRITICAL + 1

@@ -1,0 +1,188 @@
+"""Administration: the methods about the repository, shared memory, traces and the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.kserve.models import Models
+from genserve.server.grpc.codes import status_code
+from genserve.server.services import Services
+
+__all__ = ["Administration", "abort", "method"]
+
+# The methods have the protocol's names, which are not Python's.
+# ruff: noqa: N802
+
+_REMEDY = "genserve-remedy"     # trailing metadata of an error
+_LOG_CHOICES = {bool: "bool_param", int: "uint32_param", str: "string_param"}
+_LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
+
+
+async def abort(context: Any, error: GenserveError) -> None:
+    """End a call with an error, its remedy in the trailing metadata."""
+    if error.remedy:
+        remedy = " ".join(error.remedy.split()).encode("ascii", "replace").decode()
+        context.set_trailing_metadata(((_REMEDY, remedy),))
+    await context.abort(status_code(error), error.message)
+
+
+def method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Make a coroutine function that raises GenserveError a method of a service."""
+
+    @wraps(answer)
+    async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
+        try:
+            return await answer(self, request, context)
+        except GenserveError as error:
+            await abort(context, error)
+
+    return answer_or_abort
+
+
+class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated
+    """The part of `inference.GRPCInferenceService` that clients seldom call."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._models: Models = services.repository
+
+    @method
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        """Every version of every model, or those that answer."""
+        _check_repository(request)
+        response = service_pb2.RepositoryIndexResponse()
+        for line in self._models.index(ready_only=request.ready):
+            version = "" if line.version is None else str(line.version)
+            response.models.add(name=line.name, version=version, state=line.state or "", reason=line.reason)
+        return response
+
+    @method
+    async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
+        """Load a model, and answer when it is loaded."""
+        _check_repository(request)
+        config, files = "", {}
+        for name, parameter in request.parameters.items():
+            if name == "config":
+                config = _load_parameter(name, parameter, "string_param")
+            elif name.startswith("file:"):
+                files[name] = _load_parameter(name, parameter, "bytes_param")
+            else:
+                raise InferenceError(f"unrecognized load parameter '{name}'.")
+        await asyncio.to_thread(self._models.load, request.model_name, config=config, files=files or None)
+        return service_pb2.RepositoryModelLoadResponse()
+
+    @method
+    async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:
+        """Begin to unload a model."""
+        _check_repository(request)
+        dependents = False
+        if parameter := request.parameters.get("unload_dependents"):
+            if parameter.WhichOneof("parameter_choice") != "bool_param":
+                text = "invalid value type for 'unload_dependents' parameter, expected bool_param."
+                raise InferenceError(text)
+            dependents = parameter.bool_param
+        await asyncio.to_thread(self._models.unload, request.model_name, dependents=dependents)
+        return service_pb2.RepositoryModelUnloadResponse()
+
+    @method
+    async def SystemSharedMemoryStatus(self, request: Any, context: Any) -> Any:
+        """The regions that are registered, or one of them."""
+        response = service_pb2.SystemSharedMemoryStatusResponse()
+        for region in self._services.shared_memory.regions(request.name):
+            entry = response.regions[region.name]
+            entry.name, entry.key = region.name, region.key
+            entry.offset, entry.byte_size = region.offset, region.byte_size
+        return response
+
+    @method
+    async def SystemSharedMemoryRegister(self, request: Any, context: Any) -> Any:
+        """Make a region of shared memory known."""
+        self._services.shared_memory.register(
+            request.name, key=request.key, offset=request.offset, byte_size=request.byte_size
+        )
+        return service_pb2.SystemSharedMemoryRegisterResponse()
+
+    @method
+    async def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
+        """Forget a region, or all."""
+        self._services.shared_memory.unregister(request.name)
+        return service_pb2.SystemSharedMemoryUnregisterResponse()
+
+    @method
+    async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
+        """No region: there are none on this server."""
+        if request.name:
+            text = f"Unable to find cuda shared memory region: '{request.name}'"
+            raise InferenceError(text, status=Status.NOT_FOUND)
+        return service_pb2.CudaSharedMemoryStatusResponse()
+
+    @method
+    async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
+        """Refused: this server has none."""
+        text = f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported"
+        raise InferenceError(text, status=Status.UNSUPPORTED)
+
+    @method
+    async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
+        """Nothing to forget."""
+        return service_pb2.CudaSharedMemoryUnregisterResponse()
+
+    @method
+    async def TraceSetting(self, request: Any, context: Any) -> Any:
+        """Change settings of traces, of the server or of one model, and return all."""
+        if request.model_name and not self._models.versions(request.model_name):
+            raise InferenceError(f"Request for unknown model : {request.model_name}")
+        changes = {name: _trace_value(name, setting) for name, setting in request.settings.items()}
+        values = self._services.trace_settings.update(changes, model=request.model_name)
+        response = service_pb2.TraceSettingResponse()
+        for name, value in values.items():
+            response.settings[name].value.extend([value] if isinstance(value, str) else value)
+        return response
+
+    @method
+    async def LogSettings(self, request: Any, context: Any) -> Any:
+        """Change settings of the log, and return all."""
+        current = self._services.log_settings.values
+        changes = {
+            name: _log_value(name, setting, type(current[name]))
+            for name, setting in request.settings.items()
+            if name in current
+        }
+        response = service_pb2.LogSettingsResponse()
+        for name, value in self._services.log_settings.update(changes).items():
+            setattr(response.settings[name], _LOG_CHOICES[type(value)], value)
+        return response
+
+
+def _check_repository(request: Any) -> None:
+    if request.repository_name:
+        raise InferenceError("'repository_name' specification is not supported", status=Status.UNSUPPORTED)
+
+
+def _load_parameter(name: str, parameter: Any, choice: str) -> Any:
+    if parameter.WhichOneof("parameter_choice") != choice:
+        raise InferenceError(f"invalid value type for load parameter '{name}', expected {choice}.")
+    return getattr(parameter, choice)
+
+
+def _trace_value(name: str, setting: Any) -> Any:
+    values = list(setting.value)
+    if not values:
+        return None
+    if name == "trace_level":
+        return values
+    if len(values) > 1:
+        raise InferenceError(f"expect only 1 value for '{name}'")
+    return values[0]
+
+
+def _log_value(name: str, setting: Any, kind: type) -> Any:
+    if setting.WhichOneof("parameter_choice") != _LOG_CHOICES[kind]:
+        raise InferenceError(f"expect {_LOG_WORDS[kind]} for '{name}'")
+    return getattr(setting, _LOG_CHOICES[kind])

@@ -1,0 +1,76 @@
+"""Small Python models for tests: folders written in a line, and a way to ask them."""
+
+from __future__ import annotations
+
+import queue
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
+from genserve.tensor import Tensor
+
+ADD = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            responses = []
+            for request in requests:
+                x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+                responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("Y", x + {number})]))
+            return responses
+"""
+CONFIG = """
+    backend: "python"
+    input [ { name: "X" data_type: TYPE_FP32 dims: [ -1 ] } ]
+    output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+
+
+def write_model(
+    root: Path, name: str, *, code: str = "", number: int = 1, config: str = CONFIG, version: int = 1
+) -> Path:
+    """A model that adds `number`, or that has this code; returns its folder."""
+    folder = root / name
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(textwrap.dedent(config))
+    text = code or ADD.replace("{number}", str(number))
+    (folder / str(version) / "model.py").write_text(textwrap.dedent(text))
+    return folder
+
+
+def ask(door: Door, model: str, *, version: int = -1, **arrays: Any) -> InferenceResponse:
+    """The one response of a model to float32 arrays; AssertionError if there are more."""
+    responses = ask_all(door, model, version=version, **arrays)
+    assert len(responses) == 1
+    return responses[0]
+
+
+def ask_all(door: Door, model: str, *, version: int = -1, **arrays: Any) -> list[InferenceResponse]:
+    """Every response of a model to float32 arrays."""
+    arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+    inputs = {name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()}
+    request = InferenceRequest(model_name=model, model_version=version, inputs=inputs)
+    inference = Inference(
+        request=request, on_response=lambda response, final: arrived.put((response, final))
+    )
+    door.submit(inference)
+    responses: list[InferenceResponse] = []
+    while True:
+        response, final = arrived.get(timeout=30)
+        if response is not None:
+            responses.append(response)
+        if final:
+            return responses
+
+
+def value(response: InferenceResponse, name: str = "Y") -> list[float]:
+    """What an output holds; raises the error that came in its place."""
+    if response.error is not None:
+        raise response.error
+    output = response.output(name)
+    assert output is not None
+    return output.array.tolist()

@@ -1,0 +1,240 @@
+"""Loading, unloading, swapping: over real Python models in real folders."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from genserve.errors import InferenceError, Status
+from genserve.repository.options import ControlMode, RepositoryOptions
+from genserve.repository.repository import Repository
+from genserve.repository.versions import ModelState
+from tests.models import CONFIG, ask, value, write_model
+
+ENSEMBLE = """
+    platform: "ensemble"
+    input [ { name: "X" data_type: TYPE_FP32 dims: [ -1 ] } ]
+    output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+    ensemble_scheduling { step [
+      { model_name: "one" model_version: -1
+        input_map { key: "X" value: "X" } output_map { key: "Y" value: "M" } },
+      { model_name: "two" model_version: -1
+        input_map { key: "X" value: "M" } output_map { key: "Y" value: "Y" } }
+    ] }
+"""
+
+
+@contextmanager
+def opened(root: Path, *names: str, mode: ControlMode = ControlMode.EXPLICIT, **options) -> Iterator[Repository]:
+    repository = Repository([root], options=RepositoryOptions(control_mode=mode, **options))
+    if names:
+        repository.start(names)
+    elif mode is not ControlMode.EXPLICIT:
+        repository.start()
+    try:
+        yield repository
+    finally:
+        repository.close()
+
+
+def index(repository: Repository) -> dict[str, tuple[str | None, str]]:
+    return {entry.name: (entry.state, entry.reason) for entry in repository.index()}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread brings about."""
+    arrived = threading.Event()
+    while not holds():
+        assert not arrived.wait(0.01)
+
+
+def test_a_model_is_loaded_asked_and_unloaded(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1)
+    with opened(tmp_path) as repository:
+        assert index(repository) == {"one": (None, "")}
+        with pytest.raises(InferenceError, match="Request for unknown model: 'one' is not found"):
+            ask(repository, "one", X=[1])
+        repository.load("one")
+        assert index(repository) == {"one": ("READY", "")}
+        assert value(ask(repository, "one", X=[1])) == [2]
+        repository.unload("one")
+        until(lambda: index(repository) == {"one": ("UNAVAILABLE", "unloaded")})
+        with pytest.raises(InferenceError, match="Request for unknown model: 'one' has no available versions"):
+            ask(repository, "one", X=[1])
+
+
+def test_an_unchanged_model_is_not_loaded_again(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    with opened(tmp_path, "one") as repository:
+        served = repository.find("one")
+        repository.load("one")
+        assert repository.find("one") is served
+        write_model(tmp_path, "one", number=5)
+        repository.load("one")
+        assert value(ask(repository, "one", X=[1])) == [6]
+
+
+def test_a_reload_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    with opened(tmp_path, "one") as repository:
+        write_model(tmp_path, "one", code="raise ValueError('no weights')")
+        with pytest.raises(InferenceError, match="load failed for model 'one': .*no weights") as caught:
+            repository.load("one")
+        assert caught.value.status is Status.INVALID_ARG
+        assert value(ask(repository, "one", X=[1])) == [2]
+        assert index(repository)["one"][0] == "READY"
+
+
+def test_a_first_load_that_fails_says_why_in_the_index(tmp_path: Path) -> None:
+    code = "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('no weights')\n"
+    write_model(tmp_path, "one", code=code)
+    with opened(tmp_path) as repository:
+        with pytest.raises(InferenceError, match="no weights"):
+            repository.load("one")
+        state, reason = index(repository)["one"]
+        assert state == "UNAVAILABLE"
+        assert reason.startswith("Internal: ValueError: no weights")
+
+
+def test_nothing_is_lost_while_a_model_is_swapped_under_load(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=0)
+    failures: list[BaseException] = []
+    seen: set[float] = set()
+    done = threading.Event()
+
+    def ask_on(repository: Repository) -> None:
+        while not done.is_set():
+            try:
+                seen.add(value(ask(repository, "one", X=[0]))[0])
+            except BaseException as error:
+                failures.append(error)
+
+    with opened(tmp_path, "one") as repository:
+        threads = [threading.Thread(target=ask_on, args=(repository,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(1, 6):
+            write_model(tmp_path, "one", number=number)
+            repository.load("one")
+            until(lambda: number in seen)  # noqa: B023 - called before the next round
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert seen == {0, 1, 2, 3, 4, 5}
+
+
+def test_polling_follows_what_changes_on_disk(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1)
+    with opened(tmp_path, mode=ControlMode.POLL, poll_s=0.02) as repository:
+        assert value(ask(repository, "one", X=[1])) == [2]
+        write_model(tmp_path, "one", number=7)
+        until(lambda: value(ask(repository, "one", X=[1])) == [8])
+        write_model(tmp_path, "two", number=3)
+        until(lambda: repository.is_ready("two"))
+        (tmp_path / "two" / "1" / "model.py").unlink()
+        (tmp_path / "two" / "config.pbtxt").unlink()
+        (tmp_path / "two" / "1").rmdir()
+        (tmp_path / "two").rmdir()
+        until(lambda: not repository.is_ready("two"))
+        with pytest.raises(InferenceError, match="is not allowed if polling is enabled"):
+            repository.load("one")
+
+
+@pytest.mark.parametrize(
+    ("policy", "ready"),
+    [
+        ("", [3]),
+        ("version_policy { latest { num_versions: 2 } }", [2, 3]),
+        ("version_policy { all {} }", [1, 2, 3]),
+        ("version_policy { specific { versions: [1, 3] } }", [1, 3]),
+    ],
+)
+def test_the_version_policy_says_what_answers(tmp_path: Path, policy: str, ready: list[int]) -> None:
+    for version in (1, 2, 3):
+        write_model(tmp_path, "one", number=version, version=version, config=CONFIG + policy)
+    with opened(tmp_path, "one") as repository:
+        assert repository.versions("one") == ready
+        assert value(ask(repository, "one", X=[0])) == [3]
+        for version in ready:
+            assert value(ask(repository, "one", version=version, X=[0])) == [version]
+        with pytest.raises(InferenceError, match="version 9 is not found"):
+            ask(repository, "one", version=9, X=[0])
+
+
+def test_an_ensemble_brings_its_models_and_needs_them(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1)
+    write_model(tmp_path, "two", number=10)
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "config.pbtxt").write_text(ENSEMBLE)
+    (tmp_path / "both" / "1").mkdir()
+    with opened(tmp_path, "both") as repository:
+        assert value(ask(repository, "both", X=[1])) == [12]
+        repository.unload("two")
+        assert not repository.is_ready("both")
+        with pytest.raises(InferenceError, match="in ensemble 'both'"):
+            ask(repository, "both", X=[1])
+        repository.load("two")
+        assert value(ask(repository, "both", X=[1])) == [12]
+        repository.unload("both", dependents=True)
+        until(lambda: {state for state, _ in index(repository).values()} == {"UNAVAILABLE"})
+
+
+def test_files_of_the_load_call_take_the_place_of_the_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "one", number=1)
+    code = (folder / "1" / "model.py").read_bytes().replace(b"x + 1", b"x + 100")
+    config = {
+        "backend": "python",
+        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": ["-1"]}],
+        "output": [{"name": "Y", "dataType": "TYPE_FP32", "dims": [-1]}],
+    }
+    with opened(tmp_path, "one") as repository:
+        with pytest.raises(InferenceError, match="config"):
+            repository.load("one", files={"1/model.py": code})
+        with pytest.raises(InferenceError, match="outside"):
+            repository.load("one", config=json.dumps(config), files={"../../evil": b""})
+        repository.load("one", config=json.dumps(config), files={"1/model.py": code})
+        assert value(ask(repository, "one", X=[1])) == [101]
+
+
+def test_a_config_of_the_load_call_is_not_kept(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    text = '{"backend": "python", "max_batch_size": 4, "parameters": {"k": {"string_value": "v"}}, %s}'
+    tensors = '"input": [{"name":"X","data_type":"TYPE_FP32","dims":[-1]}], "output": []'
+    with opened(tmp_path, "one") as repository:
+        repository.load("one", config=text % tensors)
+        assert repository.find("one").config.max_batch_size == 4
+        write_model(tmp_path, "one", number=2)
+        repository.load("one")
+        assert repository.find("one").config.max_batch_size == 0
+
+
+def test_unknown_models_are_told_in_tritons_words(tmp_path: Path) -> None:
+    with opened(tmp_path) as repository:
+        with pytest.raises(InferenceError, match="failed to load 'zzz', failed to poll") as caught:
+            repository.load("zzz")
+        assert caught.value.status is Status.INTERNAL
+        repository.unload("zzz")
+
+
+def test_the_response_cache_answers_without_the_model(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", config=CONFIG + "response_cache { enable: true }")
+    with opened(tmp_path, "one", cache_bytes=2**20) as repository:
+        assert [value(ask(repository, "one", X=[n])) for n in (1, 1, 2, 1)] == [[2], [2], [3], [2]]
+        statistics = repository.find("one").statistics
+        assert (statistics.success.count, statistics.cache_hit.count, statistics.cache_miss.count) == (4, 2, 2)
+        assert (statistics.inference_count, statistics.execution_count) == (2, 2)
+
+
+def test_the_state_is_that_of_all_models(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    write_model(tmp_path, "bad", code="raise ValueError")
+    with opened(tmp_path, mode=ControlMode.NONE) as repository:
+        assert repository.state is ModelState.UNAVAILABLE
+        assert set(repository.errors) == {"bad"}
+        assert value(ask(repository, "one", X=[1])) == [2]

@@ -1,0 +1,53 @@
+"""What a real Triton (2.51) refused to load, in its words; and what it loaded.
+
+`recorded/refusals.json` has the configs of one repository of Python models and ensembles, each with the
+message of Triton's log; REPOSITORY stands for the path. Without a message, the model became ready.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genserve.config.fault import Fault, Severity
+from genserve.repository.check import repository_faults
+
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "refusals.json").read_text())
+
+
+# Here these are a warning: the model is served as far as it goes.
+WARNED = {"label"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("repository")
+    for name, model in RECORDED.items():
+        for version in model.get("versions", [1]):
+            (root / name / str(version)).mkdir(parents=True)
+            (root / name / str(version) / "model.py").touch()
+        (root / name).mkdir(exist_ok=True)
+        (root / name / "config.pbtxt").write_text("\n".join(model["config"]))
+    return root
+
+
+@pytest.fixture(scope="module")
+def errors(root: Path) -> dict[str, list[Fault]]:
+    faults = repository_faults([root])
+    severities = {name: Severity.WARNING if name in WARNED else Severity.ERROR for name in faults}
+    return {name: [fault for fault in faults[name] if fault.severity is severities[name]] for name in faults}
+
+
+@pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" in model])
+def test_what_triton_refuses_is_refused_in_its_words_with_a_remedy(name, root, errors):
+    # Triton tells some of these while it runs the model, with more words around them.
+    message = RECORDED[name]["message"].replace("REPOSITORY", str(root))
+    assert any(fault.message in message for fault in errors[name])
+    assert all(fault.remedy for fault in errors[name])
+
+
+@pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" not in model])
+def test_what_triton_loads_has_no_error(name, errors):
+    assert errors[name] == []

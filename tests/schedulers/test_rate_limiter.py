@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from genserve.config.model_config import RateLimiter as Claim
+from genserve.config.model_config import Resource
+from genserve.errors import InferenceError, RepositoryError
+from genserve.schedulers.direct import DirectQueue
+from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.rate_limiter import Capacity, RateLimiter
+from tests.schedulers.inferences import Asked
+
+
+def claim(priority=1, **counts) -> Claim:
+    """Ask for resources; those in capitals are global."""
+    resources = tuple(
+        Resource(name=name, count=count, is_global=name.isupper()) for name, count in counts.items()
+    )
+    return Claim(resources=resources, priority=priority)
+
+
+def asks(permit) -> bool:
+    """Whether a permit is granted at once."""
+    permit.ask()
+    return permit.granted.acquire(blocking=False)
+
+
+def test_without_a_capacity_there_is_as_much_as_one_instance_needs_at_most():
+    limiter = RateLimiter()
+    small, large = (limiter.register(claim(r=count), device_id=0) for count in (2, 4))
+    other = limiter.register(claim(r=2), device_id=0)
+    assert [asks(small), asks(other), asks(large)] == [True, True, False]
+    small.release()
+    assert not large.granted.acquire(blocking=False)
+    other.release()
+    assert large.granted.acquire(blocking=False)
+
+
+def test_a_resource_is_on_each_device_unless_it_is_global():
+    limiter = RateLimiter()
+    assert all(asks(limiter.register(claim(r=1), device_id=device)) for device in (0, 1))
+    permits = [limiter.register(claim(R=1), device_id=device) for device in (0, 1)]
+    assert [asks(permit) for permit in permits] == [True, False]
+
+
+def test_nobody_passes_the_first_in_line():
+    limiter = RateLimiter()
+    small, large, other = (limiter.register(claim(r=count), device_id=0) for count in (1, 3, 1))
+    assert [asks(small), asks(large), asks(other)] == [True, False, False]
+    small.release()
+    assert large.granted.acquire(blocking=False)
+    assert not other.granted.acquire(blocking=False)
+
+
+def run(permits, *, num_turns) -> Counter[int]:
+    """Let instances that always have work share one resource; return who had how many turns."""
+    turns: Counter[int] = Counter()
+    for permit in permits:
+        permit.ask()
+    for _ in range(num_turns):
+        (number,) = (n for n, permit in enumerate(permits) if permit.granted.acquire(blocking=False))
+        turns[number] += 1
+        permits[number].executed()
+        permits[number].ask()
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("priorities", "turns"),
+    [((1, 1), (60, 60)), ((1, 2), (80, 40)), ((0, 1), (60, 60)), ((1, 3), (90, 30))],
+)
+def test_priority_2_gets_half_as_many_turns_as_1(priorities, turns):
+    limiter = RateLimiter()
+    permits = [limiter.register(claim(priority, r=1), device_id=0) for priority in priorities]
+    had = run(permits, num_turns=120)
+    assert [had[number] for number in range(len(permits))] == pytest.approx(turns, abs=1)
+
+
+def test_one_that_was_away_does_not_take_all_turns():
+    limiter = RateLimiter()
+    old = limiter.register(claim(r=1), device_id=0)
+    for _ in range(100):
+        old.acquire()
+        old.executed()
+    old.release()
+    new = limiter.register(claim(r=1), device_id=0)
+    turns = run([old, new], num_turns=20)
+    assert turns[0] == pytest.approx(10, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("capacities", "needs", "device_id", "there"),
+    [
+        ([Capacity(name="r", count=3)], claim(r=4), 0, 3),
+        ([Capacity(name="other", count=3)], claim(r=1), 0, 0),
+        ([Capacity(name="r", count=9, device_id=1)], claim(r=4), 0, 0),
+        ([Capacity(name="R", count=3, device_id=1)], claim(R=4), 0, 3),
+    ],
+)
+def test_a_capacity_that_is_smaller_than_a_need_is_an_error_of_the_load(capacities, needs, device_id, there):
+    limiter = RateLimiter(capacities)
+    (resource,) = needs.resources
+    with pytest.raises(RepositoryError) as failure:
+        limiter.register(needs, device_id=device_id)
+    assert failure.value.message == (
+        f'Resource count for "{resource.name}" is limited to {there} which will prevent scheduling of one or '
+        f"more model instances, the minimum required count is {resource.count}"
+    )
+    limiter.register(claim(), device_id=0)
+
+
+def test_more_than_one_instance_needs_lets_several_run():
+    limiter = RateLimiter([Capacity(name="r", count=4), Capacity(name="r", count=6, device_id=1)])
+    assert [asks(limiter.register(claim(r=2), device_id=0)) for _ in range(3)] == [True, True, False]
+    assert [asks(limiter.register(claim(r=2), device_id=1)) for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_resource_cannot_be_global_and_of_a_device():
+    limiter = RateLimiter()
+    limiter.register(claim(r=1), device_id=0)
+    with pytest.raises(RepositoryError, match='Resource "r" is present as both global and device-specific'):
+        limiter.register(
+            Claim(resources=(Resource(name="r", count=1, is_global=True),), priority=1), device_id=0
+        )
+
+
+def test_what_an_instance_needed_at_most_is_forgotten_with_it():
+    limiter = RateLimiter()
+    large = limiter.register(claim(r=4), device_id=0)
+    small = [limiter.register(claim(r=2), device_id=0) for _ in range(2)]
+    limiter.withdraw(large)
+    assert [asks(permit) for permit in small] == [True, False]
+
+
+def test_an_instance_holds_its_permit_from_the_take_until_it_is_done():
+    limiter = RateLimiter()
+    permits = [limiter.register(claim(r=1), device_id=0) for _ in range(2)]
+    scheduler = QueueScheduler(DirectQueue(), num_instances=2, permits=permits)
+    first, second = Asked(), Asked()
+    scheduler.submit(first.inference)
+    scheduler.submit(second.inference)
+    batch = scheduler.take(0)
+    assert batch == (first.inference,)
+    permits[1].ask()
+    assert not permits[1].granted.acquire(blocking=False)
+    scheduler.done(0, batch)
+    scheduler.close()
+    scheduler.abandon(0, InferenceError("it is gone"))
+    assert permits[1].granted.acquire(blocking=False)
+    permits[1].release()
+    assert scheduler.take(1) == (second.inference,)
+
+
+def test_an_instance_that_finds_nothing_any_more_gives_its_permit_back():
+    limiter = RateLimiter()
+    holder, permit = (limiter.register(claim(r=1), device_id=0) for _ in range(2))
+
+    class CancelledMeanwhile:
+        """A permit that comes when there is nothing left to do."""
+
+        def acquire(self):
+            permit.acquire()
+            one.inference.cancel()
+            scheduler.close()
+
+        def release(self):
+            permit.release()
+
+    scheduler = QueueScheduler(DirectQueue(), num_instances=1, permits=[CancelledMeanwhile()])
+    one = Asked()
+    scheduler.submit(one.inference)
+    assert scheduler.take(0) is None
+    assert asks(holder)
