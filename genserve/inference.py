@@ -221,4 +221,8 @@ class Door(Protocol):
         """Whether a model answers."""
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a model gives any number of responses to a request. Raises InferenceError: no such model."""
+        """Whether a model gives any number of responses to a request.
+
+        Raises:
+            InferenceError: no such model or version, or not ready.
+        """

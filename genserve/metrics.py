@@ -6,11 +6,17 @@ no request can make a new series.
 
 from __future__ import annotations
 
+import threading
+from typing import TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.registry import Collector
 
 from genserve.request import FinishReason
 
 __all__ = ["GenerationMetrics", "Metrics"]
+
+C = TypeVar("C", bound=Collector)
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
@@ -21,6 +27,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._lock = threading.Lock()
+        self._collectors: dict[type[Collector], Collector] = {}
         model = ("model",)
         self.requests = Counter(
             "genserve_requests",
@@ -68,6 +76,16 @@ class Metrics:
             buckets=_LATENCY_S,
             registry=self.registry,
         )
+
+    def collector(self, kind: type[C]) -> C:
+        """Return the registry's one collector of a kind, made when it is first asked for."""
+        with self._lock:
+            found = self._collectors.get(kind)
+            if found is None:
+                found = self._collectors[kind] = kind()
+                self.registry.register(found)
+        assert isinstance(found, kind)  # as it was put
+        return found
 
     def for_model(self, name: str) -> GenerationMetrics:
         """Return the series of one model, looked up once."""

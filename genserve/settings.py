@@ -12,17 +12,40 @@ __all__ = ["ServerSettings"]
 class ServerSettings:
     """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
-    model_repository: tuple[Path, ...] = (Path("model_repository"),)    # the first that has a model wins
+    # What is served.
+    model_repository: tuple[Path, ...] = (Path("model_repository"),)
+    model_control_mode: str = "none"        # "none", "poll" or "explicit"
+    load_model: tuple[str, ...] = ()        # empty: all, or with control mode "explicit" none; "*": all
+    repository_poll_s: float = 15.0         # between two looks at the repository, with control mode "poll"
+    exit_on_error: bool = True              # a model that fails to load at the start ends the server
+    strict_readiness: bool = True           # ready only while every model is
+    strict_model_config: bool = False       # nothing is completed from the files of models
+    strict_placement: bool = False          # a model for a GPU is not run on the CPU
+    model_config_name: str = ""             # configs/NAME.pbtxt of a model in place of its config.pbtxt
+    backend_directory: Path | None = None   # of backends in Python
+    load_threads: int = 4                   # models that load at the same time
+    cache_bytes: int = 0                    # of the response cache; 0: there is none
+    rate_limit: bool = False                # instances share the resources that their groups name
+    rate_limit_resources: tuple[str, ...] = ()      # "NAME:COUNT" or "NAME:COUNT:DEVICE"
+    max_queue: int = 256                    # requests that may wait for a slot, per generation model
+
+    # Where.
     host: str = "127.0.0.1"
-    http_port: int = 8000                   # 0: a free one
-    load_model: tuple[str, ...] = ()        # empty: every generation model of the repository
-    allow_client_shm: bool = False          # whether clients may register regions of shared memory
+    http_port: int = 8000                   # 0: a free one; so for the other ports
+    allow_grpc: bool = True
+    grpc_host: str = ""                     # empty: `host`
+    grpc_port: int = 8001
+    allow_metrics: bool = True              # a port for metrics alone; they are on the HTTP port in any case
+    metrics_host: str = ""                  # empty: `host`
+    metrics_port: int = 8002
+
+    # To whom, and how much.
     server_id: str = "genserve"             # what the KServe protocols call the server
-    http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
+    api_key: str | None = None              # None: open to whoever reaches the port
+    allow_client_shm: bool = False          # whether clients may register regions of shared memory
     http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
     grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none
-    api_key: str | None = None              # None: open to whoever reaches the port
-    max_queue: int = 256                    # requests that may wait for a slot, per model
+    http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
     max_body_bytes: int = 8 * 2**20         # of one request; parsing it stalls the event loop 4 ms per MB
     drain_s: float = 30.0                   # how long answers may go on after SIGTERM
     log_verbose: int = 0                    # 0: warnings and lifecycle; 1: also requests

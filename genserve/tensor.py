@@ -146,8 +146,8 @@ def _split_strings(
         if rest < 4:
             raise _bad_strings(
                 name,
-                f"incomplete string length indicator for inference {where}, expecting 4 bytes but only {rest} "
-                "bytes available. Please make sure the string length indicator is in one buffer.",
+                f"incomplete string length indicator for inference {where}, expecting 4 bytes but only "
+                f"{rest} bytes available. Please make sure the string length indicator is in one buffer.",
             )
         (length,) = struct.unpack_from("<I", view, position)
         position += 4

@@ -19,12 +19,16 @@ class LiveServer:
     def __init__(self, repository: Path, **settings: Any) -> None:
         ready: queue.SimpleQueue[ServerInfo] = queue.SimpleQueue()
         self.server = Server(
-            ServerSettings(model_repository=(repository,), http_port=0, **settings), on_ready=ready.put
+            ServerSettings(
+                model_repository=(repository,), http_port=0, grpc_port=0, metrics_port=0, **settings
+            ),
+            on_ready=ready.put,
         )
         self._thread = threading.Thread(target=self.server.serve_until_stopped)
         self._thread.start()
         self.info = ready.get(timeout=60)
         self.url = self.info.url
+        self.grpc_url = self.info.grpc_address
 
     @property
     def model(self) -> GenerationEnsemble:

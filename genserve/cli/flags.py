@@ -27,6 +27,8 @@ ModelRepository = Annotated[
 ModelRepositories = Annotated[
     list[Path],
     typer.Option(
+        "--model-repository",
+        "--model-store",
         envvar="GENSERVE_MODEL_REPOSITORY",
         help="Folder that holds models; may be given again.",
     ),

@@ -14,6 +14,7 @@ from genserve.cli.generate import generate
 from genserve.cli.models import models
 from genserve.cli.pull import pull
 from genserve.cli.serve import serve
+from genserve.cli.switch_command import SwitchCommand
 from genserve.errors import GenserveError
 
 __all__ = ["app", "main"]
@@ -27,7 +28,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command(epilog="Example: genserve serve --model-repository ./model_repository --http-port 8000")(serve)
+app.command(
+    cls=SwitchCommand, epilog="Example: genserve serve --model-repository ./model_repository --http-port 8000"
+)(serve)
 app.command(epilog="Example: genserve chat smollm2 --system 'Answer in one sentence.'")(chat)
 app.command(epilog="Example: echo 'The capital of France is' | genserve generate --max-tokens 8")(generate)
 app.command(epilog="Example: genserve pull smollm2")(pull)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Annotated
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,45 +14,246 @@ from genserve.cli.flags import ModelRepositories
 from genserve.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from genserve.server import ServerInfo
+    from genserve.server import ServerInfo, VersionInfo
 
 __all__ = ["print_card", "serve"]
 
 _DEFAULTS = ServerSettings()
+_PORTS: dict[str, Any] = {"min": 0, "max": 65535}
+# The headings of `--help`.
+_MODELS, _PLACE, _CLIENTS = "Models", "Ports", "Clients and log"
+
+
+def _flag(*names: str, help: str, panel: str, **more: Any) -> Any:  # noqa: A002  # typer's own word
+    """Return an option with its twin in the environment: --grpc-port and GENSERVE_GRPC_PORT."""
+    twin = "GENSERVE_" + names[0].removeprefix("--").split("/")[0].upper().replace("-", "_")
+    return typer.Option(*names, envvar=twin, help=help, rich_help_panel=panel, **more)
 
 
 def serve(
     model_repository: ModelRepositories = list(_DEFAULTS.model_repository),  # noqa: B006  # typer copies it
-    host: Annotated[
-        str, typer.Option(envvar="GENSERVE_HOST", help="Address to listen on; 0.0.0.0 lets others in.")
-    ] = _DEFAULTS.host,
-    http_port: Annotated[
-        int, typer.Option(envvar="GENSERVE_HTTP_PORT", min=0, max=65535, help="0 takes a free port.")
-    ] = _DEFAULTS.http_port,
+    model_control_mode: Annotated[
+        Literal["none", "poll", "explicit"],
+        _flag(
+            "--model-control-mode",
+            help="none loads every model at the start; poll also follows changes on disk; explicit loads "
+            "what --load-model names, and what the load and unload calls of KServe ask for.",
+            panel=_MODELS,
+        ),
+    ] = "none",
     load_model: Annotated[
         list[str],
-        typer.Option(envvar="GENSERVE_LOAD_MODEL", help="Load this model, not all; may be given again."),
+        _flag(
+            "--load-model",
+            help="Load this model at the start, not all; may be given again. * is all of them.",
+            panel=_MODELS,
+        ),
     ] = list(_DEFAULTS.load_model),  # noqa: B006  # typer copies it
+    repository_poll_secs: Annotated[
+        float,
+        _flag(
+            "--repository-poll-secs",
+            help="How often poll looks at the disk, seconds.",
+            panel=_MODELS,
+            min=0.1,
+        ),
+    ] = _DEFAULTS.repository_poll_s,
+    exit_on_error: Annotated[
+        bool,
+        _flag(
+            "--exit-on-error/--no-exit-on-error",
+            help="End if a model cannot be loaded at the start; else serve the others.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.exit_on_error,
+    strict_readiness: Annotated[
+        bool,
+        _flag(
+            "--strict-readiness/--no-strict-readiness",
+            help="Be ready only while every model is; else as soon as all were tried.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.strict_readiness,
+    strict_model_config: Annotated[
+        bool,
+        _flag(
+            "--disable-auto-complete-config/--no-disable-auto-complete-config",
+            "--strict-model-config/--no-strict-model-config",
+            help="Take config.pbtxt as it is; else what it leaves out is read from the model's file.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.strict_model_config,
+    strict_placement: Annotated[
+        bool,
+        _flag(
+            "--strict-placement/--no-strict-placement",
+            help="Refuse a model for a GPU where there is none; else it runs on the CPU, with a warning.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.strict_placement,
+    model_config_name: Annotated[
+        str,
+        _flag(
+            "--model-config-name",
+            help="Read configs/NAME.pbtxt in place of config.pbtxt, where a model has it.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.model_config_name,
+    backend_directory: Annotated[
+        Path | None,
+        _flag(
+            "--backend-directory",
+            help="Folder with backends in Python, each NAME/model.py.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.backend_directory,
+    model_load_thread_count: Annotated[
+        int, _flag("--model-load-thread-count", help="Models that load at once.", panel=_MODELS, min=1)
+    ] = _DEFAULTS.load_threads,
+    cache_config: Annotated[
+        str,
+        _flag(
+            "--cache-config",
+            help="local,size=BYTES: keep answers of models whose config enables response_cache.",
+            panel=_MODELS,
+        ),
+    ] = "",
+    response_cache_byte_size: Annotated[
+        int,
+        _flag(
+            "--response-cache-byte-size", help="The same as --cache-config local,size=.", panel=_MODELS, min=0
+        ),
+    ] = _DEFAULTS.cache_bytes,
+    rate_limit: Annotated[
+        Literal["off", "execution_count"],
+        _flag(
+            "--rate-limit",
+            help="execution_count: an instance runs only while it holds its group's resources.",
+            panel=_MODELS,
+        ),
+    ] = "off",
+    rate_limit_resource: Annotated[
+        list[str],
+        _flag(
+            "--rate-limit-resource",
+            help="NAME:COUNT or NAME:COUNT:DEVICE, how much there is; may be given again.",
+            panel=_MODELS,
+        ),
+    ] = list(_DEFAULTS.rate_limit_resources),  # noqa: B006  # typer copies it
     max_queue: Annotated[
-        int, typer.Option(envvar="GENSERVE_MAX_QUEUE", min=0, help="Requests that may wait, per model.")
+        int,
+        _flag("--max-queue", help="Requests that may wait, per generation model.", panel=_MODELS, min=0),
     ] = _DEFAULTS.max_queue,
+    host: Annotated[
+        str,
+        _flag("--host", "--http-address", help="Address to listen on; 0.0.0.0 lets others in.", panel=_PLACE),
+    ] = _DEFAULTS.host,
+    http_port: Annotated[
+        int, _flag("--http-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
+    ] = _DEFAULTS.http_port,
+    allow_grpc: Annotated[
+        bool, _flag("--allow-grpc/--no-allow-grpc", help="Serve KServe v2 over gRPC, too.", panel=_PLACE)
+    ] = _DEFAULTS.allow_grpc,
+    grpc_address: Annotated[
+        str, _flag("--grpc-address", help="Another address for gRPC than --host.", panel=_PLACE)
+    ] = _DEFAULTS.grpc_host,
+    grpc_port: Annotated[
+        int, _flag("--grpc-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
+    ] = _DEFAULTS.grpc_port,
+    allow_metrics: Annotated[
+        bool,
+        _flag(
+            "--allow-metrics/--no-allow-metrics",
+            help="Serve /metrics on a port of its own; it is on the HTTP port in any case.",
+            panel=_PLACE,
+        ),
+    ] = _DEFAULTS.allow_metrics,
+    metrics_address: Annotated[
+        str, _flag("--metrics-address", help="Another address for metrics than --host.", panel=_PLACE)
+    ] = _DEFAULTS.metrics_host,
+    metrics_port: Annotated[
+        int, _flag("--metrics-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
+    ] = _DEFAULTS.metrics_port,
+    server_id: Annotated[
+        str, _flag("--id", help="The server's name in the metadata of KServe.", panel=_CLIENTS)
+    ] = _DEFAULTS.server_id,
+    allow_client_shm: Annotated[
+        bool,
+        _flag(
+            "--allow-client-shm/--no-allow-client-shm",
+            help="Let clients on this machine pass tensors in shared memory; they are trusted with it.",
+            panel=_CLIENTS,
+        ),
+    ] = _DEFAULTS.allow_client_shm,
+    http_header_forward_pattern: Annotated[
+        str,
+        _flag(
+            "--http-header-forward-pattern",
+            help="Regular expression: headers in whose name it is found reach models as parameters.",
+            panel=_CLIENTS,
+        ),
+    ] = _DEFAULTS.http_header_forward_pattern,
+    grpc_header_forward_pattern: Annotated[
+        str,
+        _flag("--grpc-header-forward-pattern", help="The same for metadata of gRPC.", panel=_CLIENTS),
+    ] = _DEFAULTS.grpc_header_forward_pattern,
+    http_max_input_size: Annotated[
+        int,
+        _flag(
+            "--http-max-input-size", help="Of the JSON of one KServe request, bytes.", panel=_CLIENTS, min=1
+        ),
+    ] = _DEFAULTS.http_max_input_size,
     drain_s: Annotated[
-        float, typer.Option(envvar="GENSERVE_DRAIN_S", min=0, help="Time for answers to end after SIGTERM.")
+        float,
+        _flag(
+            "--drain-s",
+            "--exit-timeout-secs",
+            help="Time for answers to end after SIGTERM, and for requests to a model before it is unloaded.",
+            panel=_CLIENTS,
+            min=0,
+        ),
     ] = _DEFAULTS.drain_s,
     log_verbose: Annotated[
-        int, typer.Option(envvar="GENSERVE_LOG_VERBOSE", min=0, help="1 logs requests too.")
+        int, _flag("--log-verbose", help="1 logs requests too.", panel=_CLIENTS, min=0)
     ] = _DEFAULTS.log_verbose,
 ) -> None:
-    """Serve the models of a repository over HTTP. Set GENSERVE_API_KEY to ask clients for a key."""
+    """Serve the models of a repository over HTTP and gRPC.
+
+    Flags have tritonserver's names where they mean the same; switches may be written --switch=false.
+    Set GENSERVE_API_KEY to ask clients for a key.
+    """
     from genserve.server import serve as run_server
 
     settings = ServerSettings(
         model_repository=tuple(model_repository),
+        model_control_mode=model_control_mode,
+        load_model=tuple(load_model),
+        repository_poll_s=repository_poll_secs,
+        exit_on_error=exit_on_error,
+        strict_readiness=strict_readiness,
+        strict_model_config=strict_model_config,
+        strict_placement=strict_placement,
+        model_config_name=model_config_name,
+        backend_directory=backend_directory,
+        load_threads=model_load_thread_count,
+        cache_bytes=_cache_bytes(cache_config) or response_cache_byte_size,
+        rate_limit=rate_limit != "off",
+        rate_limit_resources=tuple(rate_limit_resource),
+        max_queue=max_queue,
         host=host,
         http_port=http_port,
-        load_model=tuple(load_model),
+        allow_grpc=allow_grpc,
+        grpc_host=grpc_address,
+        grpc_port=grpc_port,
+        allow_metrics=allow_metrics,
+        metrics_host=metrics_address,
+        metrics_port=metrics_port,
+        server_id=server_id,
         api_key=os.environ.get("GENSERVE_API_KEY") or None,
-        max_queue=max_queue,
+        allow_client_shm=allow_client_shm,
+        http_header_forward_pattern=_pattern(http_header_forward_pattern),
+        grpc_header_forward_pattern=_pattern(grpc_header_forward_pattern),
+        http_max_input_size=http_max_input_size,
         drain_s=drain_s,
         log_verbose=log_verbose,
     )
@@ -58,9 +261,11 @@ def serve(
 
 
 def print_card(server: ServerInfo) -> None:
-    """Print where a server answers, with which models, and what to try first."""
+    """Print what is served, where, and what to try first."""
     from genserve.cli.render import print_error
 
+    if server.versions:
+        _print_table(server.versions)
     for model in server.models:
         cache_gb = model.kv_cache_bytes / 2**30
         print(
@@ -69,13 +274,58 @@ def print_card(server: ServerInfo) -> None:
         )
     for error in server.errors:
         print_error(error)
+    print(f"\nReady at {server.url} (chat: /v1/chat/completions, generate: /generate, API: /docs)")
+    if server.grpc_address:
+        print(f"KServe v2 at {server.url}/v2, over gRPC at {server.grpc_address}")
+    if server.metrics_url:
+        print(f"Metrics at {server.metrics_url}")
+    print(flush=True)
+    if server.models:
+        _print_first_steps(server)
+
+
+def _print_table(versions: tuple[VersionInfo, ...]) -> None:
+    from rich.table import Table
+
+    from genserve.cli.render import make_console, visible
+
+    table = Table("Model", "Version", "Status")
+    for line in versions:
+        status = f"{line.state}: {line.reason.strip()}" if line.reason else line.state or "not loaded"
+        table.add_row(visible(line.name), "" if line.version is None else str(line.version), visible(status))
+    make_console().print(table, soft_wrap=False)
+
+
+def _print_first_steps(server: ServerInfo) -> None:
     body = {
         "model": server.models[0].name,
         "messages": [{"role": "user", "content": "Hi"}],
         "temperature": 0,
         "stream": True,
     }
-    print(f"\nReady at {server.url} (chat: /v1/chat/completions, generate: /generate, API: /docs)\n")
     print(f"  genserve chat --url {server.url}")
     print(f"  curl -N {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\")
     print(f"    -d '{json.dumps(body)}'\n", flush=True)
+
+
+def _cache_bytes(text: str) -> int:
+    """Return the bytes that `local,size=BYTES` says; 0 for an empty text."""
+    if not text:
+        return 0
+    kind, _, size = text.partition(",size=")
+    if kind != "local" or not size.isdecimal():
+        raise typer.BadParameter(
+            f"{text!r} is not local,size=BYTES, the only cache there is", param_hint="--cache-config"
+        )
+    return int(size)
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression that compiles."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(
+            f"{text!r} is no regular expression: {error}", param_hint="--...-header-forward-pattern"
+        ) from error
+    return text

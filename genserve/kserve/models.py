@@ -32,6 +32,14 @@ class ServedModel(Protocol):
         """What it has done."""
 
     @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not executed yet."""
+
+    @property
+    def load_s(self) -> float:
+        """How long its load took, seconds."""
+
+    @property
     def labels(self) -> Mapping[str, Sequence[str]]:
         """The labels of the classes by output name, for the outputs that have a `label_filename`."""
 

@@ -77,9 +77,9 @@ class Admission:
 
     def _check_count(self, request: InferenceRequest) -> None:
         num_inputs = len(request.inputs)
-        if self._num_required <= num_inputs <= len(self._specs):
-            if self._num_required == len(self._specs) or self._has_all_required(request):
-                return
+        is_right = self._num_required <= num_inputs <= len(self._specs)
+        if is_right and (self._num_required == len(self._specs) or self._has_all_required(request)):
+            return
         required = [name for name, spec in self._specs.items() if not spec.optional]
         missing = ",".join(f"'{name}'" for name in required if name not in request.inputs)
         got = ",".join(f"'{name}'" for name in sorted(request.inputs))

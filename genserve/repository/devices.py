@@ -7,7 +7,8 @@ from pathlib import Path
 
 __all__ = ["num_gpus"]
 
-_DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU; asking CUDA itself would take torch's import
+# A folder for each GPU; to ask CUDA itself would take an import of torch.
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def num_gpus() -> int:

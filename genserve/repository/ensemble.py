@@ -186,7 +186,7 @@ class _Run:
             part.cancel()
 
     def _startable(self, flow: _Flow) -> Iterator[_Step]:
-        """Take out of `waiting` the steps whose inputs are known; one that lacks a required one never runs."""
+        """Take the steps whose inputs are known out of `waiting`; one without a required one never runs."""
         for step in list(flow.waiting):
             if not all(flow.knows(name) for name in step.sources):
                 continue

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from genserve.backends.backend import Backend, Placement
-from genserve.config.model_config import ModelConfig
+from genserve.config.model_config import InstanceGroup, ModelConfig
 from genserve.inference import Inference
 from genserve.schedulers.instance import Instance
+from genserve.schedulers.rate_limiter import ResourcePermit
 from genserve.schedulers.scheduler import Scheduler
 from genserve.statistics import ModelStatistics
 
-__all__ = ["Instances", "placements"]
+__all__ = ["Instances", "group_placements", "placements"]
 
 
 class Instances:
@@ -24,6 +25,7 @@ class Instances:
         placements: Sequence[Placement],
         scheduler: Scheduler,
         statistics: ModelStatistics,
+        permits: Sequence[ResourcePermit] = (),
     ) -> None:
         """Start every instance, and wait until all have started.
 
@@ -32,11 +34,13 @@ class Instances:
             placements: one for each instance.
             scheduler: closed with this.
             statistics: to count executions in.
+            permits: of the rate limiter, which the scheduler asks for; withdrawn with the instances.
 
         Raises:
             Exception: what the first instance that did not start raised; the others are closed again.
         """
         self._scheduler = scheduler
+        self._permits = permits
         self._instances = [
             Instance(
                 lambda placement=placement: start(placement),  # type: ignore[misc]
@@ -75,18 +79,23 @@ class Instances:
         self._scheduler.close()
         for instance in self._instances:
             instance.join()
+        for permit in self._permits:
+            permit.withdraw()
 
 
 def placements(config: ModelConfig) -> Iterator[Placement]:
     """Yield where each instance of a normalised config runs, by Triton's names for them."""
     for group in config.instance_groups:
-        number = 0
-        for _ in range(max(1, group.count)):
-            for device in group.gpus if group.kind == "KIND_GPU" else (None,):
-                suffix = "" if device is None else f"_gpu{device}"
-                yield Placement(
-                    name=f"{group.name}_{number}{suffix}",
-                    kind=group.kind.removeprefix("KIND_"),
-                    device_id=device or 0,
-                )
-                number += 1
+        yield from group_placements(group)
+
+
+def group_placements(group: InstanceGroup) -> Iterator[Placement]:
+    """Yield where each instance of one group runs."""
+    devices = group.gpus if group.kind == "KIND_GPU" else (None,)
+    for number, device in enumerate(devices * max(1, group.count)):
+        suffix = "" if device is None else f"_gpu{device}"
+        yield Placement(
+            name=f"{group.name}_{number}{suffix}",
+            kind=group.kind.removeprefix("KIND_"),
+            device_id=device or 0,
+        )

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from genserve.backends.backend import Backend, ModelSource, Placement
 from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
+from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.errors import RepositoryError
-from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.inference import Door
 from genserve.metrics import Metrics
 from genserve.repository.ensemble import Ensemble
-from genserve.repository.instances import Instances, placements
+from genserve.repository.instances import Instances, group_placements
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import Prepared
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Runner, Served
 from genserve.repository.versions import Versions
 from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.statistics import ModelStatistics
 
 __all__ = ["Loader"]
@@ -36,6 +37,7 @@ class Loader:
     options: RepositoryOptions
     metrics: Metrics
     cache: ResponseCache | None
+    rate_limiter: RateLimiter | None
 
     def load(self, model: Prepared, version: int) -> Served:
         """Load one version, warmed up and ready to answer.
@@ -80,12 +82,41 @@ class Loader:
 
         def start(placement: Placement) -> Backend:
             instance = backend(source, shared, placement)
-            run_warmups(instance, warmups)
+            try:
+                run_warmups(instance, warmups)
+            except BaseException:
+                instance.close()
+                raise
             return instance
 
-        places: Sequence[Placement] = tuple(placements(config))
-        scheduler = make_scheduler(config, num_instances=len(places), path=model.path)
-        return Instances(start, placements=places, scheduler=scheduler, statistics=statistics)
+        groups_and_places = [
+            (group, place) for group in config.instance_groups for place in group_placements(group)
+        ]
+        permits = self._permits(groups_and_places)
+        scheduler = make_scheduler(
+            config, num_instances=len(groups_and_places), path=model.path, permits=permits
+        )
+        return Instances(
+            start,
+            placements=[placement for _, placement in groups_and_places],
+            scheduler=scheduler,
+            statistics=statistics,
+            permits=permits,
+        )
+
+    def _permits(self, places: Iterable[tuple[InstanceGroup, Placement]]) -> list[ResourcePermit]:
+        """Register the instances with the rate limiter, if there is one: all of them, or none."""
+        permits: list[ResourcePermit] = []
+        if self.rate_limiter is None:
+            return permits
+        try:
+            for group, place in places:
+                permits.append(self.rate_limiter.register(group.rate_limiter, device_id=place.device_id))
+        except RepositoryError:
+            for permit in permits:
+                permit.withdraw()
+            raise
+        return permits
 
 
 def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:

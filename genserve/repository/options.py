@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from genserve.schedulers.rate_limiter import Capacity
 
 __all__ = ["ControlMode", "RepositoryOptions"]
 
@@ -32,5 +33,5 @@ class RepositoryOptions:
     load_threads: int = 4                   # models that load at the same time
     exit_timeout_s: float = 30.0            # how long an unload waits for requests
     max_queue: int = 256                    # requests that may wait for a slot of a generation model
-    rate_limit: bool = False                # instances share resources
-    rate_limit_resources: Mapping[str, int] = field(default_factory=dict)
+    rate_limiter: bool = False              # instances share the resources that their groups name
+    resources: tuple[Capacity, ...] = ()    # of the rate limiter; empty: what one instance needs at most

@@ -14,6 +14,7 @@ from genserve.backends.ensemble import GenerationEnsemble
 from genserve.config.fault import first_error
 from genserve.errors import (
     Closed,
+    ConfigError,
     GenserveError,
     InferenceError,
     ModelNotFound,
@@ -39,6 +40,7 @@ from genserve.repository.stages import (
 )
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.versions import IndexEntry, ModelState, Versions
+from genserve.schedulers.rate_limiter import RateLimiter
 
 __all__ = ["Repository"]
 
@@ -76,7 +78,7 @@ class Repository:
         """
         self.options = options or RepositoryOptions()
         self._roots = tuple(roots)
-        self._entries = scan(self._roots)
+        self._entries = self._scan()
         self._versions = Versions()
         cache_bytes = self.options.cache_bytes
         self._loader = Loader(
@@ -85,6 +87,7 @@ class Repository:
             options=self.options,
             metrics=metrics or Metrics(),
             cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
+            rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
         self._locks: dict[str, threading.RLock] = {}        # of each model: one change of it at a time
         self._errors: dict[str, GenserveError] = {}
@@ -231,7 +234,7 @@ class Repository:
         """Load a model, or load it anew if its folder has changed; see `Door`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
-        self._entries = scan(self._roots)
+        self._entries = self._scan()
         entry = self._entry_of_files(name, files, config) if files else self._entries.get(name)
         if entry is None:
             text = f"failed to load '{name}', failed to poll from model repository"
@@ -250,17 +253,17 @@ class Repository:
 
     # Its life.
 
-    def start(self, names: Iterable[str] = ()) -> None:
-        """Load these models, or all; one that fails is noted in `errors` and passed over.
+    def start(self, names: Iterable[str] | None = None) -> None:
+        """Load these models; one that fails is noted in `errors` and passed over. None: all there are.
 
         Raises:
             ModelNotFound: one of `names` is not in the repository.
         """
-        asked = list(names)
+        asked = list(self._entries if names is None else names)
         for name in asked:
             if name not in self._entries:
                 raise self._not_found(name)
-        self._wanted = asked or list(self._entries)
+        self._wanted = asked
         owners = stage_owners(self._entries)
         entries = [self._entries[name] for name in self._wanted]
         alone = [entry for entry in entries if not entry.is_ensemble and entry.name not in owners]
@@ -336,16 +339,18 @@ class Repository:
             reason = _reason(error)
             if not serves:
                 self._versions.set_state(entry.name, version, ModelState.UNAVAILABLE, reason=reason)
-            text = (
-                f"load failed for model '{entry.name}': version {version} is at UNAVAILABLE state: {reason};\n"
-            )
-            raise InferenceError(text, remedy=getattr(error, "remedy", "")) from error
+            text = f"version {version} is at UNAVAILABLE state: {reason};\n"
+            remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
+            raise InferenceError(f"load failed for model '{entry.name}': {text}", remedy=remedy) from error
 
     def _load_versions(self, entry: ModelEntry, config_json: str) -> list[Served]:
-        error = first_error(model_faults(entry, self._entries)) if not config_json else None
-        if error is not None:
-            raise error
-        model = prepare(entry, options=self.options, config_json=config_json)
+        if not config_json:
+            # Not the config's own faults: `prepare` judges it once it is completed.
+            faults = model_faults(entry, self._entries)
+            error = first_error(fault for fault in faults if fault not in entry.parsed.faults)
+            if error is not None:
+                raise error
+        model = prepare(entry, self._entries, options=self.options, config_json=config_json)
         fresh: list[Served] = []
         try:
             for version in model.versions:
@@ -368,7 +373,8 @@ class Repository:
         """Write the files of a load call into a folder of their own, which takes the place of the model's."""
         if not config:
             raise InferenceError(
-                f"failed to load '{name}', override model directory requires the 'config' parameter to be set",
+                f"failed to load '{name}', override model directory requires the 'config' parameter "
+                "to be set",
                 remedy="send the model's config as JSON along with its files",
             )
         self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
@@ -385,8 +391,8 @@ class Repository:
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
         with self._lock_of(name):
-            leaving = [name, *(stage for stage, owner in stage_owners(self._entries).items() if owner == name)]
-            for model in leaving:
+            owners = stage_owners(self._entries)
+            for model in (name, *(stage for stage, owner in owners.items() if owner == name)):
                 old = self._versions.put(model, ())
                 for served in old:
                     self._versions.set_state(model, served.version, ModelState.UNLOADING)
@@ -419,13 +425,21 @@ class Repository:
                 logger.exception("polling the repository failed")
 
     def _follow_folders(self) -> None:
-        before, self._entries = self._entries, scan(self._roots)
+        before, self._entries = self._entries, self._scan()
         for name in before.keys() - self._entries.keys():
             self._unload(name)
         for name, entry in self._entries.items():
             if fingerprint(entry.path) != self._polled.get(name):
                 self._polled[name] = fingerprint(entry.path)
                 self._load_noted(entry)
+
+    def _scan(self) -> dict[str, ModelEntry]:
+        directory = self.options.backend_directory
+        return scan(
+            self._roots,
+            config_name=self.options.config_name,
+            backend_folders=[directory] if directory else (),
+        )
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
@@ -442,6 +456,8 @@ def _reason(error: Exception) -> str:
     """Return why a load failed, in Triton's form: its word for the code, and the message."""
     if isinstance(error, InferenceError):
         return f"{_STATUS_WORDS[error.status]}: {error.message}"
+    if isinstance(error, ConfigError):
+        return f"Invalid argument: {error.text}"
     if isinstance(error, RepositoryError):
         return f"Invalid argument: {error.message}"
     if isinstance(error, GenserveError):

@@ -90,7 +90,7 @@ class _Answer:
         self._inference = inference
         self._loop = ensemble.loop
         self._streaming = streaming
-        self._texts = {sequence: "" for sequence in sequences}
+        self._texts = dict.fromkeys(sequences, "")
         self._open = set(sequences)
 
     def submit(self) -> None:

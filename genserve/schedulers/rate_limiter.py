@@ -24,6 +24,25 @@ class Capacity:
     count: int
     device_id: int | None = None    # None: on each device
 
+    @classmethod
+    def parse(cls, text: str) -> Capacity:
+        """Read what a person writes: `name:count` or `name:count:device`.
+
+        Raises:
+            ValueError: it is neither; in Triton's words.
+        """
+        name, *numbers = text.split(":")
+        if not name or len(numbers) not in (1, 2):
+            raise ValueError(
+                "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or "
+                f"'<resource_name>:<count>'. Got {text}"
+            )
+        for number in numbers:
+            if not number.isdecimal():
+                raise ValueError(f"Invalid option value. Got {number}")
+        count, *device = map(int, numbers)
+        return cls(name=name, count=count, device_id=device[0] if device else None)
+
 
 class _Place(NamedTuple):
     """A resource, and the device that it is on; None: it is global."""
@@ -54,6 +73,11 @@ class RateLimiter:
         self._line: list[tuple[int, int, ResourcePermit]] = []  # sorted by turn, and then by arrival
         self._count = itertools.count()
         self._turn = 0  # of whoever had the last
+
+    @property
+    def num_in_line(self) -> int:
+        """Instances that have work and wait for their resources."""
+        return len(self._line)
 
     def register(self, claim: Claim, *, device_id: int) -> ResourcePermit:
         """Return the permit of an instance that is to be loaded; `withdraw` it once the instance has gone.
@@ -123,6 +147,10 @@ class ResourcePermit:
         self._limiter = limiter
         self._stride = stride
 
+    def withdraw(self) -> None:
+        """Forget it: its instance has gone."""
+        self._limiter.withdraw(self)
+
     def acquire(self) -> None:
         """Wait for it; what is held is given back only as one stands in line, so that others take turns."""
         self.ask()
@@ -139,7 +167,6 @@ class ResourcePermit:
     def executed(self) -> None:
         """Count a turn; one in which there was nothing to execute any more is none."""
         self.turn += self._stride
-
 
 
 def _available(permits: Iterable[ResourcePermit], capacities: tuple[Capacity, ...]) -> dict[_Place, int]:

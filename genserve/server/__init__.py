@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from genserve.server.serve import ModelInfo, ServerInfo, serve
+from genserve.server.serve import ModelInfo, ServerInfo, VersionInfo, serve
 
-__all__ = ["ModelInfo", "ServerInfo", "serve"]
+__all__ = ["ModelInfo", "ServerInfo", "VersionInfo", "serve"]

@@ -6,20 +6,31 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
+from prometheus_client import generate_latest
 
 from genserve.errors import GenserveError, RepositoryError
 from genserve.metrics import Metrics
-from genserve.repository.options import RepositoryOptions
+from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
+from genserve.schedulers.rate_limiter import Capacity
+from genserve.server.address import address_of
 from genserve.server.app import create_app
+from genserve.server.metrics import CpuCollector, InferenceCollector
+from genserve.server.metrics_port import MetricsPort
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 
-__all__ = ["ModelInfo", "Server", "ServerInfo", "serve"]
+if TYPE_CHECKING:
+    from genserve.server.grpc.endpoint import GrpcEndpoint
+
+__all__ = ["ModelInfo", "Server", "ServerInfo", "VersionInfo", "serve"]
+
+logger = logging.getLogger(__name__)
 
 # After the drain, streams get a moment to write their error event before their tasks are cancelled.
 _FAREWELL_S = 5
@@ -37,11 +48,24 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """One version of any model; a line of the repository's index."""
+
+    name: str
+    version: int | None         # None: never loaded
+    state: str                  # "READY", "UNAVAILABLE" ...
+    reason: str                 # of an unavailable one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
     """A server that is ready."""
 
     url: str
-    models: tuple[ModelInfo, ...]
+    grpc_address: str = ""                  # host and port; empty: there is no gRPC
+    metrics_url: str = ""                   # empty: metrics are on the HTTP port alone
+    models: tuple[ModelInfo, ...]           # that generate text
+    versions: tuple[VersionInfo, ...] = ()
     errors: tuple[GenserveError, ...]       # of models that could not be loaded
 
 
@@ -53,9 +77,10 @@ def serve(settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | 
         on_ready: called once, on the server's thread, when the models are loaded.
 
     Raises:
-        RepositoryError: there is no repository, or no model of it could be loaded.
+        RepositoryError: there is no repository, or no model in it, or (with `exit_on_error`) one of its
+            models could not be loaded.
         ModelNotFound: `load_model` names a model that is not there.
-        GenserveError: the port is taken.
+        GenserveError: a port is taken.
     """
     logging.basicConfig(
         level=logging.INFO if settings.log_verbose else logging.WARNING,
@@ -79,12 +104,12 @@ class Server(uvicorn.Server):
         self.services = Services(
             settings=settings,
             repository=Repository(
-                settings.model_repository,
-                options=RepositoryOptions(max_queue=settings.max_queue),
-                metrics=metrics,
+                settings.model_repository, options=_repository_options(settings), metrics=metrics
             ),
             metrics=metrics,
         )
+        metrics.registry.register(InferenceCollector(self.services.repository))
+        metrics.registry.register(CpuCollector())
         super().__init__(
             uvicorn.Config(
                 create_app(self.services),
@@ -96,6 +121,8 @@ class Server(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
+        self._grpc: GrpcEndpoint | None = None
+        self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
@@ -116,10 +143,33 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the port, and load the models beside."""
+        """Open the ports, and load the models beside."""
         await super().startup(sockets=sockets)
         assert sockets
-        self._loading = asyncio.create_task(self._load(_url(sockets[0])))
+        try:
+            info = await self._open_ports(ServerInfo(url=_url(sockets[0]), models=(), errors=()))
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._loading = asyncio.create_task(self._load(info))
+
+    async def _open_ports(self, info: ServerInfo) -> ServerInfo:
+        """Open the ports of gRPC and of metrics."""
+        settings = self.services.settings
+        if settings.allow_metrics:
+            host = settings.metrics_host or settings.host
+            self._metrics_port = MetricsPort(
+                lambda: generate_latest(self.services.metrics.registry), host=host, port=settings.metrics_port
+            )
+            info = replace(info, metrics_url=f"http://{address_of(host, self._metrics_port.port)}/metrics")
+        if settings.allow_grpc:
+            from genserve.server.grpc.endpoint import GrpcEndpoint
+
+            host = settings.grpc_host or settings.host
+            self._grpc = GrpcEndpoint(self.services)
+            port = await self._grpc.open(host=host, port=settings.grpc_port)
+            info = replace(info, grpc_address=address_of(host, port))
+        return info
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new work, let what runs end until the drain is over, then close the models."""
@@ -130,24 +180,75 @@ class Server(uvicorn.Server):
         deadline = event_loop.call_later(
             self.services.settings.drain_s, event_loop.run_in_executor, None, repository.close
         )
-        await super().shutdown(sockets=sockets)
+        await asyncio.gather(super().shutdown(sockets=sockets), self._close_grpc())
         deadline.cancel()
         if self._loading is not None:
             await self._loading
         await event_loop.run_in_executor(None, repository.close)
+        if self._metrics_port is not None:
+            await event_loop.run_in_executor(None, self._metrics_port.close)
 
-    async def _load(self, url: str) -> None:
+    async def _close_grpc(self) -> None:
+        if self._grpc is not None:
+            await self._grpc.close(drain_s=0 if self.force_exit else self.services.settings.drain_s)
+
+    async def _load(self, info: ServerInfo) -> None:
         settings, repository = self.services.settings, self.services.repository
         try:
-            await asyncio.to_thread(repository.start, settings.load_model)
-            if not repository.generation_models:
-                raise next(iter(repository.errors.values()), _nothing_to_load(settings))
+            await asyncio.to_thread(repository.start, _wanted(settings))
+            _check_started(settings, repository)
         except Exception as error:
-            self._failure = error
-            self.should_exit = True
+            self._fail(error)
             return
         if self._on_ready is not None:
-            self._on_ready(_describe(url, repository))
+            self._on_ready(_describe(info, repository))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self.should_exit = True
+
+
+def _repository_options(settings: ServerSettings) -> RepositoryOptions:
+    return RepositoryOptions(
+        control_mode=ControlMode(settings.model_control_mode),
+        poll_s=settings.repository_poll_s,
+        strict_config=settings.strict_model_config,
+        strict_placement=settings.strict_placement,
+        config_name=settings.model_config_name,
+        backend_directory=settings.backend_directory,
+        cache_bytes=settings.cache_bytes,
+        load_threads=settings.load_threads,
+        exit_timeout_s=settings.drain_s,
+        max_queue=settings.max_queue,
+        rate_limiter=settings.rate_limit,
+        resources=tuple(map(_capacity, settings.rate_limit_resources)),
+    )
+
+
+def _capacity(text: str) -> Capacity:
+    try:
+        return Capacity.parse(text)
+    except ValueError as error:
+        raise GenserveError(str(error), remedy="write for example --rate-limit-resource R1:4") from error
+
+
+def _wanted(settings: ServerSettings) -> tuple[str, ...] | None:
+    """Return the names of the models to load at the start; None: all."""
+    if settings.load_model == ("*",):
+        return None
+    if settings.load_model or settings.model_control_mode == ControlMode.EXPLICIT:
+        return settings.load_model
+    return None
+
+
+def _check_started(settings: ServerSettings, repository: Repository) -> None:
+    """Raise what the server shall end with: a model that failed, or nothing to serve."""
+    for error in repository.errors.values():
+        if settings.exit_on_error:
+            raise error
+        logger.error("%s", error)
+    if not repository.index() and settings.model_control_mode == ControlMode.NONE:
+        raise _nothing_to_load(settings)
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
@@ -162,11 +263,10 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{address_of(*listener.getsockname()[:2])}"
 
 
-def _describe(url: str, repository: Repository) -> ServerInfo:
+def _describe(info: ServerInfo, repository: Repository) -> ServerInfo:
     models = tuple(
         ModelInfo(
             name=model.name,
@@ -177,11 +277,15 @@ def _describe(url: str, repository: Repository) -> ServerInfo:
         )
         for model in repository.generation_models
     )
-    return ServerInfo(url=url, models=models, errors=tuple(repository.errors.values()))
+    versions = tuple(
+        VersionInfo(name=line.name, version=line.version, state=line.state or "", reason=line.reason)
+        for line in repository.index()
+    )
+    return replace(info, models=models, versions=versions, errors=tuple(repository.errors.values()))
 
 
 def _nothing_to_load(settings: ServerSettings) -> RepositoryError:
     roots = ", ".join(str(root) for root in settings.model_repository)
     return RepositoryError(
-        f"there is no generation model in {roots}", remedy="bring one: `genserve pull smollm2`"
+        f"there is no model in {roots}", remedy="bring one: `genserve pull smollm2`"
     )

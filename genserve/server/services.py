@@ -55,8 +55,13 @@ class Services:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken, and every model that was to be loaded answers."""
-        return not self.draining and self.repository.state == ModelState.READY
+        """Whether requests are taken, and every model that was to be loaded answers.
+
+        Without `strict_readiness` it is enough that the server has tried to load them.
+        """
+        state = self.repository.state
+        enough = state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
+        return enough and not self.draining
 
     def kserve_outbox(self) -> KServeOutbox:
         """Return where responses to the requests of the event loop go; it runs this call."""

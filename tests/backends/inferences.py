@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +13,20 @@ from genserve.backends.backend import ModelSource, Placement
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import new_model_config
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
 from genserve.metrics import Metrics
 from genserve.tensor import Tensor
 
-__all__ = ["ON_CPU", "Asked", "answers", "ask", "config_of", "source_of", "started"]
+__all__ = [
+    "ON_CPU",
+    "Asked",
+    "answers",
+    "ask",
+    "assert_runs_concurrently",
+    "config_of",
+    "source_of",
+    "started",
+]
 
 ON_CPU = Placement(name="m_0", kind="CPU")
 
@@ -54,11 +64,19 @@ class Asked:
         return {tensor.name: tensor.array for tensor in response.outputs}
 
 
-def ask(inputs, *, batch_size: int = 1, outputs=(), states=None, types=None) -> Asked:
+def ask(
+    inputs, *, batch_size=1, outputs=(), states=None, types=None, sequence: int = 0, start: bool = False
+) -> Asked:
     """Make a request of arrays by name, as it comes from the queue."""
     types = types or {}
     tensors = {name: Tensor(name, array, data_type=types.get(name)) for name, array in inputs.items()}
-    request = InferenceRequest(model_name="m", inputs=tensors, requested_outputs=tuple(outputs))
+    request = InferenceRequest(
+        model_name="m",
+        inputs=tensors,
+        requested_outputs=tuple(outputs),
+        correlation_id=sequence,
+        flags=RequestFlags.SEQUENCE_START if start else RequestFlags.NONE,
+    )
     asked = Asked(inference=Inference(request=request, on_response=lambda *_: None, batch_size=batch_size))
     asked.inference.states = states
     asked.inference.on_response = lambda response, final: (
@@ -72,3 +90,21 @@ def answers(backend, *batch: Asked) -> list[dict[str, np.ndarray]]:
     """Execute a batch; the arrays of each answer by name."""
     backend.execute([asked.inference for asked in batch])
     return [asked.outputs() for asked in batch]
+
+
+def assert_runs_concurrently(backend, config: ModelConfig, path: Path, *, requests) -> None:
+    """Ask one instance on each of some threads the same; they answer as one instance alone does."""
+    source = source_of(config, path)
+    shared = backend.load(source)
+    alone = backend(source, shared, ON_CPU)
+    expected = [answers(alone, ask(request))[0] for request in requests]
+
+    def run(number: int):
+        instance = backend(source, shared, Placement(name=f"m_{number}", kind="CPU"))
+        return [answers(instance, ask(request))[0] for request in requests for _ in range(5)][::5]
+
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(run, range(4)):
+            for one, other in zip(found, expected, strict=True):
+                for name, array in other.items():
+                    np.testing.assert_allclose(one[name], array, rtol=1e-4, atol=1e-5)

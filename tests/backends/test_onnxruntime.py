@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import numpy as np
 import onnxruntime
@@ -13,8 +14,19 @@ from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.config.schema import new_model_config
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
+from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.instance import Instance
+from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
-from tests.backends.inferences import ON_CPU, answers, ask, config_of, source_of, started
+from tests.backends.inferences import (
+    ON_CPU,
+    answers,
+    ask,
+    assert_runs_concurrently,
+    config_of,
+    source_of,
+    started,
+)
 from tests.backends.networks import bloom_onnx, save_onnx, sentence_vectors_onnx
 
 SENTENCES = """
@@ -230,6 +242,12 @@ def test_instances_share_one_session(tmp_path):
     first = OnnxRuntimeBackend(source, shared, ON_CPU)
     second = OnnxRuntimeBackend(source, shared, Placement(name="m_1", kind="CPU"))
     assert first._graph is second._graph
+
+
+def test_instances_run_at_the_same_time(tmp_path):
+    sentence_vectors_onnx(tmp_path / "1" / "model.onnx")
+    requests = [sentences(1, 9, seed=seed) for seed in range(8)]
+    assert_runs_concurrently(OnnxRuntimeBackend, config_of(SENTENCES), tmp_path, requests=requests)
 
 
 def test_the_model_file_may_have_another_name_or_be_a_folder(tmp_path):
@@ -460,3 +478,49 @@ def test_a_tensor_of_another_runtime_is_taken(tmp_path):
     asked = ask({})
     asked.inference.inputs["x"] = Tensor("x", torch.ones(1, 3), data_type=DataType.FP32)
     assert answers(backend, asked)[0]["y"].tolist() == [[1, 1, 1]]
+
+
+RUNNING_SUM = """max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }
+sequence_batching {
+  direct { }
+  control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 1 ]
+          initial_state { name: "zero" data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }
+}"""
+
+
+def test_sequences_keep_their_states_apart(tmp_path):
+    kind = (F, ["batch", 1])
+    save_onnx(
+        tmp_path / "1" / "model.onnx",
+        [
+            ("Mul", ["x", "READY"], ["given"], {}),
+            ("Add", ["before", "given"], ["after"], {}),
+            ("Identity", ["after"], ["sum"], {}),
+        ],
+        inputs={"x": kind, "before": kind, "READY": kind},
+        outputs={"sum": kind, "after": kind},
+    )
+    config = config_of(RUNNING_SUM)
+    scheduler = make_scheduler(config, num_instances=1, path=tmp_path)
+    instance = Instance(
+        lambda: started(OnnxRuntimeBackend, config, tmp_path),
+        number=0,
+        placement=ON_CPU,
+        scheduler=scheduler,
+        statistics=ModelStatistics(),
+    )
+    instance.started.result()
+    sums = []
+    for step, (sequence, value) in enumerate([(1, 1), (2, 10), (1, 2), (2, 20), (2, 30)]):
+        asked = ask({"x": np.full((1, 1), value, np.float32)}, sequence=sequence, start=step < 2)
+        ended = threading.Event()
+        asked.inference.when_ended(ended.set)
+        scheduler.submit(asked.inference)
+        assert ended.wait(10)
+        sums.append((sequence, asked.outputs()["sum"].item()))
+    scheduler.close()
+    instance.join()
+    assert sums == [(1, 1), (2, 10), (1, 3), (2, 30), (2, 60)]

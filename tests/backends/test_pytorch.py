@@ -12,7 +12,15 @@ from genserve.backends.pytorch import PyTorchBackend
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
 from genserve.tensor import Tensor
-from tests.backends.inferences import ON_CPU, answers, ask, config_of, source_of, started
+from tests.backends.inferences import (
+    ON_CPU,
+    answers,
+    ask,
+    assert_runs_concurrently,
+    config_of,
+    source_of,
+    started,
+)
 from tests.backends.networks import chat_torchscript, save_torchscript, two_outputs_torchscript
 
 CHAT = """
@@ -372,3 +380,10 @@ def test_instances_share_one_module(tmp_path):
     first = PyTorchBackend(source, shared, ON_CPU)
     second = PyTorchBackend(source, shared, Placement(name="m_1", kind="CPU"))
     assert first._module is second._module
+
+
+def test_instances_run_at_the_same_time(tmp_path):
+    chat_torchscript(tmp_path / "1" / "model.pt")
+    assert_runs_concurrently(
+        PyTorchBackend, config_of(CHAT), tmp_path, requests=[chat(1, 5, seed=i) for i in range(8)]
+    )

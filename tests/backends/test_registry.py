@@ -55,6 +55,12 @@ def test_an_entry_point_that_leads_nowhere_is_told(installed):
         find_backend("broken")
 
 
+def test_a_python_based_backend_is_found_in_the_backend_directory(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "model.py").touch()
+    assert issubclass(find_backend("vllm", backend_directory=tmp_path), find_backend("python"))
+
+
 def test_an_unknown_backend_is_refused_with_those_that_there_are(installed, tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "model.py").touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from google.protobuf import text_format
 
@@ -12,7 +13,7 @@ from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
-from genserve.schedulers.direct import DirectScheduler
+from genserve.schedulers.choice import make_scheduler
 from genserve.schedulers.instance import Instance
 from genserve.statistics import ModelStatistics
 
@@ -34,11 +35,12 @@ class FakeModel:
     config: ModelConfig
     execute_one: Execute
     version: int = 1
+    load_s: float = 0.25
     statistics: ModelStatistics = field(default_factory=ModelStatistics)
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = DirectScheduler()
+        self.scheduler = make_scheduler(self.config, num_instances=1, path=Path("nowhere"))
         self.instance = Instance(
             lambda: self,
             number=0,

@@ -56,7 +56,7 @@ def test_a_config_that_cannot_be_read_is_listed_with_its_error(copy):
     (copy / "tiny_logits" / "config.pbtxt").write_text("name: 5")
     assert scan([copy])["tiny_logits"].error is not None
     repository = loaded(copy)
-    assert "config.pbtxt:1:" in repository.errors["tiny"].message
+    assert "config.pbtxt:1:" in str(repository.errors["tiny"])
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,9 @@ def test_a_missing_file_is_named_with_what_brings_it(copy, missing, words):
 def test_an_ensemble_whose_decoder_has_no_loop_is_an_ordinary_one(copy):
     (copy / "tiny_decoder" / "1" / "model.py").write_text("class TritonPythonModel: ...")
     repository = loaded(copy)
-    assert "tiny_decoder" in repository.errors["tiny"].message
-    assert repository.is_ready("tiny_logits")
+    assert repository.is_ready("tiny")
+    with pytest.raises(ModelNotFound, match="'tiny' does not generate text"):
+        repository.get("tiny")
     repository.close()
 
 

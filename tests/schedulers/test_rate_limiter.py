@@ -4,12 +4,16 @@ from collections import Counter
 
 import pytest
 
+from genserve.backends.backend import Placement
 from genserve.config.model_config import RateLimiter as Claim
 from genserve.config.model_config import Resource
 from genserve.errors import InferenceError, RepositoryError
+from genserve.inference import InferenceResponse
 from genserve.schedulers.direct import DirectQueue
+from genserve.schedulers.instance import Instance
 from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.schedulers.rate_limiter import Capacity, RateLimiter
+from genserve.statistics import ModelStatistics
 from tests.schedulers.inferences import Asked
 
 
@@ -111,6 +115,20 @@ def test_a_capacity_that_is_smaller_than_a_need_is_an_error_of_the_load(capaciti
     limiter.register(claim(), device_id=0)
 
 
+@pytest.mark.parametrize(
+    ("text", "capacity"),
+    [("r:3", Capacity(name="r", count=3)), ("r:3:1", Capacity(name="r", count=3, device_id=1))],
+)
+def test_a_capacity_is_read_as_triton_writes_it(text, capacity):
+    assert Capacity.parse(text) == capacity
+
+
+@pytest.mark.parametrize("text", ["r", "r:3:0:9", ":3", "r:x", "r:3:x", "r:-1", ""])
+def test_a_capacity_that_is_written_wrongly_is_refused(text):
+    with pytest.raises(ValueError, match=r"option format is|Invalid option value"):
+        Capacity.parse(text)
+
+
 def test_more_than_one_instance_needs_lets_several_run():
     limiter = RateLimiter([Capacity(name="r", count=4), Capacity(name="r", count=6, device_id=1)])
     assert [asks(limiter.register(claim(r=2), device_id=0)) for _ in range(3)] == [True, True, False]
@@ -173,3 +191,47 @@ def test_an_instance_that_finds_nothing_any_more_gives_its_permit_back():
     scheduler.submit(one.inference)
     assert scheduler.take(0) is None
     assert asks(holder)
+
+
+def test_busy_instances_of_two_models_take_turns_by_priority():
+    class Noting:
+        """Notes whose turn it is."""
+
+        def __init__(self, name):
+            self.name = name
+
+        def execute(self, batch):
+            turns.append(self.name)
+            for inference in batch:
+                inference.send(InferenceResponse(), final=True)
+
+        def close(self):
+            pass
+
+    turns: list[str] = []
+    limiter = RateLimiter()
+    blocker = limiter.register(claim(r=1), device_id=0)
+    blocker.acquire()
+    running = []
+    for name, priority in (("often", 1), ("seldom", 2)):
+        permit = limiter.register(claim(priority, r=1), device_id=0)
+        scheduler = QueueScheduler(DirectQueue(), num_instances=1, permits=[permit])
+        for _ in range(90):
+            scheduler.submit(Asked().inference)
+        scheduler.close()
+        instance = Instance(
+            lambda name=name: Noting(name),
+            number=0,
+            placement=Placement(name=name, kind="CPU"),
+            scheduler=scheduler,
+            statistics=ModelStatistics(),
+        )
+        instance.started.result()
+        running.append(instance)
+    while limiter.num_in_line < 2:
+        pass  # both have found work
+    blocker.release()
+    for instance in running:
+        instance.join()
+    assert Counter(turns[:90])["often"] == pytest.approx(60, abs=2)
+    assert Counter(turns) == {"often": 90, "seldom": 90}

@@ -104,7 +104,7 @@ def python_based(folder: Path) -> type[PythonBackend]:
 
 
 def _arguments(source: ModelSource, placement: Placement) -> dict[str, str]:
-    """Return the argument of `initialize`; `model_repository` is the folder of the model, despite its name."""
+    """Return the argument of `initialize`; `model_repository` is the model's folder, despite its name."""
     return {
         "model_config": config_json(source.config.message),
         "model_instance_kind": placement.kind,

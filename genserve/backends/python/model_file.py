@@ -48,7 +48,7 @@ class ModelFile:
         Args:
             path: the model.py.
             model: the name of the model; the package's name is made of it.
-            folders: where the modules beside it are looked for, in this order; usually that of `path` is the first.
+            folders: where the modules beside it are looked for, in this order; usually its own is the first.
             names: globals of each module.
         """
         self._path = path
@@ -87,8 +87,8 @@ class ModelFile:
     def _import(
         self,
         name: str,
-        globals: Mapping[str, object] | None = None,
-        locals: Mapping[str, object] | None = None,
+        globals: Mapping[str, object] | None = None,  # noqa: A002  # the names of `__import__`
+        locals: Mapping[str, object] | None = None,  # noqa: A002
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
@@ -145,7 +145,7 @@ class _Finder(MetaPathFinder):
         return namespace
 
     def _in_folder(self, fullname: str, folder: str) -> ModuleSpec | None:
-        source = partial(_Source, self._execute)
+        source: Any = partial(_Source, self._execute)
         finder = FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (source, SOURCE_SUFFIXES))
         return finder.find_spec(fullname)
 

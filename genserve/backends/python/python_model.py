@@ -212,7 +212,8 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
         if isinstance(completed, ModelConfig):
             return completed
         raise _BrokenContract(
-            f"auto_complete_config function in model '{host.model}' must return a valid pb.ModelConfig object."
+            f"auto_complete_config function in model '{host.model}' must return a valid pb.ModelConfig "
+            "object."
         )
 
     try:

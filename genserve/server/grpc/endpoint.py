@@ -9,7 +9,9 @@ from grpc_health.v1 import health_pb2_grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from genserve.errors import GenserveError
+from genserve.server.address import address_of
 from genserve.server.grpc.health import Health
+from genserve.server.grpc.key_check import KeyCheck
 from genserve.server.grpc.service import Service
 from genserve.server.services import Services
 
@@ -26,7 +28,10 @@ class GrpcEndpoint:
     """The services on one port. Construct, open and close it on the event loop."""
 
     def __init__(self, services: Services) -> None:
-        self._server: Any = grpc.aio.server(options=_OPTIONS)
+        key = services.settings.api_key
+        self._server: Any = grpc.aio.server(
+            options=_OPTIONS, interceptors=[KeyCheck(key)] if key else None
+        )
         service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(services), self._server)
@@ -37,7 +42,7 @@ class GrpcEndpoint:
         Raises:
             GenserveError: the port is taken, or the address is not of this machine.
         """
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_of(host, port)
         try:
             bound: int = self._server.add_insecure_port(address)
         except RuntimeError as error:

@@ -15,7 +15,7 @@ __all__ = ["Health"]
 _WATCH_S = 0.5  # between two looks at the models
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
     """Tells whether the server is ready; for any service, as Triton does."""
 
     def __init__(self, services: Services) -> None:

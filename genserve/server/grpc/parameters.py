@@ -104,7 +104,8 @@ def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> memoryview |
     region_name = _typed(region, "string_param", what=f"'{SHARED_MEMORY[0]}' {where}")
     start = 0 if offset is None else _typed(offset, "int64_param", what=f"'{SHARED_MEMORY[2]}' {where}")
     if size is None:
-        raise InferenceError(f"'{SHARED_MEMORY[1]}' must be specified along with '{SHARED_MEMORY[0]}' {where}")
+        text = f"'{SHARED_MEMORY[1]}' must be specified along with '{SHARED_MEMORY[0]}' {where}"
+        raise InferenceError(text)
     byte_size = _typed(size, "int64_param", what=f"'{SHARED_MEMORY[1]}' {where}")
     return shared_memory.view(region_name, offset=start, byte_size=byte_size)
 

@@ -14,7 +14,6 @@ from genserve.inference import Parameter
 from genserve.kserve.metadata import EXTENSIONS, model_metadata
 from genserve.kserve.model_version import read_version
 from genserve.kserve.models import ServedModel
-from genserve.kserve.outbox import EventLoopOutbox
 from genserve.kserve.statistics import find_for_statistics, statistics_json
 from genserve.server.grpc.administration import Administration, abort, method
 from genserve.server.grpc.call import Call
@@ -38,9 +37,9 @@ class Service(Administration):
     def __init__(self, services: Services) -> None:
         """Call it on the event loop."""
         super().__init__(services)
-        self._outbox = EventLoopOutbox(asyncio.get_running_loop())
+        self._outbox = services.kserve_outbox()
         pattern = services.settings.grpc_header_forward_pattern
-        self._forwards = re.compile(pattern, re.IGNORECASE).search if pattern else None
+        self._forwarded = re.compile(pattern, re.IGNORECASE) if pattern else None
 
     @method
     async def ServerLive(self, request: Any, context: Any) -> Any:
@@ -124,7 +123,7 @@ class Service(Administration):
             message,
             model=model,
             shared_memory=self._services.shared_memory,
-            headers=self._headers(context) if self._forwards else {},
+            headers=self._headers(context),
         )
         return Call(request, models=self._models, outbox=self._outbox)
 
@@ -132,6 +131,9 @@ class Service(Administration):
         return self._models.find(name, read_version(version))
 
     def _headers(self, context: Any) -> Mapping[str, Parameter]:
-        assert self._forwards is not None
+        if self._forwarded is None:
+            return {}
         metadata = context.invocation_metadata() or ()
-        return {name: value for name, value in metadata if isinstance(value, str) and self._forwards(name)}
+        return {
+            name: value for name, value in metadata if isinstance(value, str) and self._forwarded.search(name)
+        }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json as json
 import struct as struct
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from genserve.backends.python.pb_utils.data_types import (
 )
 from genserve.backends.python.pb_utils.error import TritonError, TritonModelException
 from genserve.backends.python.pb_utils.logger import Logger
+from genserve.backends.python.pb_utils.metric import Metric, MetricFamily
 from genserve.backends.python.pb_utils.model_control import is_model_ready, load_model, unload_model
 from genserve.backends.python.pb_utils.request import (
     InferenceRequest,
@@ -57,6 +57,8 @@ __all__ = [
     "InferenceResponseSender",
     "InferenceTrace",
     "Logger",
+    "Metric",
+    "MetricFamily",
     "ModelConfig",
     "PreferredMemory",
     "ResponseIterator",
@@ -111,7 +113,7 @@ def get_model_dir() -> str:
     return str(host.folder)
 
 
-def _named(tensors: list[Any], name: str) -> Any:
+def _named(tensors: list[Tensor], name: str) -> Tensor | None:
     return next((tensor for tensor in tensors if tensor.name() == name), None)
 
 

@@ -39,27 +39,33 @@ class Logger:
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
         """Log a message at a level."""
-        host = current_host()
-        name = "genserve.models" if host is None else f"genserve.models.{host.model}"
-        # The place to show is the line of the model that logs.
-        logging.getLogger(name).log(_LEVELS[level], "%s", message, stacklevel=2)
+        _log(message, level)
 
     @staticmethod
     def log_info(message: str) -> None:
         """Log at INFO."""
-        Logger.log(message, LogLevel.INFO)
+        _log(message, LogLevel.INFO)
 
     @staticmethod
     def log_warn(message: str) -> None:
         """Log at WARNING."""
-        Logger.log(message, LogLevel.WARNING)
+        _log(message, LogLevel.WARNING)
 
     @staticmethod
     def log_error(message: str) -> None:
         """Log at ERROR."""
-        Logger.log(message, LogLevel.ERROR)
+        _log(message, LogLevel.ERROR)
 
     @staticmethod
     def log_verbose(message: str) -> None:
         """Log at VERBOSE, which is shown only when asked for."""
-        Logger.log(message, LogLevel.VERBOSE)
+        _log(message, LogLevel.VERBOSE)
+
+
+def _log(message: str, level: LogLevel) -> None:
+    if not isinstance(message, str):
+        raise TypeError(f"a message is a str, got {type(message)}")
+    host = current_host()
+    name = "genserve.models" if host is None else f"genserve.models.{host.model}"
+    # The place to show is the line of the model that logs: two calls up.
+    logging.getLogger(name).log(_LEVELS[level], "%s", message, stacklevel=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from genserve.backends.python.host import current_host
+from genserve.backends.python.host import Host, current_host
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.errors import GenserveError
 from genserve.inference import Door
@@ -25,12 +25,14 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
     """
     if files is not None and not isinstance(files, dict):
         raise TritonModelException(
-            f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
+            f"failed to load model '{model_name}', files should be a dictionary of file paths and file "
+            "contents"
         )
+    host, door = _here()
     try:
-        _door().load(model_name, config=config, files=files)
+        door.load(model_name, config=config, files=files)
     except GenserveError as error:
-        raise TritonModelException(f"Failed to load model: {error.message}") from error
+        raise _refused("Failed to load model", error.message, host) from error
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -39,10 +41,11 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # n
     Raises:
         TritonModelException: the server does not allow it.
     """
+    host, door = _here()
     try:
-        _door().unload(model_name, dependents=unload_dependents)
+        door.unload(model_name, dependents=unload_dependents)
     except GenserveError as error:
-        raise TritonModelException(f"Failed to unload model: {error.message}") from error
+        raise _refused("Failed to unload model", error.message, host) from error
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -51,18 +54,29 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     Raises:
         TritonModelException: the version is no number.
     """
+    host, door = _here()
+    details = ""
     try:
         version = int(model_version or -1)
     except ValueError:
-        raise TritonModelException(
-            "Failed to check model readiness: failed to get model version from specified version string "
-            f"'{model_version}' (details: stol), version should be an integral value > 0"
-        ) from None
-    return _door().is_ready(model_name, version)
+        version, details = -2, " (details: stol)"
+    if version < -1:
+        text = (
+            f"failed to get model version from specified version string '{model_version}'{details}, version "
+            "should be an integral value > 0"
+        )
+        raise _refused("Failed to check model readiness", text, host)
+    return door.is_ready(model_name, version)
 
 
-def _door() -> Door:
+def _here() -> tuple[Host, Door]:
     host = current_host()
     if host is None or host.door is None:
         raise TritonModelException("other models are reached only from a model that a server has loaded")
-    return host.door
+    return host, host.door
+
+
+def _refused(what: str, why: str, host: Host) -> TritonModelException:
+    return TritonModelException(
+        f"{what}: Failed to process the request for model '{host.instance}', message: {why}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -31,8 +32,8 @@ RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 class MemoryType(IntEnum):
     """Where outputs may lie."""
 
-    TRITONSERVER_MEMORY_CPU = 0
-    TRITONSERVER_MEMORY_GPU = 2
+    TRITONSERVER_MEMORY_GPU = 0
+    TRITONSERVER_MEMORY_CPU = 1
 
 
 class PreferredMemory:
@@ -162,6 +163,8 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         """Its parameters, as JSON."""
+        if self._inference is None:
+            return json.dumps(dict(self._asked.parameters))
         return parameters_json(self._asked.parameters)
 
     def requested_output_names(self) -> set[str]:
@@ -189,7 +192,7 @@ class InferenceRequest:
             self._inference.reschedule = flags == RESCHEDULE
 
     @overload
-    def exec(self, decoupled: Literal[False] = False) -> InferenceResponse: ...
+    def exec(self, decoupled: Literal[False] = ...) -> InferenceResponse: ...
     @overload
     def exec(self, decoupled: Literal[True]) -> ResponseIterator: ...
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:  # noqa: FBT001, FBT002
@@ -209,7 +212,7 @@ class InferenceRequest:
         return InferenceResponse._of(call(self._to_ask(), door=door, executor=executor))
 
     @overload
-    def async_exec(self, decoupled: Literal[False] = False) -> asyncio.Future[InferenceResponse]: ...
+    def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...
     @overload
     def async_exec(self, decoupled: Literal[True]) -> asyncio.Future[ResponseIterator]: ...
     def async_exec(self, decoupled: bool = False) -> asyncio.Future[Any]:  # noqa: FBT001, FBT002

@@ -51,7 +51,7 @@ class InferenceResponse:
         if error is not None and not isinstance(error, TritonError):
             raise TypeError(f"InferenceResponse(error: TritonError), got {type(error)}")
         self._error = error
-        self._parameters = checked_parameters(parameters) if parameters else {}
+        self._parameters: Mapping[str, inner.Parameter] = checked_parameters(parameters) if parameters else {}
 
     @classmethod
     def _of(cls, response: inner.InferenceResponse) -> InferenceResponse:

@@ -50,7 +50,8 @@ class InferenceResponseSender:
         inference = self._inference
         if inference is None:
             raise TritonModelException(
-                "Unable to send response. Response sender has no reference to the decoupled state of the model."
+                "Unable to send response. Response sender has no reference to the decoupled state of the "
+                "model."
             )
         with self._lock:
             self._check_order(final=flags == FINAL, empty=response is None)
@@ -96,7 +97,7 @@ class InferenceResponseSender:
 
 def _end_dropped(inference: Inference) -> None:
     """End a request that nobody can answer any more; Triton leaves it open for ever."""
-    logger.warning("a model dropped a response sender without the final flag", extra={"id": inference.request.id})
+    logger.warning("model %s dropped a sender without the final flag", inference.model_name)
     if not inference.num_responses:
         inference.fail(
             InferenceError(

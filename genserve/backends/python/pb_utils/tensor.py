@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve import tensor as inner
+from genserve.backends.python.pb_utils.byte_strings import ByteStrings
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.data_type import DataType
 
@@ -37,6 +38,8 @@ class Tensor:
             data_type = DataType.of_numpy(numpy_array.dtype)
         except KeyError:
             raise TritonModelException("NumPy dtype is not supported.") from None
+        if data_type is not DataType.BYTES and numpy_array.dtype != data_type.numpy:  # big-endian
+            raise TritonModelException("NumPy dtype is not supported.")
         array = _as_held(numpy_array, data_type)
         self._given = numpy_array if data_type is DataType.BYTES and array is not numpy_array else None
         self._wrapped = inner.Tensor(name, array, data_type=data_type)
@@ -86,7 +89,7 @@ class Tensor:
         if not array.flags.writeable:  # the body of a request; models change their inputs in place
             array = array.copy()
             self._wrapped = inner.Tensor(self._wrapped.name, array, data_type=self._wrapped.data_type)
-        return array
+        return array.view(ByteStrings) if array.dtype.hasobject else array
 
     def to_dlpack(self) -> Any:
         """Return a DLPack capsule of the same memory.
@@ -143,11 +146,9 @@ def _check_name(name: str) -> None:
 
 
 def _as_held(array: NDArray[Any], data_type: DataType) -> NDArray[Any]:
-    """Return an array as tensors hold it: contiguous, little-endian, strings as objects of `bytes`."""
+    """Return an array as tensors hold it: contiguous, strings as objects of `bytes`."""
     if data_type is DataType.BYTES:
         return _of_bytes(array)
-    if array.dtype != data_type.numpy:
-        return array.astype(data_type.numpy, order="C")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
@@ -175,9 +176,9 @@ def _imported(name: str, tensor: Any) -> inner.Tensor:
         raise TritonModelException(f"DLDevice type {device} is not support by Python backend.")
     if isinstance(tensor, np.ndarray) and not tensor.dtype.hasobject:
         return _of_numpy(name, tensor)
-    import torch
+    import torch.utils.dlpack
 
-    return _of_torch(name, torch.from_dlpack(tensor))
+    return _of_torch(name, torch.utils.dlpack.from_dlpack(tensor))
 
 
 def _of_numpy(name: str, array: NDArray[Any]) -> inner.Tensor:
@@ -194,7 +195,7 @@ def _of_torch(name: str, tensor: Any) -> inner.Tensor:
     data_type = words.get(str(tensor.dtype).removeprefix("torch."))
     if data_type is None:
         raise TritonModelException("Unsupported triton dtype.")
-    keeps = data_type is DataType.BF16 or not tensor.device.type == "cpu"
+    keeps = data_type is DataType.BF16 or tensor.device.type != "cpu"
     return inner.Tensor(name, tensor if keeps else tensor.numpy(), data_type=data_type)
 
 

@@ -1,0 +1,176 @@
+"""Metric families: counters, gauges and histograms that models define, under the names they choose."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import accumulate, pairwise
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+__all__ = ["Family", "Kind", "MetricFamilies", "Series"]
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+class Kind(Enum):
+    """What a metric counts; the value is Prometheus's word."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class MetricFamilies(Collector):
+    """All families of one server; they live as long as a model holds them. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._families: weakref.WeakValueDictionary[str, Family] = weakref.WeakValueDictionary()
+
+    def family(self, name: str, *, description: str, kind: Kind) -> Family:
+        """Return the family of a name, which another model may have made.
+
+        Raises:
+            ValueError: in Triton's words: no name for a metric, or that of a family of another kind.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError("Invalid metric name")
+        with self._lock:
+            family = self._families.get(name)
+            if family is None:
+                family = self._families[name] = Family(name, description=description, kind=kind)
+        if family.kind is not kind:
+            raise ValueError("Family name already exists with different type")
+        return family
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family with its series."""
+        with self._lock:
+            families = list(self._families.values())
+        return (family.metric() for family in families if family.has_series)
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: families come and go."""
+        return iter(())
+
+
+class Family:
+    """Metrics of one name, by their labels."""
+
+    def __init__(self, name: str, *, description: str, kind: Kind) -> None:
+        self.name = name
+        self.kind = kind
+        self._description = description
+        self._lock = threading.Lock()
+        self._series: dict[tuple[tuple[str, str], ...], Series] = {}
+
+    @property
+    def has_series(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self._series)
+
+    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> Series:
+        """Return the metric of some labels.
+
+        Raises:
+            ValueError: in Triton's words: a label that is none, boundaries that do not ascend.
+        """
+        if not all(isinstance(text, str) for pair in labels.items() for text in pair):
+            raise ValueError("attempt to access JSON non-string as string")
+        if not all(_LABEL.fullmatch(label) for label in labels):
+            raise ValueError("Invalid label name")
+        if any(upper <= lower for lower, upper in pairwise(buckets)):
+            raise ValueError("Bucket Boundaries must be strictly sorted")
+        with self._lock:
+            return self._series.setdefault(tuple(sorted(labels.items())), Series(self, buckets=buckets))
+
+    def metric(self) -> Metric:
+        """Return what Prometheus is shown."""
+        metric = Metric(self.name, self._description, self.kind.value)
+        if self.kind is Kind.COUNTER:
+            metric.type = _BareCounter(metric.type)
+        with self._lock:
+            series = list(self._series.items())
+        for labels, one in series:
+            one.add_samples(metric, dict(labels))
+        return metric
+
+
+class Series:
+    """One metric. Its methods say in Triton's words what its kind does not support."""
+
+    def __init__(self, family: Family, *, buckets: Sequence[float] = ()) -> None:
+        self._family = family  # which lives as long as its metrics are used
+        self._lock = threading.Lock()
+        self._value = 0.0
+        self._buckets = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+
+    def increment(self, value: float) -> None:
+        """Add to a counter or gauge.
+
+        Raises:
+            ValueError: a histogram, or less than nothing to a counter.
+        """
+        self._check("Increment", Kind.COUNTER, Kind.GAUGE)
+        if self._family.kind is Kind.COUNTER and value < 0:
+            raise ValueError(
+                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative "
+                "values."
+            )
+        with self._lock:
+            self._value += value
+
+    def set(self, value: float) -> None:
+        """Set a gauge."""
+        self._check("Set", Kind.GAUGE)
+        with self._lock:
+            self._value = value
+
+    def observe(self, value: float) -> None:
+        """Count a value in a histogram."""
+        self._check("Observe", Kind.HISTOGRAM)
+        with self._lock:
+            self._value += value
+            self._counts[bisect_left(self._buckets, value)] += 1
+
+    def value(self) -> float:
+        """Return what a counter or gauge stands at."""
+        self._check("Value", Kind.COUNTER, Kind.GAUGE)
+        return self._value
+
+    def add_samples(self, metric: Metric, labels: dict[str, str]) -> None:
+        """Add what Prometheus is shown of it."""
+        name = self._family.name
+        if self._family.kind is not Kind.HISTOGRAM:
+            metric.add_sample(name, labels, self._value)
+            return
+        with self._lock:
+            total, counts = self._value, list(accumulate(self._counts))
+        metric.add_sample(f"{name}_count", labels, counts[-1])
+        metric.add_sample(f"{name}_sum", labels, total)
+        for boundary, count in zip((*self._buckets, float("inf")), counts, strict=True):
+            upper = floatToGoString(boundary)  # type: ignore[no-untyped-call]
+            metric.add_sample(f"{name}_bucket", {**labels, "le": upper}, count)
+
+    def _check(self, verb: str, *kinds: Kind) -> None:
+        if self._family.kind not in kinds:
+            raise ValueError(f"TRITONSERVER_METRIC_KIND_{self._family.kind.name} does not support {verb}")
+
+
+class _BareCounter(str):
+    """The word `counter`, unequal to itself: prometheus_client appends `_total` to the names of counters."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False

@@ -1,0 +1,170 @@
+"""Metrics: Triton's `nv_*` families, read from the statistics of the models when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from genserve.kserve.models import Models, ServedModel
+from genserve.statistics import ModelStatistics
+
+__all__ = ["CpuCollector", "InferenceCollector"]
+
+# As Triton prints them; names that end in `_us` are in microseconds.
+_COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = {
+    "nv_inference_request_success": (
+        "Number of successful inference requests, all batch sizes",
+        lambda statistics: statistics.success.count,
+    ),
+    "nv_inference_count": (
+        "Number of inferences performed (does not include cached requests)",
+        lambda statistics: statistics.inference_count,
+    ),
+    "nv_inference_exec_count": (
+        "Number of model executions performed (does not include cached requests)",
+        lambda statistics: statistics.execution_count,
+    ),
+    "nv_inference_request_duration_us": (
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda statistics: statistics.success.ns // 1000,
+    ),
+    "nv_inference_queue_duration_us": (
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda statistics: statistics.queue.ns // 1000,
+    ),
+    "nv_inference_compute_input_duration_us": (
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda statistics: statistics.compute_input.ns // 1000,
+    ),
+    "nv_inference_compute_infer_duration_us": (
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda statistics: statistics.compute_infer.ns // 1000,
+    ),
+    "nv_inference_compute_output_duration_us": (
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda statistics: statistics.compute_output.ns // 1000,
+    ),
+}
+# Only of models with a response cache.
+_CACHE_COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = {
+    "nv_cache_num_hits_per_model": (
+        "Number of cache hits per model",
+        lambda statistics: statistics.cache_hit.count,
+    ),
+    "nv_cache_hit_duration_per_model": (
+        "Total cache hit duration per model, in microseconds",
+        lambda statistics: statistics.cache_hit.ns // 1000,
+    ),
+    "nv_cache_num_misses_per_model": (
+        "Number of cache misses per model",
+        lambda statistics: statistics.cache_miss.count,
+    ),
+    "nv_cache_miss_duration_per_model": (
+        "Total cache miss (insert+lookup) duration per model, in microseconds",
+        lambda statistics: statistics.cache_miss.ns // 1000,
+    ),
+}
+_GAUGES: Mapping[str, tuple[str, Callable[[ServedModel], float]]] = {
+    "nv_inference_pending_request_count": (
+        "Instantaneous number of pending requests awaiting execution per-model.",
+        lambda model: model.num_waiting,
+    ),
+    "nv_model_load_duration_secs": ("Model load time in seconds", lambda model: model.load_s),
+}
+_FAILURES = ("nv_inference_request_failure", "Number of failed inference requests, all batch sizes")
+_PROC = Path("/proc")
+
+
+class InferenceCollector(Collector):
+    """Counts and durations of every version of every model that answers; nothing is counted twice."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        """Give a family at a time; the protocol of prometheus_client."""
+        served = list(self._models.served)
+        cached = [model for model in served if model.config.response_cache]
+        yield _failures(served)
+        for families, models in ((_COUNTERS, served), (_CACHE_COUNTERS, cached)):
+            for name, (text, count) in families.items():
+                yield _family(name, text, "counter", ((_labels(m), count(m.statistics)) for m in models))
+        for name, (text, value) in _GAUGES.items():
+            yield _family(name, text, "gauge", ((_labels(model), value(model)) for model in served))
+
+
+class CpuCollector(Collector):
+    """The machine's processors and memory, where the system tells of them in /proc."""
+
+    def __init__(self) -> None:
+        self._busy, self._total = _cpu_ticks()
+
+    def collect(self) -> Iterator[Metric]:
+        """Give the use since the last call; the protocol of prometheus_client."""
+        if not self._total:
+            return
+        busy, total = _cpu_ticks()
+        use = (busy - self._busy) / max(1, total - self._total)
+        self._busy, self._total = busy, total
+        memory = _memory_bytes()
+        for name, text, value in (
+            ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", use),
+            ("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", memory["MemTotal"]),
+            (
+                "nv_cpu_memory_used_bytes",
+                "CPU used memory (RAM), in bytes",
+                memory["MemTotal"] - memory["MemAvailable"],
+            ),
+        ):
+            yield _family(name, text, "gauge", [({}, value)])
+
+
+class _Name(str):
+    """The name of a counter that does not end in `_total`, as prometheus_client would have it."""
+
+    __slots__ = ()
+
+    def __add__(self, suffix: str) -> str:
+        return self if suffix == "_total" else str(self) + suffix
+
+
+def _family(
+    name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], float]]
+) -> Metric:
+    family = Metric(_Name(name), text, kind)
+    for labels, value in values:
+        family.add_sample(name, dict(labels), value)
+    return family
+
+
+def _failures(served: Iterable[ServedModel]) -> Metric:
+    name, text = _FAILURES
+    values = (
+        (_labels(model) | {"reason": reason.value}, count)
+        for model in served
+        for reason, count in model.statistics.failures.items()
+    )
+    return _family(name, text, "counter", values)
+
+
+def _labels(model: ServedModel) -> dict[str, str]:
+    tags = {f"_{key}": value for key, value in model.config.metric_tags.items()}
+    return tags | {"model": model.name, "version": str(model.version)}
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """Return the ticks that all processors were busy, and those that went by; zeros where unknown."""
+    if os.name != "posix" or not (_PROC / "stat").exists():
+        return 0, 0
+    ticks = [int(word) for word in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)
+
+
+def _memory_bytes() -> dict[str, int]:
+    lines = (_PROC / "meminfo").read_text().splitlines()
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
