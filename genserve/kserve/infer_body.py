@@ -232,24 +232,26 @@ class _Reader:
     def _outputs(self, entries: list[Any]) -> dict[str, RequestedOutput]:
         outputs: dict[str, RequestedOutput] = {}
         for entry in entries:
-            given = _parameters_of(entry)
-            region = "shared_memory_region" in given
-            if region and "binary_data" in given:
-                raise InferenceError("Output can't set both 'shared_memory_region' and 'binary_data'")
-            if region and "classification" in given:
-                raise InferenceError("Output can't set both 'shared_memory_region' and 'classification'")
-            output = RequestedOutput(
-                name=member(entry, "name", Kind.STRING),
-                classification=checked(
-                    given.get("classification", 0), Kind.UNSIGNED, doing="Unable to set 'classification'"
-                ),
-                binary=checked(
-                    given.get("binary_data", False), Kind.BOOLEAN, doing="Unable to parse 'binary_data'"
-                ),
-                target=self._shared(given) if region else None,
-            )
+            output = self._output(entry, _parameters_of(entry))
             outputs.setdefault(output.name, output)
         return outputs
+
+    def _output(self, entry: Any, given: Mapping[str, Any]) -> RequestedOutput:
+        binary = checked(
+            given.get("binary_data", False), Kind.BOOLEAN, doing="Unable to parse 'binary_data'"
+        )
+        shared = "shared_memory_region" in given
+        if shared and binary:
+            raise InferenceError("Output can't set both 'shared_memory_region' and 'binary_data'")
+        if shared and "classification" in given:
+            raise InferenceError("Output can't set both 'shared_memory_region' and 'classification'")
+        classes = given.get("classification", 0)
+        return RequestedOutput(
+            name=member(entry, "name", Kind.STRING),
+            classification=checked(classes, Kind.UNSIGNED, doing="Unable to set 'classification'"),
+            binary=binary,
+            target=self._shared(given) if shared else None,
+        )
 
     def _shared(self, given: Mapping[str, Any]) -> memoryview:
         region = member(given, "shared_memory_region", Kind.STRING)

@@ -10,11 +10,10 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.server.routes.kserve_call import Call, error_response, message_response
+from genserve.server.routes.kserve_call import Call, error_answer, message_answer
 from genserve.server.routes.kserve_control import (
     log_settings,
     model_trace_settings,
@@ -52,7 +51,7 @@ __all__ = ["KServe", "is_kserve"]
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Call], Awaitable[Response]]
+Handler = Callable[[Call], Awaitable[ASGIApp]]
 
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
@@ -108,21 +107,21 @@ class KServe:
         except ClientLeft:
             return
 
-    async def _respond(self, scope: Scope, receive: Receive) -> Response:
+    async def _respond(self, scope: Scope, receive: Receive) -> ASGIApp:
         try:
             for pattern, handlers in _ROUTES:
                 if found := pattern.fullmatch(scope["path"]):
                     handler = handlers.get(scope["method"])
                     if handler is None:
-                        return message_response("Method Not Allowed", status_code=405)
+                        return message_answer("Method Not Allowed", status_code=405)
                     names = found.groupdict("")
                     return await handler(Call(self._services, scope=scope, receive=receive, names=names))
-            return message_response("Not Found", status_code=404)
+            return message_answer("Not Found", status_code=404)
         except GenserveError as error:
-            return error_response(error)
+            return error_answer(error)
         except ClientLeft:
             raise
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
             text = "the server failed; its log has the reason"
-            return error_response(InferenceError(text, status=Status.INTERNAL))
+            return error_answer(InferenceError(text, status=Status.INTERNAL))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
-from starlette.responses import Response
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, Parameter
@@ -21,13 +20,13 @@ from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
 __all__ = [
+    "Answer",
     "Call",
     "RunningInference",
-    "empty_response",
+    "error_answer",
     "error_json",
-    "error_response",
-    "json_response",
-    "message_response",
+    "json_answer",
+    "message_answer",
     "too_large",
 ]
 
@@ -37,7 +36,7 @@ _HTTP_STATUS: Mapping[Status, int] = {
     Status.UNSUPPORTED: 501,
     Status.INTERNAL: 500,
 }  # all others: 400
-_JSON = "application/json"
+_JSON = b"application/json"
 _MAX_BODY_BYTES = 2**31 - 1
 # So long an answer may take before the socket is watched for the client's leaving: a task for each of
 # many short requests would cost more than those that are left early.
@@ -173,26 +172,44 @@ class RunningInference:
         self.close()
 
 
-def json_response(document: Any, *, status_code: int = 200) -> Response:
+class Answer:
+    """A whole answer, as an ASGI application: two messages and nothing else, as `infer` sends many."""
+
+    __slots__ = ("_body", "_headers", "_status_code")
+
+    def __init__(
+        self,
+        body: bytes = b"",
+        *,
+        status_code: int = 200,
+        content_type: bytes = _JSON,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        length = str(len(body)).encode()
+        self._status_code = status_code
+        self._headers = [(b"content-type", content_type), (b"content-length", length), *headers]
+        self._body = body
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send it; the ASGI protocol."""
+        await send({"type": "http.response.start", "status": self._status_code, "headers": self._headers})
+        await send({"type": "http.response.body", "body": self._body})
+
+
+def json_answer(document: Any, *, status_code: int = 200) -> Answer:
     """Answer with JSON."""
-    return Response(orjson.dumps(document), status_code=status_code, headers={"content-type": _JSON})
+    return Answer(orjson.dumps(document), status_code=status_code)
 
 
-def empty_response(*, status_code: int = 200, content_type: str = _JSON) -> Response:
-    """Answer with nothing but a status."""
-    return Response(status_code=status_code, headers={"content-type": content_type})
-
-
-def message_response(message: str, *, status_code: int) -> Response:
+def message_answer(message: str, *, status_code: int) -> Answer:
     """Answer with an error that is HTTP's own."""
-    return json_response({"error": message}, status_code=status_code)
+    return json_answer({"error": message}, status_code=status_code)
 
 
-def error_response(error: GenserveError, *, status_code: int | None = None) -> Response:
-    """Answer with an error; `status_code` where Triton has another than its code's."""
-    return json_response(
-        error_json(error), status_code=status_code or _HTTP_STATUS.get(status_of(error), 400)
-    )
+def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
+    """Answer with an error, and the status of its code."""
+    status_code = _HTTP_STATUS.get(status_of(error), 400)
+    return Answer(orjson.dumps(error_json(error)), status_code=status_code, headers=headers)
 
 
 def error_json(error: GenserveError) -> dict[str, str]:

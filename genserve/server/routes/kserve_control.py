@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
 
 from genserve.errors import InferenceError, Status
 from genserve.kserve.json_document import Kind, checked
-from genserve.server.routes.kserve_call import Call, empty_response, json_response
+from genserve.server.routes.kserve_call import Answer, Call, json_answer
 
 __all__ = [
     "log_settings",
@@ -37,14 +36,14 @@ _LOG_KINDS: Mapping[str, Kind] = {
 _TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 
 
-async def repository_index(call: Call) -> Response:
+async def repository_index(call: Call) -> Answer:
     """List the models there are, or only those that answer."""
     ready = _members(await call.json()).get("ready", False)
     lines = call.services.repository.index(ready_only=checked(ready, Kind.BOOLEAN))
-    return json_response([_index_line(line) for line in lines])
+    return json_answer([_index_line(line) for line in lines])
 
 
-async def repository_load(call: Call) -> Response:
+async def repository_load(call: Call) -> Answer:
     """Load a model, by what the body says of its config and files."""
     _refuse_repository(call)
     given = _members(await call.json()).get("parameters", {})
@@ -64,53 +63,53 @@ async def repository_load(call: Call) -> Response:
                 text, status=Status.INTERNAL, remedy=f"{name!r} is neither config nor file:<version>/<name>"
             )
     await run_in_threadpool(call.services.repository.load, call.model, config=config, files=files or None)
-    return empty_response()
+    return Answer()
 
 
-async def repository_unload(call: Call) -> Response:
+async def repository_unload(call: Call) -> Answer:
     """Begin to unload a model."""
     _refuse_repository(call)
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents", False)
     checked(dependents, Kind.BOOLEAN, doing="Unable to parse 'unload_dependents'")
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
-    return empty_response()
+    return Answer()
 
 
-async def log_settings(call: Call) -> Response:
+async def log_settings(call: Call) -> Answer:
     """Return the settings of the log."""
-    return json_response(call.services.log_settings.values)
+    return json_answer(call.services.log_settings.values)
 
 
-async def set_log_settings(call: Call) -> Response:
+async def set_log_settings(call: Call) -> Answer:
     """Change settings of the log, and return all of them."""
     given = _members(await _required(call))
     changes = {name: checked(given[name], kind) for name, kind in _LOG_KINDS.items() if name in given}
-    return json_response(call.services.log_settings.update(changes))
+    return json_answer(call.services.log_settings.update(changes))
 
 
-async def trace_settings(call: Call) -> Response:
+async def trace_settings(call: Call) -> Answer:
     """Return the settings of traces."""
-    return json_response(call.services.trace_settings.values())
+    return json_answer(call.services.trace_settings.values())
 
 
-async def set_trace_settings(call: Call) -> Response:
+async def set_trace_settings(call: Call) -> Answer:
     """Change settings of traces, and return all of them."""
     changes = _trace_changes(_members(await _required(call)))
-    return json_response(call.services.trace_settings.update(changes))
+    return json_answer(call.services.trace_settings.update(changes))
 
 
-async def model_trace_settings(call: Call) -> Response:
+async def model_trace_settings(call: Call) -> Answer:
     """Return the settings of traces that hold for a model."""
     _refuse_unknown_model(call)
-    return json_response(call.services.trace_settings.values(call.model))
+    return json_answer(call.services.trace_settings.values(call.model))
 
 
-async def set_model_trace_settings(call: Call) -> Response:
+async def set_model_trace_settings(call: Call) -> Answer:
     """Change settings of traces for one model, and return all that hold for it."""
     _refuse_unknown_model(call)
     changes = _trace_changes(_members(await _required(call)))
-    return json_response(call.services.trace_settings.update(changes, model=call.model))
+    return json_answer(call.services.trace_settings.update(changes, model=call.model))
 
 
 async def _required(call: Call) -> Any:

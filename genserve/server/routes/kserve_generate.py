@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import orjson
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceResponse
 from genserve.kserve.generate import event_of, generated, read_generate_body
-from genserve.server.routes.kserve_call import Call, RunningInference, error_json
+from genserve.server.routes.kserve_call import Answer, Call, RunningInference, error_json
 
 __all__ = ["generate", "generate_stream"]
 
@@ -19,7 +18,7 @@ _NOT_ONE = (
 )
 
 
-async def generate(call: Call) -> Response:
+async def generate(call: Call) -> Answer:
     """Run an inference that has exactly one response.
 
     The status is that of the first response, and 400 for any error, as Triton has it.
@@ -28,22 +27,21 @@ async def generate(call: Call) -> Response:
         told = [_tell(response, running.inference) async for response in running.responses]
     failed = bool(told) and told[0][1]
     body = told[0][0] if len(told) == 1 else orjson.dumps({"error": _NOT_ONE})
-    return Response(body, status_code=400 if failed else 200, headers={"content-type": "application/json"})
+    return Answer(body, status_code=400 if failed else 200)
 
 
-async def generate_stream(call: Call) -> Response:
+async def generate_stream(call: Call) -> EventStream:
     """Run an inference and send each response as an event."""
-    running = await _start(call)
-    return EventResponse(running)
+    return EventStream(await _start(call))
 
 
-class EventResponse(Response):
+class EventStream:
     """The events of one inference. The status is decided by the first: 400 if it is an error."""
 
     def __init__(self, running: RunningInference) -> None:
         self._running = running
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the events; the ASGI protocol."""
         with self._running as running:
             started = False

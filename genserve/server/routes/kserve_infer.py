@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
 
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceResponse
 from genserve.kserve.infer_answer import InferAnswer, answer_of
 from genserve.kserve.infer_body import InferBody, read_infer_body, read_raw_body
 from genserve.kserve.models import ServedModel
-from genserve.server.routes.kserve_call import Call, RunningInference, error_response, too_large
+from genserve.server.routes.kserve_call import Answer, Call, RunningInference, error_answer, too_large
 
 __all__ = ["infer"]
 
@@ -29,7 +28,7 @@ _MAX_BODY_BYTES = 2**31 - 1
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
 
-async def infer(call: Call) -> Response:
+async def infer(call: Call) -> Answer:
     """Run one inference."""
     model = call.services.repository.find(call.model, call.version)
     if model.config.decoupled:
@@ -40,9 +39,8 @@ async def infer(call: Call) -> Response:
         )
     encoding = call.header(b"content-encoding")
     if encoding not in (None, "identity", *_WINDOW_BITS):
-        response = error_response(InferenceError("Unsupported compression type", status=Status.UNSUPPORTED))
-        response.headers["accept-encoding"] = ", ".join(_WINDOW_BITS)
-        return response
+        error = InferenceError("Unsupported compression type", status=Status.UNSUPPORTED)
+        return error_answer(error, headers=[(b"accept-encoding", b"gzip, deflate")])
     asked = await _read(call, model, encoding)
     with call.start(asked.request) as running:
         first = await _first(running)
@@ -91,15 +89,15 @@ async def _first(running: RunningInference) -> InferenceResponse:
     return response or InferenceResponse(error=_no_response(running))
 
 
-async def _respond(answer: InferAnswer, *, accepted: str | None) -> Response:
-    headers = {"content-type": "application/json"}
-    if answer.header_length is not None:
-        headers = {"content-type": "application/octet-stream", _HEADER_LENGTH: str(answer.header_length)}
-    body = answer.body
+async def _respond(answer: InferAnswer, *, accepted: str | None) -> Answer:
+    body, headers = answer.body, []
     if accepted is not None and (encoding := _preferred(accepted)):
         body = await _beside(len(body) > _MUCH_JSON_BYTES, _compressed, body, encoding)
-        headers["content-encoding"] = encoding
-    return Response(body, headers=headers)
+        headers.append((b"content-encoding", encoding.encode()))
+    if answer.header_length is None:
+        return Answer(body, headers=headers)
+    headers.append((_HEADER_LENGTH.lower().encode(), str(answer.header_length).encode()))
+    return Answer(body, content_type=b"application/octet-stream", headers=headers)
 
 
 async def _beside(much: bool, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: FBT001

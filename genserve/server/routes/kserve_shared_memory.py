@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from starlette.responses import Response
-
 from genserve.errors import InferenceError, Status
 from genserve.kserve.json_document import Kind, checked, read_json
-from genserve.server.routes.kserve_call import Call, empty_response, json_response
+from genserve.server.routes.kserve_call import Answer, Call, json_answer
 
 __all__ = [
     "cuda_status",
@@ -20,13 +18,13 @@ __all__ = [
 _FIELDS = ("name", "key", "offset", "byte_size")
 
 
-async def region_status(call: Call) -> Response:
+async def region_status(call: Call) -> Answer:
     """Return the regions that are registered, or one of them."""
     regions = call.services.shared_memory.regions(call.names["region"])
-    return json_response([{field: getattr(region, field) for field in _FIELDS} for region in regions])
+    return json_answer([{field: getattr(region, field) for field in _FIELDS} for region in regions])
 
 
-async def register_region(call: Call) -> Response:
+async def register_region(call: Call) -> Answer:
     """Register a region of the system's shared memory."""
     call.services.shared_memory.refuse_if_disabled()
     name = call.names["region"]
@@ -43,25 +41,25 @@ async def register_region(call: Call) -> Response:
         offset=checked(given.get("offset", 0), Kind.UNSIGNED),
         byte_size=checked(given["byte_size"], Kind.UNSIGNED),
     )
-    return empty_response()
+    return Answer()
 
 
-async def unregister_region(call: Call) -> Response:
+async def unregister_region(call: Call) -> Answer:
     """Forget a region, or all of them."""
     call.services.shared_memory.unregister(call.names["region"])
-    return empty_response()
+    return Answer()
 
 
-async def cuda_status(call: Call) -> Response:
+async def cuda_status(call: Call) -> Answer:
     """Return the regions of a GPU's memory: there are none."""
     name = call.names["region"]
     if name:
         text = f"Unable to find cuda shared memory region: '{name}'"
         raise InferenceError(text, status=Status.NOT_FOUND)
-    return json_response([])
+    return json_answer([])
 
 
-async def register_cuda_region(call: Call) -> Response:
+async def register_cuda_region(call: Call) -> Answer:
     """Refuse a region of a GPU's memory."""
     call.services.shared_memory.refuse_if_disabled()
     region = call.names["region"]
@@ -72,7 +70,7 @@ async def register_cuda_region(call: Call) -> Response:
     )
 
 
-async def unregister_cuda_region(call: Call) -> Response:
+async def unregister_cuda_region(call: Call) -> Answer:
     """Forget regions of a GPU's memory: there are none."""
     call.services.shared_memory.refuse_if_disabled()
-    return empty_response()
+    return Answer()

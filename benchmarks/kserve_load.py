@@ -1,0 +1,155 @@
+"""KServe load: a closed loop of KServe v2 inferences over HTTP or gRPC, in a process of its own.
+
+The client shares the cores with the server that it measures, so it does as little as can be: the request is
+written once and sent again and again, and of an answer only its end is looked for (HTTP), or it is left as
+the bytes it came in (gRPC).
+
+    python benchmarks/kserve_load.py --protocol http --address 127.0.0.1:8000 --shape 64 512
+
+prints one JSON object: requests per second, and the cores that the client itself took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import numpy as np
+import tritonclient.grpc as triton_grpc
+import uvloop
+
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+class Counter:
+    """How many answers there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class HttpLoop(asyncio.Protocol):
+    """One kept-alive connection that asks again as soon as it is answered."""
+
+    def __init__(self, request: bytes, answered: Counter) -> None:
+        self._request = request
+        self._answered = answered
+        self._head = b""
+        self._missing = 0  # bytes of the answer that are still to come, once its head is read
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing:
+            self._missing -= len(data)
+        else:
+            self._head += data
+            head, end, rest = self._head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            found = LENGTH.search(head)
+            if not head.startswith(b"HTTP/1.1 200") or found is None:
+                raise SystemExit(f"the server did not answer: {self._head!r}")
+            self._missing, self._head = int(found[1]) - len(rest), b""
+        if not self._missing:
+            self._answered.count += 1
+            self._transport.write(self._request)
+
+
+async def run_http(options: argparse.Namespace, answered: Counter) -> Callable[[], Awaitable[None]]:
+    """Begin, and return how to end."""
+    x = np.random.default_rng(0).random(options.shape, np.float32)
+    entry = {"name": "X", "shape": options.shape, "datatype": "FP32"}
+    document = {
+        "inputs": [{**entry, "parameters": {"binary_data_size": x.nbytes}}],
+        "outputs": [{"name": "Y", "parameters": {"binary_data": True}}],
+    }
+    text = json.dumps(document).encode()
+    head = (
+        f"POST /v2/models/{options.model}/infer HTTP/1.1\r\nHost: {options.address}\r\n"
+        f"Inference-Header-Content-Length: {len(text)}\r\nContent-Length: {len(text) + x.nbytes}\r\n\r\n"
+    )
+    request = head.encode() + text + x.tobytes()
+    host, _, port = options.address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    connections = [
+        await loop.create_connection(lambda: HttpLoop(request, answered), host, int(port))
+        for _ in range(options.concurrency)
+    ]
+
+    async def end() -> None:
+        for transport, _ in connections:
+            transport.abort()
+
+    return end
+
+
+async def run_grpc(options: argparse.Namespace, answered: Counter) -> Callable[[], Awaitable[None]]:
+    """Begin, and return how to end."""
+    x = np.random.default_rng(0).random(options.shape, np.float32)
+    tensor = triton_grpc.service_pb2.ModelInferRequest.InferInputTensor(
+        name="X", datatype="FP32", shape=options.shape
+    )
+    message = triton_grpc.service_pb2.ModelInferRequest(
+        model_name=options.model, inputs=[tensor], raw_input_contents=[x.tobytes()]
+    )
+    request = message.SerializeToString()
+    channel = grpc.aio.insecure_channel(options.address)
+    infer = channel.unary_unary(INFER)  # bytes to bytes
+
+    async def ask() -> None:
+        while True:
+            await infer(request)
+            answered.count += 1
+
+    tasks = [asyncio.ensure_future(ask()) for _ in range(options.concurrency)]
+
+    async def end() -> None:
+        for task in tasks:
+            task.cancel()
+        for failure in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(failure, asyncio.CancelledError):
+                raise SystemExit(f"the server did not answer: {failure!r}")
+        await channel.close()
+
+    return end
+
+
+async def measure(options: argparse.Namespace) -> dict[str, float]:
+    answered = Counter()
+    end = await (run_http if options.protocol == "http" else run_grpc)(options, answered)
+    await asyncio.sleep(options.warm_up_s)
+    before, started_s, cpu_started_s = answered.count, time.perf_counter(), time.process_time()
+    await asyncio.sleep(options.seconds)
+    elapsed_s = time.perf_counter() - started_s
+    result = {
+        "requests_per_s": (answered.count - before) / elapsed_s,
+        "client_cores": (time.process_time() - cpu_started_s) / elapsed_s,
+    }
+    await end()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--protocol", choices=["http", "grpc"], required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--model", default="echo")
+    parser.add_argument("--shape", type=int, nargs=2, required=True)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--warm-up-s", type=float, default=0.5)
+    print(json.dumps(uvloop.run(measure(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from genserve.errors import InferenceError, Status
+from genserve.kserve.shared_memory import SharedMemory, store
+from genserve.tensor import Tensor
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    path = Path("/dev/shm") / f"genserve-test-{uuid4().hex}"
+    path.write_bytes(bytes(range(64)))
+    yield f"/{path.name}"
+    path.unlink()
+
+
+@pytest.fixture
+def memory() -> SharedMemory:
+    return SharedMemory(allowed=True)
+
+
+def test_a_region_is_a_window_onto_the_object(memory: SharedMemory, key: str) -> None:
+    memory.register("r", key=key, offset=32, byte_size=16)
+    assert bytes(memory.view("r", offset=4, byte_size=2)) == bytes([36, 37])
+    store(Tensor("Y", np.array([7], np.uint8)), memory.view("r", offset=0, byte_size=8))
+    assert Path("/dev/shm", key[1:]).read_bytes()[32] == 7
+
+
+@pytest.mark.parametrize(("offset", "byte_size"), [(16, 1), (15, 2), (0, 17), (0, 0), (2**63, 1)])
+def test_nothing_outside_of_a_region_is_seen(memory, key: str, offset: int, byte_size: int) -> None:
+    memory.register("r", key=key, offset=0, byte_size=16)
+    with pytest.raises(InferenceError, match="for shared memory region: 'r'"):
+        memory.view("r", offset=offset, byte_size=byte_size)
+
+
+@pytest.mark.parametrize(("offset", "byte_size"), [(0, 65), (64, 1), (0, 0), (2**62, 1)])
+def test_a_region_must_lie_within_the_object(memory, key: str, offset: int, byte_size: int) -> None:
+    with pytest.raises(InferenceError, match="Invalid shared memory region"):
+        memory.register("r", key=key, offset=offset, byte_size=byte_size)
+
+
+@pytest.mark.parametrize("key", ["/nowhere-to-be-found", "", "/", "/..", "/../etc/passwd", "a/b", "/a\0b"])
+def test_a_key_names_an_object_and_no_other_file(memory: SharedMemory, key: str) -> None:
+    with pytest.raises(InferenceError, match="Unable to open shared memory region"):
+        memory.register("r", key=key, offset=0, byte_size=8)
+
+
+def test_a_name_is_taken_until_it_is_given_back(memory: SharedMemory, key: str) -> None:
+    memory.register("r", key=key, offset=0, byte_size=8)
+    view = memory.view("r", offset=0, byte_size=8)
+    with pytest.raises(InferenceError, match="shared memory region 'r' already in manager") as caught:
+        memory.register("r", key=key, offset=0, byte_size=8)
+    assert caught.value.status is Status.ALREADY_EXISTS
+    memory.unregister("r")
+    memory.unregister("r")
+    memory.register("r", key=key, offset=0, byte_size=8)
+    assert bytes(view[:2]) == b"\0\1"  # what is still in use stays
+    memory.unregister()
+    assert memory.regions() == []
+
+
+def test_an_output_that_is_too_large_is_not_written() -> None:
+    target = memoryview(bytearray(3))
+    with pytest.raises(InferenceError, match=r"output 'Y' \(3 bytes\) should be at least 4 bytes"):
+        store(Tensor("Y", np.array([-1], np.int32)), target)
+    assert bytes(target) == bytes(3)
+
+
+def test_where_it_is_not_allowed_nothing_is_registered(key: str) -> None:
+    closed = SharedMemory(allowed=False)
+    with pytest.raises(InferenceError, match="Client shared memory is disabled") as caught:
+        closed.register("r", key=key, offset=0, byte_size=8)
+    assert caught.value.status is Status.UNSUPPORTED

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as triton_aio
+from tritonclient.utils import InferenceServerException
+
+from tests.server.live_kserve import LiveKServe, copy_models
+
+NAMES = (
+    "add_sub", "fails", "identity_bf16", "identity_string", "labelled", "pass", "repeat", "told", "types"
+)  # fmt: skip
+NUMBERS = [
+    "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FP16", "FP32", "FP64"
+]  # fmt: skip
+PATIENT = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        if pb_utils.get_input_tensor_by_name(request, "WAIT").as_numpy()[0]:
+            while not request.is_cancelled():
+                time.sleep(0.001)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.zeros(1, np.int32))])
+"""
+PATIENT_CONFIG = """
+backend: "python"
+input { name: "WAIT" data_type: TYPE_BOOL dims: [ 1 ] }
+output { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] }
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKServe]:
+    folder = tmp_path_factory.mktemp("models")
+    copy_models(NAMES, folder)
+    (folder / "patient" / "1").mkdir(parents=True)
+    (folder / "patient" / "config.pbtxt").write_text(PATIENT_CONFIG)
+    (folder / "patient" / "1" / "model.py").write_text(PATIENT)
+    with LiveKServe(folder, allow_client_shm=True, http_header_forward_pattern="^x-") as live:
+        yield live
+
+
+@pytest.fixture
+def client(server: LiveKServe) -> Iterator[triton.InferenceServerClient]:
+    client = triton.InferenceServerClient(server.address)
+    yield client
+    client.close()
+
+
+def post(server: LiveKServe, model: str, body: object, **headers: str) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx2.post(f"{server.url}/v2/models/{model}/infer", content=content, headers=named)
+
+
+def input_of(name: str, array: np.ndarray, datatype: str, *, binary: bool = True) -> triton.InferInput:
+    tensor = triton.InferInput(name, list(array.shape), datatype)
+    tensor.set_data_from_numpy(array, binary_data=binary)
+    return tensor
+
+
+def add_sub_inputs(*, binary: bool = True) -> list[triton.InferInput]:
+    a, b = np.array([[1, 2.5]], np.float32), np.array([[0.1, -2]], np.float32)
+    return [input_of("A", a, "FP32", binary=binary), input_of("B", b, "FP32", binary=binary)]
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+def test_numbers_go_there_and_back_in_binary_and_in_json(client, binary_in: bool, binary_out: bool) -> None:
+    outputs = [triton.InferRequestedOutput(name, binary_data=binary_out) for name in ("SUM", "DIFFERENCE")]
+    result = client.infer("add_sub", add_sub_inputs(binary=binary_in), outputs=outputs, request_id="7")
+    np.testing.assert_array_equal(result.as_numpy("SUM"), np.array([[1 + np.float32(0.1), 0.5]], np.float32))
+    assert result.get_response()["id"] == "7"
+
+
+def test_all_outputs_come_where_none_is_asked_for(client) -> None:
+    result = client.infer("add_sub", add_sub_inputs())
+    assert result.as_numpy("SUM").shape == result.as_numpy("DIFFERENCE").shape == (1, 2)
+
+
+async def test_the_asyncio_client_is_served_too(server) -> None:
+    async with triton_aio.InferenceServerClient(server.address) as client:
+        result = await client.infer("add_sub", add_sub_inputs(binary=True))
+        assert result.as_numpy("DIFFERENCE")[0, 1] == 4.5
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_requests_and_responses_may_be_compressed(client, algorithm: str) -> None:
+    result = client.infer(
+        "add_sub",
+        add_sub_inputs(),
+        request_compression_algorithm=algorithm,
+        response_compression_algorithm=algorithm,
+    )
+    assert result.as_numpy("SUM")[0, 1] == 0.5
+
+
+def test_broken_compression_is_refused(server) -> None:
+    refused = post(server, "add_sub", b"no gzip", content_encoding="gzip")
+    assert (refused.status_code, refused.json()["error"]) == (
+        400,
+        "the body is not gzip, as its Content-Encoding says",
+    )
+    cut = zlib.compress(b"{}" * 1000)[:-8]
+    assert post(server, "add_sub", cut, content_encoding="deflate").status_code == 400
+
+
+def test_unknown_compression_is_answered_with_what_there_is(server) -> None:
+    answer = post(server, "add_sub", {}, content_encoding="br")
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (501, "gzip, deflate")
+
+
+@pytest.mark.parametrize("datatype", NUMBERS)
+def test_every_type_of_numbers_passes_unchanged(client, datatype: str) -> None:
+    name = {"BOOL": "bool"}.get(datatype, datatype.lower().replace("fp", "float"))
+    array = np.array([0, 1, 1, 0, 1]).astype(name)
+    result = client.infer("types", [input_of(datatype, array, datatype)])
+    np.testing.assert_array_equal(result.as_numpy(f"OUT_{datatype}"), array)
+
+
+def test_bf16_passes_in_binary(server) -> None:
+    entry = {"name": "X", "shape": [2], "datatype": "BF16", "parameters": {"binary_data_size": 4}}
+    head = json.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}}).encode()
+    answer = post(server, "identity_bf16", head + b"abcd", inference_header_content_length=str(len(head)))
+    assert answer.content.endswith(b"abcd"), answer.content
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_strings_pass_unchanged(client, binary: bool) -> None:
+    texts = np.array(["", "é\n\"", "😀" * 3], dtype=np.object_)
+    outputs = [triton.InferRequestedOutput("Y", binary_data=binary)]
+    result = client.infer("identity_string", [input_of("X", texts, "BYTES", binary=binary)], outputs=outputs)
+    answered = [x.decode() if isinstance(x, bytes) else x for x in result.as_numpy("Y")]
+    assert answered == texts.tolist()
+
+
+def test_nan_and_infinities_pass_in_json(server) -> None:
+    body = b'{"inputs":[{"name":"FP64","shape":[3],"datatype":"FP64","data":[NaN,Infinity,-Infinity]}]}'
+    assert b'"data":[NaN,Infinity,-Infinity]' in post(server, "types", body).content
+
+
+def test_fp32_is_printed_as_a_double(server) -> None:
+    body = {"inputs": [{"name": "FP32", "shape": [2], "datatype": "FP32", "data": [0.1, [1]]}]}
+    assert b'"data":[0.10000000149011612,1.0]' in post(server, "types", body).content
+
+
+def test_inputs_behind_a_string_are_aligned_and_writable(server) -> None:
+    head = json.dumps(
+        {
+            "inputs": [
+                {"name": "BYTES", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 5}},
+                {"name": "FP64", "shape": [1], "datatype": "FP64", "parameters": {"binary_data_size": 8}},
+            ]
+        }
+    ).encode()
+    body = head + b"\x01\0\0\0a" + np.array([2.5]).tobytes()
+    answer = post(server, "types", body, inference_header_content_length=str(len(head))).json()
+    assert {output["name"]: output["data"] for output in answer["outputs"]} == {
+        "OUT_BYTES": ["a"],
+        "OUT_FP64": [2.5],
+    }
+
+
+def test_a_body_may_be_nothing_but_the_only_input(server) -> None:
+    answer = post(server, "pass", np.int32(5).tobytes(), inference_header_content_length="0")
+    head_length = int(answer.headers["inference-header-content-length"])
+    assert np.frombuffer(answer.content[head_length:], np.int32) == [5]
+
+
+def test_classes_come_with_their_labels(client) -> None:
+    outputs = [triton.InferRequestedOutput("Y", class_count=2)]
+    x = np.array([[1, 3, 2], [9, 8, 7]], np.float32)
+    result = client.infer("labelled", [input_of("X", x, "FP32")], outputs=outputs)
+    assert result.as_numpy("Y").tolist() == [
+        [b"3.000000:1:dog", b"2.000000:2:bird"],
+        [b"9.000000:0:cat", b"8.000000:1:dog"],
+    ]
+
+
+def test_parameters_and_matching_headers_reach_the_model(client) -> None:
+    result = client.infer(
+        "told",
+        [input_of("X", np.ones((1, 1), np.int32), "INT32")],
+        outputs=[triton.InferRequestedOutput("REQUEST")],
+        sequence_id=5,
+        sequence_start=True,
+        timeout=9,
+        parameters={"depth": 1.5, "word": "w"},
+        headers={"X-Who": "me", "Other-X-Who": "no"},
+    )
+    told = json.loads(result.as_numpy("REQUEST").reshape(-1)[0])
+    assert told["parameters"] == {"depth": 1.5, "word": "w", "x-who": "me"}
+    assert (told["correlation"], told["flags"], told["timeout"]) == (5, 1, 9)
+
+
+def test_system_shared_memory_carries_inputs_and_outputs(client) -> None:
+    path = Path("/dev/shm") / f"genserve-test-{os.getpid()}"
+    path.write_bytes(np.array([[1, 2]], np.float32).tobytes() + bytes(24))
+    try:
+        client.register_system_shared_memory("region", f"/{path.name}", 32)
+        inputs = add_sub_inputs()
+        inputs[0].set_shared_memory("region", 8)
+        output = triton.InferRequestedOutput("SUM")
+        output.set_shared_memory("region", 8, offset=16)
+        result = client.infer("add_sub", inputs, outputs=[output])
+        assert "data" not in result.get_output("SUM")
+        np.testing.assert_array_equal(
+            np.frombuffer(path.read_bytes(), np.float32)[4:6], np.array([1.1, 0], np.float32)
+        )
+        assert client.get_system_shared_memory_status()[0]["byte_size"] == 32
+        output.set_shared_memory("region", 4, offset=16)
+        with pytest.raises(InferenceServerException, match=r"\(4 bytes\) should be at least 8 bytes"):
+            client.infer("add_sub", inputs, outputs=[output])
+        client.unregister_system_shared_memory("region")
+        with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'region'"):
+            client.infer("add_sub", inputs)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("NOT_FOUND", 404), ("UNAVAILABLE", 503), ("UNSUPPORTED", 501), ("CANCELLED", 400)]
+)
+def test_an_error_of_the_model_has_the_status_of_its_code(server, code: str, status: int) -> None:
+    body = {"inputs": [{"name": "MODE", "shape": [1], "datatype": "BYTES", "data": [code]}]}
+    answer = post(server, "fails", body)
+    assert (answer.status_code, answer.json()) == (status, {"error": f"this is {code}"})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"{", 500, "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
+        (b"[" * 5000, 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
+        (b"{}", 500, "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'"),
+        (
+            b'{"inputs":[{"name":"A","shape":[1,-1],"datatype":"FP32","data":[1]}]}',
+            500,
+            "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer",
+        ),
+        (
+            b'{"inputs":[{"name":"A","shape":[1,2],"datatype":"FP32","data":[1,true]}]}',
+            500,
+            "Unable to parse 'data': attempt to access JSON non-number as double",
+        ),
+        (
+            b'{"parameters":{"triton_x":1},"inputs":[]}',
+            400,
+            "parameter keys starting with 'triton_' are reserved for Triton usage "
+            "and should not be specified.",
+        ),
+    ],
+)
+def test_bad_requests_are_told_in_tritons_words(server, body: bytes, status: int, text: str) -> None:
+    answer = post(server, "add_sub", body)
+    assert (answer.status_code, answer.json()["error"]) == (status, text)
+
+
+def test_a_json_text_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    copy_models(("pass",), tmp_path)
+    with LiveKServe(tmp_path, http_max_input_size=100) as small:
+        answer = post(small, "pass", b" " * 101)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("request JSON size of 101 bytes exceeds the maximum allowed")
+
+
+def test_a_decoupled_model_is_refused_with_the_way_out(server) -> None:
+    answer = post(server, "repeat", {})
+    assert answer.status_code == 501
+    assert "generate_stream" in answer.json()["remedy"]
+
+
+def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
+    waiting = input_of("WAIT", np.array([True]), "BOOL", binary=False)
+    body = json.dumps({"inputs": [waiting._get_tensor()]}).encode()
+    with server.connect() as connection:
+        head = f"POST /v2/models/patient/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        # Answered while the other waits, and so after it has come in.
+        client.infer("pass", [input_of("X", np.ones(1, np.int32), "INT32")])
+    # There is one instance: it answers once the first request has noticed that nobody waits.
+    client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
