@@ -158,7 +158,7 @@ def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
 
 
 def test_a_server_without_a_model_says_so_and_does_not_start(tmp_path):
-    with pytest.raises(RepositoryError, match="no generation model"):
+    with pytest.raises(RepositoryError, match="there is no model in"):
         Server(ServerSettings(model_repository=(tmp_path,), http_port=0)).serve_until_stopped()
     with pytest.raises(RepositoryError, match="no model repository"):
         Server(ServerSettings(model_repository=(tmp_path / "none",), http_port=0))
