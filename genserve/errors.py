@@ -115,9 +115,17 @@ class RepositoryError(GenserveError):
 
 
 class ConfigError(RepositoryError):
-    """One place of one config.pbtxt is wrong; the message starts with file:line:column."""
+    """One place of one config.pbtxt is wrong; the message starts with file:line:column.
+
+    Attributes:
+        text: the message without the place.
+    """
 
     code = "config_error"
+
+    def __init__(self, text: str, *, where: str, remedy: str = "") -> None:
+        super().__init__(f"{where}: {text}", remedy=remedy)
+        self.text = text
 
 
 class Status(StrEnum):

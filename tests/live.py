@@ -28,6 +28,7 @@ class LiveServer:
         self._thread.start()
         self.info = ready.get(timeout=60)
         self.url = self.info.url
+        self.grpc_url = self.info.grpc_address
 
     @property
     def model(self) -> GenerationEnsemble:

@@ -73,18 +73,17 @@ class Batches:
 
     def _gather(self, batch: Sequence[Inference]) -> dict[str, Tensor]:
         given = [inference.inputs | (inference.states or {}) for inference in batch]
-        names = given[0] if len(given) == 1 else dict.fromkeys(name for inputs in given for name in inputs)
-        inputs = {name: self._join(name, [inputs.get(name) for inputs in given], batch) for name in names}
+        # The scheduler batches only what has the same inputs.
+        inputs = {name: self._join(name, [one[name] for one in given]) for name in given[0]}
         for batch_input in self._batch_inputs:
             for tensor in batch_input_tensors(batch_input, _shapes(batch, batch_input.source_inputs[0])):
                 inputs[tensor.name] = tensor
         return inputs
 
-    def _join(self, name: str, column: Sequence[Tensor | None], batch: Sequence[Inference]) -> Tensor:
+    def _join(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         spec = self._inputs.get(name)
         if spec is not None and spec.allow_ragged_batch:
-            return flat_input(name, [tensor for tensor in column if tensor is not None])
-        tensors = _with_zeros(column, batch)
+            return flat_input(name, tensors)
         if len(tensors) == 1:
             return _aligned(tensors[0])
         array = np.concatenate([tensor.array for tensor in tensors])
@@ -158,21 +157,6 @@ def _fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
     return len(shape) == len(dims) and all(dim in (-1, size) for dim, size in zip(dims, shape, strict=True))
 
 
-def _with_zeros(column: Sequence[Tensor | None], batch: Sequence[Inference]) -> list[Tensor]:
-    """Put zeros where a request has no such input: one that fills an empty slot of a sequence batch."""
-    like = next(tensor for tensor in column if tensor is not None)
-    return [
-        _zeros(like, num_rows=inference.batch_size) if tensor is None else tensor
-        for tensor, inference in zip(column, batch, strict=True)
-    ]
-
-
-def _zeros(like: Tensor, *, num_rows: int) -> Tensor:
-    zero = b"" if like.data_type is DataType.BYTES else 0
-    array = np.full((num_rows, *like.shape[1:]), zero, dtype=like.data_type.numpy)
-    return Tensor(like.name, array, data_type=like.data_type)
-
-
 def _aligned(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor that begins at an odd place of a request's body; runtimes forbid that."""
     data = tensor.data
@@ -182,7 +166,4 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _shapes(batch: Sequence[Inference], name: str) -> list[tuple[int, ...]]:
-    """Return the shape of an input in each request; with no rows where a request has none."""
-    shapes = [tensor.shape if (tensor := inference.inputs.get(name)) else None for inference in batch]
-    nothing = (0,) * max(len(shape) for shape in shapes if shape is not None)
-    return [shape or nothing for shape in shapes]
+    return [inference.inputs[name].shape for inference in batch]

@@ -52,7 +52,7 @@ def first_error(faults: Iterable[Fault]) -> ConfigError | None:
     """Return the first fault that is not a mere warning, as the error to raise; None: there is none."""
     for fault in faults:
         if fault.severity is Severity.ERROR:
-            return ConfigError(f"{fault.where}: {fault.message}", remedy=fault.remedy)
+            return ConfigError(fault.message, where=fault.where, remedy=fault.remedy)
     return None
 
 

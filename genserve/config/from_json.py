@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from genserve.config.schema import new_model_config
-from genserve.errors import ConfigError
+from genserve.errors import RepositoryError
 
 __all__ = ["read_config_json"]
 
@@ -31,7 +31,7 @@ def read_config_json(text: str, *, name: str) -> Any:
         name: of the model, for the error.
 
     Raises:
-        ConfigError: it is not JSON, or not of the schema.
+        RepositoryError: it is not JSON, or not of the schema.
     """
     try:
         value = json.loads(_TOKEN.sub(_strict, text))
@@ -40,7 +40,7 @@ def read_config_json(text: str, *, name: str) -> Any:
         message = new_model_config()
         return json_format.ParseDict(_by_schema(value, message.DESCRIPTOR), message)
     except (ValueError, json_format.ParseError) as error:
-        raise ConfigError(
+        raise RepositoryError(
             f"Invalid config override: {error}",
             remedy=f"load {name!r} with what `/v2/models/{name}/config` shows, changed, as one JSON string",
         ) from None

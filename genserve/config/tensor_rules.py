@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from genserve.config.backends import BUILT_IN
 from genserve.config.fault import Fault, nearest
 from genserve.config.from_message import enum_name
 from genserve.config.judged import JudgedConfig
+from genserve.config.version_folders import version_folders
 
 __all__ = ["batch_tensors", "tensors"]
-
-_ANY_LENGTH = "write `dims: [ -1 ]` for any length"
 
 
 def tensors(config: JudgedConfig) -> Iterator[Fault]:
@@ -35,35 +35,53 @@ def _tensor(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -> Itera
     start, end = f"model {kind} '{tensor.name}'", f"for {config.name}"
     if not tensor.name:
         yield config.error(path, f"model {kind} must specify 'name' {end}", remedy='add `name: "..."`')
-    if config.completed or not _model_completes(config):
-        if not tensor.data_type:
-            remedy = "write `data_type: TYPE_INT64`, or another but TYPE_INVALID"
-            yield config.error(
-                f"{path}.data_type", f"{start} must specify 'data_type' {end}", remedy=remedy
-            )
-        if not tensor.dims:
-            yield config.error(path, f"{start} must specify 'dims' {end}", remedy=_ANY_LENGTH)
+    if config.completed or not _may_be_completed(config):
+        yield from _missing(config, tensor, start=start, path=path)
     if not all(map(_is_size, tensor.dims)):
         yield config.error(
             f"{path}.dims",
             f"{start} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {end}",
             remedy="write a size above 0, or -1 for any size",
         )
-    if tensor.HasField("reshape"):
-        wrong = _reshape_fault(tensor, batches=config.message.max_batch_size > 0)
-        if wrong:
-            remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
-            yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
-    yield from _tensorrt_only(config, tensor, kind=kind, path=path)
+    wrong = _reshape_fault(tensor, batches=config.message.max_batch_size > 0)
+    if wrong:
+        remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
+        yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
+    yield from _for_tensorrt(config, tensor, path=path)
+    if kind == "input":
+        yield from _image_format(config, tensor, path=path)
+    else:
+        yield from _labels(config, tensor, path=path)
 
 
-def _tensorrt_only(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
-    if kind == "input" and enum_name(tensor, "format") != "FORMAT_NONE" and len(tensor.dims) != 3:
+def _missing(config: JudgedConfig, tensor: Any, *, start: str, path: str) -> Iterator[Fault]:
+    if not tensor.data_type:
         yield config.error(
-            f"{path}.format",
-            f"model input NHWC/NCHW require 3 dims for {config.name}",
-            remedy="leave `format` out: it changes nothing here",
+            f"{path}.data_type",
+            f"{start} must specify 'data_type' for {config.name}",
+            remedy="write `data_type: TYPE_INT64`, or another but TYPE_INVALID",
         )
+    if not tensor.dims:
+        message = f"{start} must specify 'dims' for {config.name}"
+        yield config.error(path, message, remedy="write `dims: [ -1 ]` for any length")
+
+
+def _may_be_completed(config: JudgedConfig) -> bool:
+    """Whether the model's own code, or a backend of somebody else's, may say what the config does not."""
+    if config.message.backend != "python":
+        return config.message.platform != "ensemble" and config.message.backend not in BUILT_IN
+    files = (
+        folder / (config.message.default_model_filename or "model.py")
+        for folder in version_folders(config.folder).values()
+    )
+    return any(
+        "auto_complete_config" in file.read_text(encoding="utf-8", errors="replace")
+        for file in files
+        if file.is_file()
+    )
+
+
+def _for_tensorrt(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[Fault]:
     if tensor.is_shape_tensor:
         yield config.error(
             f"{path}.is_shape_tensor",
@@ -76,23 +94,26 @@ def _tensorrt_only(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -
             f"Non-linear IO format is only supported for the TensorRT platform for {config.name}",
             remedy="leave it out: tensors are row-major",
         )
-    if kind == "output" and tensor.label_filename:
-        file = config.folder / tensor.label_filename
-        if not file.is_file():
-            # Triton refuses the model. It serves all but the labels, which few clients ask for.
-            yield config.warning(
-                f"{path}.label_filename",
-                f"failed to open text file for read {file}: No such file or directory",
-                remedy="put the labels into the folder of the model, one a line, or leave the field out",
-            )
 
 
-def _model_completes(config: JudgedConfig) -> bool:
-    """Whether the model's own code may fill in what the config does not say."""
-    return config.message.backend == "python" and any(
-        "auto_complete_config" in file.read_text(encoding="utf-8", errors="replace")
-        for file in config.folder.glob(f"[1-9]*/{config.message.default_model_filename or 'model.py'}")
-    )
+def _image_format(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[Fault]:
+    if enum_name(tensor, "format") != "FORMAT_NONE" and len(tensor.dims) != 3:
+        yield config.error(
+            f"{path}.format",
+            f"model input NHWC/NCHW require 3 dims for {config.name}",
+            remedy="leave `format` out: it changes nothing here",
+        )
+
+
+def _labels(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[Fault]:
+    file = config.folder / tensor.label_filename
+    if tensor.label_filename and not file.is_file():
+        # Triton refuses the model; the labels are all that it lacks.
+        yield config.warning(
+            f"{path}.label_filename",
+            f"failed to open text file for read {file}: No such file or directory",
+            remedy="put the labels into the folder of the model, one a line, or leave the field out",
+        )
 
 
 def _is_size(dim: int) -> bool:
@@ -100,7 +121,9 @@ def _is_size(dim: int) -> bool:
 
 
 def _reshape_fault(tensor: Any, *, batches: bool) -> str:
-    """What is wrong with a tensor's reshape; Triton's words."""
+    """What is wrong with a tensor's reshape, in Triton's words; empty: nothing."""
+    if not tensor.HasField("reshape"):
+        return ""
     dims, shape = list(tensor.dims), list(tensor.reshape.shape)
     if not shape and not batches:
         return "cannot have empty reshape for non-batching model as scalar tensors are not supported"

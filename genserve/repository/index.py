@@ -78,7 +78,7 @@ def scan(
     """
     backends = known_backends(backend_folders)
     entries: dict[str, ModelEntry] = {}
-    for root in dict.fromkeys(root.resolve() if root.is_symlink() else root for root in roots):
+    for root in {root.resolve(): root for root in roots}.values():
         for path in _model_folders(root):
             if path.name in entries:
                 entries[path.name] = _ambiguous(entries[path.name], other=path)

@@ -12,7 +12,7 @@ from genserve.schedulers.rate_limiter import ResourcePermit
 from genserve.schedulers.scheduler import Scheduler
 from genserve.statistics import ModelStatistics
 
-__all__ = ["Instances", "placements"]
+__all__ = ["Instances", "group_placements", "placements"]
 
 
 class Instances:
@@ -83,17 +83,19 @@ class Instances:
             permit.withdraw()
 
 
-def placements(config: ModelConfig) -> Iterator[tuple[InstanceGroup, Placement]]:
-    """Yield where each instance of a normalised config runs, by Triton's names for them, and its group."""
+def placements(config: ModelConfig) -> Iterator[Placement]:
+    """Yield where each instance of a normalised config runs, by Triton's names for them."""
     for group in config.instance_groups:
-        number = 0
-        for _ in range(max(1, group.count)):
-            for device in group.gpus if group.kind == "KIND_GPU" else (None,):
-                suffix = "" if device is None else f"_gpu{device}"
-                placement = Placement(
-                    name=f"{group.name}_{number}{suffix}",
-                    kind=group.kind.removeprefix("KIND_"),
-                    device_id=device or 0,
-                )
-                yield group, placement
-                number += 1
+        yield from group_placements(group)
+
+
+def group_placements(group: InstanceGroup) -> Iterator[Placement]:
+    """Yield where each instance of one group runs."""
+    devices = group.gpus if group.kind == "KIND_GPU" else (None,)
+    for number, device in enumerate(devices * max(1, group.count)):
+        suffix = "" if device is None else f"_gpu{device}"
+        yield Placement(
+            name=f"{group.name}_{number}{suffix}",
+            kind=group.kind.removeprefix("KIND_"),
+            device_id=device or 0,
+        )

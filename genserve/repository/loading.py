@@ -15,7 +15,7 @@ from genserve.errors import RepositoryError
 from genserve.inference import Door
 from genserve.metrics import Metrics
 from genserve.repository.ensemble import Ensemble
-from genserve.repository.instances import Instances, placements
+from genserve.repository.instances import Instances, group_placements
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import Prepared
 from genserve.repository.response_cache import ResponseCache
@@ -82,10 +82,16 @@ class Loader:
 
         def start(placement: Placement) -> Backend:
             instance = backend(source, shared, placement)
-            run_warmups(instance, warmups)
+            try:
+                run_warmups(instance, warmups)
+            except BaseException:
+                instance.close()
+                raise
             return instance
 
-        groups_and_places = tuple(placements(config))
+        groups_and_places = [
+            (group, place) for group in config.instance_groups for place in group_placements(group)
+        ]
         permits = self._permits(groups_and_places)
         scheduler = make_scheduler(
             config, num_instances=len(groups_and_places), path=model.path, permits=permits

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from genserve.backends.registry import find_backend
-from genserve.config.backends import deduce_backend
-from genserve.config.fault import first_error
+from genserve.config.backends import deduce_backend, known_backends
+from genserve.config.fault import Fault, first_error
 from genserve.config.from_json import read_config_json
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
+from genserve.config.parse import inspect_message
+from genserve.config.schema import new_model_config
 from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.options import RepositoryOptions
+from genserve.repository.wiring import is_decoupled
 
 __all__ = ["Prepared", "prepare"]
 
@@ -36,18 +41,27 @@ class Prepared:
         return self.config.name
 
 
-def prepare(entry: ModelEntry, *, options: RepositoryOptions, config_json: str = "") -> Prepared:
-    """Read, complete, check and normalise the config of a model.
+def prepare(
+    entry: ModelEntry,
+    entries: Mapping[str, ModelEntry],
+    *,
+    options: RepositoryOptions,
+    config_json: str = "",
+) -> Prepared:
+    """Read, complete, check and normalise the config of a model; its warnings are logged.
 
     Args:
         entry: its folder.
+        entries: all models of the repository, by name.
         options: of the repository.
         config_json: a config to use in place of the folder's, as the load call has it; empty: none.
 
     Raises:
         RepositoryError: the config has an error, or contradicts the model's file, or leaves no version.
     """
-    message = type(entry.parsed.message)()
+    if entry.parsed.message is None and not config_json:
+        raise first_error(entry.parsed.faults) or AssertionError(entry.name)
+    message = new_model_config()
     if config_json:
         message.CopyFrom(read_config_json(config_json, name=entry.name))
     else:
@@ -59,13 +73,30 @@ def prepare(entry: ModelEntry, *, options: RepositoryOptions, config_json: str =
     if message.platform != "ensemble" and not options.strict_config:
         backend = find_backend(message.backend, backend_directory=options.backend_directory)
         backend.auto_complete(message, path=entry.path, version=versions[-1])
-    faults = normalise(
+    faults = [*_completed_faults(message, entry, options=options, written=not config_json)]
+    faults += normalise(
         message, model_folder=entry.path, gpus=num_gpus(), strict_placement=options.strict_placement
     )
-    config = model_config(message, name=entry.name)
+    if message.platform == "ensemble":
+        message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
     error = first_error(faults)
     if error is not None:
         raise error
     for fault in faults:
         logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
-    return Prepared(config=config, path=entry.path, versions=versions)
+    return Prepared(config=model_config(message, name=entry.name), path=entry.path, versions=versions)
+
+
+def _completed_faults(
+    message: Any, entry: ModelEntry, *, options: RepositoryOptions, written: bool
+) -> tuple[Fault, ...]:
+    """Return the faults of a completed config, with their places if the text is that of the folder."""
+    parsed = inspect_message(
+        message,
+        path=entry.parsed.path,
+        folder=entry.path,
+        backends=known_backends([options.backend_directory] if options.backend_directory else ()),
+        places=entry.parsed.places if written else None,
+        completed=True,
+    )
+    return parsed.faults

@@ -14,6 +14,7 @@ from genserve.backends.ensemble import GenerationEnsemble
 from genserve.config.fault import first_error
 from genserve.errors import (
     Closed,
+    ConfigError,
     GenserveError,
     InferenceError,
     ModelNotFound,
@@ -77,7 +78,7 @@ class Repository:
         """
         self.options = options or RepositoryOptions()
         self._roots = tuple(roots)
-        self._entries = scan(self._roots)
+        self._entries = self._scan()
         self._versions = Versions()
         cache_bytes = self.options.cache_bytes
         self._loader = Loader(
@@ -233,7 +234,7 @@ class Repository:
         """Load a model, or load it anew if its folder has changed; see `Door`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
-        self._entries = scan(self._roots)
+        self._entries = self._scan()
         entry = self._entry_of_files(name, files, config) if files else self._entries.get(name)
         if entry is None:
             text = f"failed to load '{name}', failed to poll from model repository"
@@ -339,15 +340,17 @@ class Repository:
             if not serves:
                 self._versions.set_state(entry.name, version, ModelState.UNAVAILABLE, reason=reason)
             text = f"version {version} is at UNAVAILABLE state: {reason};\n"
-            raise InferenceError(
-                f"load failed for model '{entry.name}': {text}", remedy=getattr(error, "remedy", "")
-            ) from error
+            remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
+            raise InferenceError(f"load failed for model '{entry.name}': {text}", remedy=remedy) from error
 
     def _load_versions(self, entry: ModelEntry, config_json: str) -> list[Served]:
-        error = first_error(model_faults(entry, self._entries)) if not config_json else None
-        if error is not None:
-            raise error
-        model = prepare(entry, options=self.options, config_json=config_json)
+        if not config_json:
+            # Not the config's own faults: `prepare` judges it once it is completed.
+            faults = model_faults(entry, self._entries)
+            error = first_error(fault for fault in faults if fault not in entry.parsed.faults)
+            if error is not None:
+                raise error
+        model = prepare(entry, self._entries, options=self.options, config_json=config_json)
         fresh: list[Served] = []
         try:
             for version in model.versions:
@@ -422,13 +425,21 @@ class Repository:
                 logger.exception("polling the repository failed")
 
     def _follow_folders(self) -> None:
-        before, self._entries = self._entries, scan(self._roots)
+        before, self._entries = self._entries, self._scan()
         for name in before.keys() - self._entries.keys():
             self._unload(name)
         for name, entry in self._entries.items():
             if fingerprint(entry.path) != self._polled.get(name):
                 self._polled[name] = fingerprint(entry.path)
                 self._load_noted(entry)
+
+    def _scan(self) -> dict[str, ModelEntry]:
+        directory = self.options.backend_directory
+        return scan(
+            self._roots,
+            config_name=self.options.config_name,
+            backend_folders=[directory] if directory else (),
+        )
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
@@ -445,6 +456,8 @@ def _reason(error: Exception) -> str:
     """Return why a load failed, in Triton's form: its word for the code, and the message."""
     if isinstance(error, InferenceError):
         return f"{_STATUS_WORDS[error.status]}: {error.message}"
+    if isinstance(error, ConfigError):
+        return f"Invalid argument: {error.text}"
     if isinstance(error, RepositoryError):
         return f"Invalid argument: {error.message}"
     if isinstance(error, GenserveError):

@@ -143,40 +143,8 @@ def _graph(ensemble: _Ensemble) -> Iterator[Fault]:
     graph = EnsembleGraph.of(ensemble.config)
     yield from _made_twice(ensemble)
     yield from _not_made(ensemble, graph)
-    for index, spec in enumerate(ensemble.config.inputs):
-        if spec.name not in graph.used:
-            yield ensemble.error(
-                f"input[{index}].name",
-                f"ensemble input '{spec.name}' for ensemble {ensemble.name}' is not used",
-                remedy="leave it out, or map it to an input of a step",
-            )
-    for index, spec in enumerate(ensemble.config.outputs):
-        if spec.name not in graph.made and spec.name not in graph.used:
-            yield ensemble.error(
-                f"output[{index}].name",
-                f"ensemble output '{spec.name}' for ensemble {ensemble.name}' is not used",
-                remedy=nearest(spec.name, known=sorted(graph.made)),
-            )
-    for path, _, step in ensemble.steps:
-        for key, tensor in step.output_map.items():
-            if tensor not in graph.used and ensemble.config.output(tensor) is None:
-                yield ensemble.error(
-                    f"{path}.output_map",
-                    f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'",
-                    remedy="take it out of the `output_map`, or add it to the ensemble's `output`",
-                    key=key,
-                )
-    waiting = graph.waiting_steps()
-    if waiting:
-        outputs = {tensor for step in waiting for tensor in step.output_map.values()}
-        first = next((spec.name for spec in ensemble.config.outputs if spec.name in outputs), min(outputs))
-        names = ", ".join(repr(step.model_name) for step in waiting)
-        yield ensemble.error(
-            f"ensemble_scheduling.step[{ensemble.config.ensemble_steps.index(waiting[0])}]",
-            f"output '{first}' for ensemble '{ensemble.name}' is not written",
-            remedy=f"these steps wait for each other's tensors: {names}; a step takes what the ensemble or "
-            "an earlier step makes",
-        )
+    yield from _not_used(ensemble, graph)
+    yield from _waiting(ensemble, graph)
 
 
 def _made_twice(ensemble: _Ensemble) -> Iterator[Fault]:
@@ -199,17 +167,57 @@ def _not_made(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Fault]:
         for key, tensor in step.input_map.items():
             if tensor in graph.made:
                 continue
-            output = next(
-                (spec.name for spec in ensemble.config.outputs if spec.name in graph.after(tensor)), None
-            )
+            missed = graph.outputs & graph.after(tensor)
             message = (
                 f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'"
-                if output is None
-                else f"output '{output}' for ensemble '{ensemble.name}' is not written: at least one of its "
-                f"depending tensors, '{tensor}', is not connected"
+                if not missed
+                else f"output '{min(missed)}' for ensemble '{ensemble.name}' is not written: at least one of "
+                f"its depending tensors, '{tensor}', is not connected"
             )
             remedy = f"no input and no step makes '{tensor}'; {nearest(tensor, known=sorted(graph.made))}"
             yield ensemble.error(f"{path}.input_map", message, remedy=remedy, key=key)
+
+
+def _not_used(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Fault]:
+    config, end = ensemble.config, f"for ensemble {ensemble.name}' is not used"
+    for index, spec in enumerate(config.inputs):
+        if spec.name not in graph.used:
+            yield ensemble.error(
+                f"input[{index}].name",
+                f"ensemble input '{spec.name}' {end}",
+                remedy="leave it out, or map it to an input of a step",
+            )
+    for index, spec in enumerate(config.outputs):
+        if spec.name not in graph.made | graph.used:
+            yield ensemble.error(
+                f"output[{index}].name",
+                f"ensemble output '{spec.name}' {end}",
+                remedy=nearest(spec.name, known=sorted(graph.made)),
+            )
+    for path, _, step in ensemble.steps:
+        for key, tensor in step.output_map.items():
+            if tensor not in graph.used | graph.outputs:
+                yield ensemble.error(
+                    f"{path}.output_map",
+                    f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'",
+                    remedy="take it out of the `output_map`, or add it to the ensemble's `output`",
+                    key=key,
+                )
+
+
+def _waiting(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Fault]:
+    """Yield one fault if steps wait for each other."""
+    waiting = graph.waiting_steps()
+    if not waiting:
+        return
+    tensors = {tensor for step in waiting for tensor in step.output_map.values()}
+    names = ", ".join(repr(step.model_name) for step in waiting)
+    yield ensemble.error(
+        f"ensemble_scheduling.step[{graph.steps.index(waiting[0])}]",
+        f"output '{min(tensors & graph.outputs or tensors)}' for ensemble '{ensemble.name}' is not written",
+        remedy=f"these steps wait for each other's tensors: {names}; a step takes what the ensemble or an "
+        "earlier step makes",
+    )
 
 
 def _models(ensemble: _Ensemble) -> Iterator[Fault]:

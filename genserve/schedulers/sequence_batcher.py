@@ -115,7 +115,7 @@ class SequenceQueue:
             if sequence.states is None or RequestFlags.SEQUENCE_START in inference.request.flags:
                 sequence.states = self._states.start()
             inference.states = sequence.states
-            inference.inputs.update(self._controls.of(inference.request))
+            inference.inputs.update(self._controls.of(inference.request), **(sequence.states or {}))
             if not sequence.waiting and not sequence.is_over:
                 self._watch(sequence, due_ns=now_ns + self._max_idle_ns)
         return self._slots[instance].start(batch, sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +50,15 @@ class SimpleModel(nn.Module):
 
 def save_chat_model(path: Path) -> None:
     torch.manual_seed(0)
-    torch.jit.save(torch.jit.script(ChatModel().eval()), path)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # TorchScript is old, and used
+        torch.jit.save(torch.jit.script(ChatModel().eval()), path)
 
 
 def save_simple_model(path: Path) -> None:
     torch.manual_seed(0)
     ipt = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.long)
-    torch.jit.save(torch.jit.trace(SimpleModel(), ipt, strict=True), path)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        torch.jit.save(torch.jit.trace(SimpleModel(), ipt, strict=True), path)
 
 
 def save_sentence_vectors(path: Path) -> None:
@@ -128,3 +131,8 @@ def save_sentiment(folder: Path) -> None:
     )
     BertForSequenceClassification(config).save_pretrained(folder)
     save_tokenizer(folder)
+
+
+def load_torchscript(path: Path) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return torch.jit.load(path)

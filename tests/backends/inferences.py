@@ -13,7 +13,7 @@ from genserve.backends.backend import ModelSource, Placement
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import new_model_config
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
 from genserve.metrics import Metrics
 from genserve.tensor import Tensor
 
@@ -64,11 +64,19 @@ class Asked:
         return {tensor.name: tensor.array for tensor in response.outputs}
 
 
-def ask(inputs, *, batch_size: int = 1, outputs=(), states=None, types=None) -> Asked:
+def ask(
+    inputs, *, batch_size=1, outputs=(), states=None, types=None, sequence: int = 0, start: bool = False
+) -> Asked:
     """Make a request of arrays by name, as it comes from the queue."""
     types = types or {}
     tensors = {name: Tensor(name, array, data_type=types.get(name)) for name, array in inputs.items()}
-    request = InferenceRequest(model_name="m", inputs=tensors, requested_outputs=tuple(outputs))
+    request = InferenceRequest(
+        model_name="m",
+        inputs=tensors,
+        requested_outputs=tuple(outputs),
+        correlation_id=sequence,
+        flags=RequestFlags.SEQUENCE_START if start else RequestFlags.NONE,
+    )
     asked = Asked(inference=Inference(request=request, on_response=lambda *_: None, batch_size=batch_size))
     asked.inference.states = states
     asked.inference.on_response = lambda response, final: (

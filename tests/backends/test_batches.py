@@ -67,22 +67,6 @@ def test_an_optional_input_that_no_request_has_is_not_given():
     assert set(seen) == {"x"}
 
 
-def test_an_empty_slot_of_a_sequence_batch_is_a_row_of_zeros():
-    config = config_of(
-        "max_batch_size: 8 "
-        + spec("input", "x")
-        + spec("input", "s", data_type="TYPE_STRING", dims="1")
-        + spec("output", "y")
-    )
-    ready = [np.full((1, 1), value, dtype=np.int32) for value in (0, 1)]
-    empty = ask({"READY": ready[0]})
-    full = ask({"x": np.ones((1, 3), np.float32), "s": np.array([[b"t"]], object), "READY": ready[1]})
-    seen, _ = run_batch(config, empty, full, outputs={"y": rows(0, 0)})
-    assert seen["READY"].tolist() == [[0], [1]]
-    assert seen["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert seen["s"].tolist() == [[b""], [b"t"]]
-
-
 KINDS = {
     "BATCH_ELEMENT_COUNT": [3, 2],
     "BATCH_ACCUMULATED_ELEMENT_COUNT": [3, 5],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import numpy as np
 import onnxruntime
@@ -13,6 +14,9 @@ from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.config.schema import new_model_config
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
+from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.instance import Instance
+from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 from tests.backends.inferences import (
     ON_CPU,
@@ -474,3 +478,49 @@ def test_a_tensor_of_another_runtime_is_taken(tmp_path):
     asked = ask({})
     asked.inference.inputs["x"] = Tensor("x", torch.ones(1, 3), data_type=DataType.FP32)
     assert answers(backend, asked)[0]["y"].tolist() == [[1, 1, 1]]
+
+
+RUNNING_SUM = """max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "sum" data_type: TYPE_FP32 dims: [ 1 ] }
+sequence_batching {
+  direct { }
+  control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+  state { input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 1 ]
+          initial_state { name: "zero" data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }
+}"""
+
+
+def test_sequences_keep_their_states_apart(tmp_path):
+    kind = (F, ["batch", 1])
+    save_onnx(
+        tmp_path / "1" / "model.onnx",
+        [
+            ("Mul", ["x", "READY"], ["given"], {}),
+            ("Add", ["before", "given"], ["after"], {}),
+            ("Identity", ["after"], ["sum"], {}),
+        ],
+        inputs={"x": kind, "before": kind, "READY": kind},
+        outputs={"sum": kind, "after": kind},
+    )
+    config = config_of(RUNNING_SUM)
+    scheduler = make_scheduler(config, num_instances=1, path=tmp_path)
+    instance = Instance(
+        lambda: started(OnnxRuntimeBackend, config, tmp_path),
+        number=0,
+        placement=ON_CPU,
+        scheduler=scheduler,
+        statistics=ModelStatistics(),
+    )
+    instance.started.result()
+    sums = []
+    for step, (sequence, value) in enumerate([(1, 1), (2, 10), (1, 2), (2, 20), (2, 30)]):
+        asked = ask({"x": np.full((1, 1), value, np.float32)}, sequence=sequence, start=step < 2)
+        ended = threading.Event()
+        asked.inference.when_ended(ended.set)
+        scheduler.submit(asked.inference)
+        assert ended.wait(10)
+        sums.append((sequence, asked.outputs()["sum"].item()))
+    scheduler.close()
+    instance.join()
+    assert sums == [(1, 1), (2, 10), (1, 3), (2, 30), (2, 60)]

@@ -8,7 +8,8 @@ from google.protobuf import text_format
 from genserve.config.from_json import read_config_json
 from genserve.config.schema import new_model_config
 from genserve.config.to_json import config_json
-from genserve.errors import ConfigError
+from genserve.errors import RepositoryError
+from tests.config.test_to_json import NEWER, RECORDED, recorded_json
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,15 @@ def test_a_config_is_read_as_leniently_as_triton_does(text, golden):
     ],
 )
 def test_what_triton_refuses_is_refused_with_a_remedy(text):
-    with pytest.raises(ConfigError, match=r"^Invalid config override: ") as raised:
+    with pytest.raises(RepositoryError, match=r"^Invalid config override: ") as raised:
         read_config_json(text, name="m")
     assert "/v2/models/m/config" in raised.value.remedy
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_a_real_triton_shows_can_be_loaded(name):
+    shown = recorded_json(name)
+    assert config_json(read_config_json(shown, name=name)).replace(NEWER, "") == shown
 
 
 def test_what_is_shown_can_be_loaded_again():

@@ -233,6 +233,11 @@ def test_a_python_model_may_say_itself_what_its_config_leaves_out(tmp_path: Path
     assert faults_of(text, folder=tmp_path) == []
 
 
+def test_an_ensemble_says_all_itself(tmp_path: Path) -> None:
+    text = 'platform: "ensemble" ensemble_scheduling { step { } } input { name: "a" }'
+    assert [line.partition(":")[0] for line in faults_of(text, folder=tmp_path)] == ["1", "1"]
+
+
 def test_once_it_is_completed_nothing_may_be_missing(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     (folder / "1").mkdir(parents=True)

@@ -11,8 +11,13 @@ from genserve.config.normalise import normalise
 from genserve.config.schema import new_model_config
 from genserve.config.to_json import config_json
 
-RECORDED = Path(__file__).parent / "recorded"
+FOLDER = Path(__file__).parent / "recorded"
+RECORDED = sorted(file.stem for file in FOLDER.glob("*.json"))
 NEWER = ',"max_inflight_requests":0'  # a field that Triton 2.51 did not have
+
+
+def recorded_json(name: str) -> str:
+    return (FOLDER / f"{name}.json").read_text().rstrip("\n")
 
 
 def normalised(name: str, *, root: Path):
@@ -20,17 +25,17 @@ def normalised(name: str, *, root: Path):
     folder = root / name
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
-    message = text_format.Parse((RECORDED / f"{name}.pbtxt").read_text(), new_model_config())
+    message = text_format.Parse((FOLDER / f"{name}.pbtxt").read_text(), new_model_config())
     assert normalise(message, model_folder=folder) == ()
     return message
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in RECORDED.glob("*.json")))
+@pytest.mark.parametrize("name", RECORDED)
 def test_a_config_is_shown_character_by_character_as_triton_shows_it(name: str, tmp_path: Path) -> None:
     message = normalised(name, root=tmp_path)
     if name == "chain":
         message.model_transaction_policy.decoupled = True  # as one of its steps is
-    assert config_json(message).replace(NEWER, "") == (RECORDED / f"{name}.json").read_text().rstrip("\n")
+    assert config_json(message).replace(NEWER, "") == recorded_json(name)
 
 
 def test_maps_are_sorted() -> None:

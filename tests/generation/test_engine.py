@@ -488,22 +488,24 @@ def test_more_loops_than_slots_take_turns_by_whole_answers():
 
     model = SlowLogits(num_slots=2)
     engine = Engine(model, decode=sample_loop, clock=clock)
-    histories = {i: [i] for i in range(6)}
-    requests = {logits_request(history): i for i, history in histories.items()}
-    for request in requests:
-        engine.add(request)
-    while requests:
+    histories = [[i] for i in range(6)]
+    unanswered: dict[LogitsRequest, list[int]] = {}
+    back = histories  # these ask next: a step later than they could
+    while back or unanswered:
+        asking, back = back, []
         result = engine.step()
-        clock.now_s += 0.001
         for request, row in result.answered if result else ():
-            i = requests.pop(request)
-            histories[i].append(int(row.argmax()))
-            if len(histories[i]) <= 5:
-                request = logits_request(histories[i])
-                request.submitted_s = clock()
-                requests[request] = i
-                engine.add(request)
-    assert [h[1:] for h in histories.values()] == [greedy_answer([i], num_tokens=5) for i in range(6)]
+            history = unanswered.pop(request)
+            history.append(int(row.argmax()))
+            if len(history) <= 5:
+                back.append(history)
+        for history in asking:
+            request = logits_request(history)
+            request.submitted_s = clock()
+            unanswered[request] = history
+            engine.add(request)
+        clock.now_s += 0.001
+    assert [h[1:] for h in histories] == [greedy_answer([i], num_tokens=5) for i in range(6)]
     assert sum(forward.startswith("prefill") for forward in model.forwards) == 3
 
 

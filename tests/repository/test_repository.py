@@ -56,7 +56,7 @@ def test_a_config_that_cannot_be_read_is_listed_with_its_error(copy):
     (copy / "tiny_logits" / "config.pbtxt").write_text("name: 5")
     assert scan([copy])["tiny_logits"].error is not None
     repository = loaded(copy)
-    assert "config.pbtxt:1:" in repository.errors["tiny"].message
+    assert "config.pbtxt:1:" in str(repository.errors["tiny"])
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_states_belong_to_a_sequence_and_begin_anew_with_its_start(tmp_path):
     queue.add(a2, again)
     queue.run()
     assert a2.inference.states["S"].array.tolist() == [[9, 9]]
-    assert a2.inference.states["T"].shape == (1, 2, 3)
+    assert a2.inference.states["T"].shape == a2.inference.inputs["T"].shape == (1, 2, 3)
     assert b1.inference.states["S"].array.tolist() == [[5, 6]]
     queue.run()
     assert again.inference.states["S"].array.tolist() == [[5, 6]]

@@ -48,6 +48,7 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
         while not answered.acquire(timeout=_LOOK_EVERY_S):
             wait.look()
     except GenserveError as error:
+        inference.cancel()
         return InferenceResponse(error=error)
     finally:
         wait.end()
@@ -165,6 +166,7 @@ class Answers:
                 except Empty:
                     wait.look()
         except GenserveError as error:
+            self.inference.cancel()
             return InferenceResponse(error=error), True
         finally:
             wait.end()
@@ -187,7 +189,7 @@ class _Wait:
             executor.waiting_for.add(inference)
 
     def look(self) -> None:
-        """Cancel the inference and raise, if there is no hope for it.
+        """Raise InferenceError if there is no hope for the inference.
 
         Two looks must agree: requests move on while one looks at them.
         """
@@ -195,7 +197,6 @@ class _Wait:
             self.end()  # a task that outlived its batch: the instance does not wait for it
         suspected, self._suspected = self._suspected, hopeless(self._inference)
         if suspected and self._suspected:
-            self._inference.cancel()
             raise _no_instance(self._inference)
 
     def end(self) -> None:
@@ -262,6 +263,7 @@ def _watch(
             wait.look()
         except GenserveError as error:
             fail(error)
+            inference.cancel()
         else:
             loop.call_later(_LOOK_EVERY_S, look)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, NoMatchFound
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
@@ -40,16 +38,17 @@ from genserve.server.routes.kserve_metadata import (
     statistics,
 )
 from genserve.server.routes.kserve_shared_memory import (
-    cuda_memory,
     cuda_status,
     region_status,
+    register_cuda_region,
     register_region,
+    unregister_cuda_region,
     unregister_region,
 )
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
-__all__ = ["KServeRoute"]
+__all__ = ["KServe", "is_kserve"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,28 +83,25 @@ _ROUTES: tuple[tuple[re.Pattern[str], Mapping[str, Handler]], ...] = tuple(
         (f"/v2/systemsharedmemory{_REGION}/register", {"POST": register_region}),
         (f"/v2/systemsharedmemory{_REGION}/unregister", {"POST": unregister_region}),
         (f"/v2/cudasharedmemory{_REGION}/status", {"GET": cuda_status}),
-        (f"/v2/cudasharedmemory{_REGION}/(?:register|unregister)", {"POST": cuda_memory}),
+        (f"/v2/cudasharedmemory{_REGION}/register", {"POST": register_cuda_region}),
+        (f"/v2/cudasharedmemory{_REGION}/unregister", {"POST": unregister_cuda_region}),
     )
 )
 
 
-class KServeRoute(BaseRoute):
-    """All paths below `/v2`."""
+def is_kserve(path: str) -> bool:
+    """Whether a path is the protocol's."""
+    return path.startswith("/v2") and path[3:4] in ("", "/")
+
+
+class KServe:
+    """All paths below `/v2`, as one ASGI application."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Take what is below `/v2`."""
-        mine = scope["type"] == "http" and (scope["path"] == "/v2" or scope["path"].startswith("/v2/"))
-        return (Match.FULL if mine else Match.NONE), {}
-
-    def url_path_for(self, name: str, /, **path_params: Any) -> Any:
-        """There are no names."""
-        raise NoMatchFound(name, path_params)
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; whatever fails is an answer too."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; whatever fails is an answer too. The ASGI protocol."""
         try:
             response = await self._respond(scope, receive)
             await response(scope, receive, send)

@@ -50,7 +50,7 @@ async def model_metadata(call: Call) -> Response:
     """Say what a model takes and gives."""
     repository = call.services.repository
     model = repository.find(call.model, call.version)
-    versions = repository.versions(model.name)
+    versions = repository.versions(model.name) if call.version == -1 else [model.version]
     return json_response(metadata.model_metadata(model.config, versions=versions))
 
 

@@ -8,7 +8,14 @@ from genserve.errors import InferenceError, Status
 from genserve.kserve.json_document import Kind, checked, read_json
 from genserve.server.routes.kserve_call import Call, empty_response, json_response
 
-__all__ = ["cuda_memory", "cuda_status", "region_status", "register_region", "unregister_region"]
+__all__ = [
+    "cuda_status",
+    "region_status",
+    "register_cuda_region",
+    "register_region",
+    "unregister_cuda_region",
+    "unregister_region",
+]
 
 _FIELDS = ("name", "key", "offset", "byte_size")
 
@@ -54,10 +61,18 @@ async def cuda_status(call: Call) -> Response:
     return json_response([])
 
 
-async def cuda_memory(_call: Call) -> Response:
-    """Refuse regions of a GPU's memory."""
+async def register_cuda_region(call: Call) -> Response:
+    """Refuse a region of a GPU's memory."""
+    call.services.shared_memory.refuse_if_disabled()
+    region = call.names["region"]
     raise InferenceError(
-        "CUDA shared memory is not supported by this server",
+        f"failed to register CUDA shared memory region: '{region}', GPUs not supported",
         status=Status.UNSUPPORTED,
         remedy="send tensors in binary form, or through system shared memory",
     )
+
+
+async def unregister_cuda_region(call: Call) -> Response:
+    """Forget regions of a GPU's memory: there are none."""
+    call.services.shared_memory.refuse_if_disabled()
+    return empty_response()

@@ -154,7 +154,7 @@ class Models:
         name = inference.request.model_name
         inference.model_name = name
         inference.model_version = 1
-        self._find(name).submit(inference)
+        self._find(name, inference.request.model_version).submit(inference)
 
     def load(self, name, *, config="", files=None):
         if name not in self._models:
@@ -168,11 +168,11 @@ class Models:
         return name in self._models and version in (-1, 1) and self._models[name].ready
 
     def is_decoupled(self, name, version=-1):
-        self._find(name)
+        self._find(name, version)
         return self.configs[name].decoupled
 
-    def _find(self, name):
-        if name not in self._models:
+    def _find(self, name, version):
+        if name not in self._models or version not in (-1, 1):
             raise InferenceError(
                 f"Request for unknown model: '{name}' is not found", status=Status.NOT_FOUND
             )

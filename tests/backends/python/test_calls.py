@@ -1,6 +1,47 @@
 from __future__ import annotations
 
+import time
+
+import pytest
+
+from genserve.errors import InferenceError, Status
 from tests.backends.python.models import floats
+
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+TWO = "instance_group [{ count: 2 kind: KIND_CPU }]"
+
+DOUBLE = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [answer(tensor(request).as_numpy() * 2) for request in requests]
+"""
+REPEAT = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            for request in requests:
+                sender = request.get_response_sender()
+                for number in range(int(tensor(request).as_numpy()[0])):
+                    sender.send(answer(np.array([number])))
+                sender.send(flags=1)
+"""
+
+
+def calling(body, kind="def"):
+    """A model whose `call` has this body; what it returns is shown as text."""
+    lines = "".join(f"\n            {line}" for line in body.splitlines())
+    wait = "await " if kind == "async def" else ""
+    return f"""
+    class TritonPythonModel:
+        {kind} call(self, x):{lines}
+        {kind} execute(self, requests):
+            shown = [repr({wait}self.call(tensor(request))) for request in requests]
+            return [answer(np.array([text], dtype=object)) for text in shown]
+    """
+
+
+def shown(models, body, kind="def"):
+    models.add("caller", calling(body, kind))
+    return models.infer("caller", floats(3)).array[0].decode()
 
 
 def test_a_tensor_reaches_the_target_and_comes_back_by_pointer(models):
@@ -16,16 +57,314 @@ def test_a_tensor_reaches_the_target_and_comes_back_by_pointer(models):
                     [pb_utils.Tensor("Y", self.made), pb_utils.Tensor("P", pointers)])]
         """,
     )
+    body = """\
+sent = np.arange(5, dtype=np.float32)
+y, pointers = ask("target", pb_utils.Tensor("X", sent), outputs=[]).exec().output_tensors()
+return [sent.ctypes.data, y.as_numpy().ctypes.data] == pointers.as_numpy().tolist()"""
+    assert shown(models, body) == "True"
+
+
+def test_everything_that_was_asked_reaches_the_target(models):
     models.add(
-        "caller",
+        "target",
         """
         class TritonPythonModel:
             def execute(self, requests):
-                sent = np.arange(5, dtype=np.float32)
-                response = ask("target", pb_utils.Tensor("X", sent), outputs=[]).exec()
-                y, pointers = response.output_tensors()
-                mine = [sent.ctypes.data, y.as_numpy().ctypes.data]
-                return [answer(np.array([mine == pointers.as_numpy().tolist()])) for _ in requests]
+                [r] = requests
+                seen = [r.request_id(), r.correlation_id(), r.flags(), r.timeout(), r.parameters()]
+                return [answer(np.array([repr(seen)], dtype=object))]
         """,
     )
-    assert models.infer("caller", floats(1)).array.all()
+    body = """\
+request = ask("target", x, request_id="7", correlation_id="s", flags=1, timeout=9, parameters={"a": True})
+request.set_flags(2)
+return request.exec().output_tensors()[0].as_numpy()[0].decode()"""
+    assert shown(models, body) == repr("""['7', 's', 2, 9, '{"a":true}']""")
+
+
+FAILURES = [
+    ("'nothing', x", "Model nothing - Error when running inference: Failed for execute the inference request. "
+     "Model 'nothing' is not ready.", "NOT_FOUND"),
+    ("'target', x, model_version=7", "Model target - Error when running inference: Failed for execute the "
+     "inference request. Model 'target' is not ready.", "NOT_FOUND"),
+    ("'repeat', x", "Model repeat - Error when running inference: Model repeat is using the decoupled. The "
+     "current BLS request call doesn't support models using the decoupled transaction policy. Please use "
+     "'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'", "INTERNAL"),
+    ("'refuses', x", "not today", "UNAVAILABLE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "text", "code"), FAILURES)
+@pytest.mark.parametrize("call", ["ask({}).exec()", "asyncio.run(later({}))", "next(iter(ask({}).exec(decoupled=True)))"])
+def test_a_failure_is_a_response_with_its_code(models, asked, text, code, call):
+    models.add("target", DOUBLE)
+    models.add("repeat", REPEAT, DECOUPLED)
+    models.add(
+        "refuses",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                error = pb_utils.TritonError("not today", pb_utils.TritonError.UNAVAILABLE)
+                return [pb_utils.InferenceResponse(error=error)]
+        """,
+    )
+    if "decoupled=True" in call and "repeat" in asked:
+        return
+    body = f"""\
+async def later(*args, **fields):
+    return await ask(*args, **fields).async_exec()
+response = {call.format(asked)}
+return (response.has_error(), response.error().message(), response.error().code().name)"""
+    assert shown(models, body) == repr((True, text, code))
+
+
+def test_a_target_that_raises_answers_with_its_text(models):
+    models.add("target", "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError('b')")
+    text = shown(models, "return ask('target', x).exec().error().message()")
+    assert "Failed to process the request(s) for model 'target_0', message: ValueError: b\\n\\nAt:" in text
+
+
+def test_async_calls_run_together(models):
+    models.add("target", DOUBLE, TWO)
+    body = """\
+async def both():
+    requests = [ask("target", pb_utils.Tensor("X", np.array([n], np.float32))) for n in (1, 2)]
+    responses = await asyncio.gather(*[request.async_exec() for request in requests])
+    return [float(response.output_tensors()[0].as_numpy()[0]) for response in responses]
+return asyncio.run(both())"""
+    assert shown(models, body) == "[2.0, 4.0]"
+
+
+def test_an_async_execute_awaits_its_calls(models):
+    models.add("target", DOUBLE)
+    body = "return float((await ask('target', x).async_exec()).output_tensors()[0].as_numpy()[0])"
+    assert shown(models, body, "async def") == "6.0"
+
+
+def test_a_decoupled_target_is_iterated(models):
+    models.add("target", REPEAT, DECOUPLED)
+    body = """\
+numbers = lambda responses: [r.output_tensors()[0].as_numpy()[0].item() for r in responses if r.output_tensors()]
+responses = ask("target", x).exec(decoupled=True)
+first = [(len(r.output_tensors()), r.has_error()) for r in responses]
+async def later():
+    return numbers(await ask("target", x).async_exec(decoupled=True))
+return first, numbers(responses), asyncio.run(later())"""
+    # One at the end is empty, for the target says apart that it has ended.
+    assert shown(models, body) == repr(([(1, False)] * 3 + [(0, False)], [0, 1, 2], [0, 1, 2]))
+
+
+def test_a_target_that_is_not_decoupled_is_iterated_too(models):
+    models.add("target", DOUBLE)
+    body = "return [len(r.output_tensors()) for r in ask('target', x).exec(decoupled=True)]"
+    assert shown(models, body) == "[1]"
+
+
+def test_an_iterator_that_is_cancelled_cancels_the_request(models):
+    models.add(
+        "target",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                [request] = requests
+                sender = request.get_response_sender()
+                sender.send(answer(np.zeros(1)))
+                while not request.is_cancelled():
+                    pass
+                sender.send(flags=1)
+        """,
+        DECOUPLED,
+    )
+    body = """\
+responses = ask("target", x).exec(decoupled=True)
+next(responses)
+responses.cancel()
+return len(list(responses))"""
+    assert shown(models, body) == "1"
+
+
+def test_calls_from_threads_of_the_model_are_answered(models):
+    models.add("target", DOUBLE)
+    body = """\
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as pool:
+    made = [ask("target", x) for _ in range(8)]
+    responses = list(pool.map(lambda request: request.exec(), made))
+    responses += list(pool.map(lambda _: ask("target", x).exec(), range(8)))
+return {float(response.output_tensors()[0].as_numpy()[0]) for response in responses}"""
+    assert shown(models, body) == "{6.0}"
+
+
+def test_calls_are_refused_before_and_after_execute(models):
+    models.add("target", DOUBLE)
+    source = """
+        said = []
+        class TritonPythonModel:
+            def initialize(self, args):
+                self.call()
+            def call(self):
+                try:
+                    ask("target", pb_utils.Tensor("X", np.zeros(1, np.float32))).exec()
+                except pb_utils.TritonModelException as error:
+                    with open(pb_utils.get_model_dir() + "/said", "a") as file:
+                        file.write(str(error) + "\\n")
+            def execute(self, requests):
+                return [answer(np.zeros(1)) for _ in requests]
+            def finalize(self):
+                self.call()
+    """
+    models.add("caller", source)
+    models.stop("caller")
+    said = (models.root / "caller" / "1" / "said").read_text().splitlines()
+    assert said == ["BLS is only supported during the 'execute' function."] * 2
+
+
+RECURSE = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [self.answer(request) for request in requests]
+        def answer(self, request):
+            depth = int(tensor(request).as_numpy()[0])
+            if depth == 0:
+                return answer(np.zeros(1))
+            response = ask({target!r}, pb_utils.Tensor("X", np.array([depth - 1], np.float32))).exec()
+            if response.has_error():
+                return pb_utils.InferenceResponse(error=response.error())
+            return answer(response.output_tensors()[0].as_numpy() + 1)
+"""
+NO_INSTANCE = "every instance that could run the request waits"
+
+
+def fails_fast(*answers):
+    started_s = time.monotonic()
+    errors = [answer.error for answer in answers]
+    assert time.monotonic() - started_s < 10  # not a measure: the alternative is for ever
+    return errors
+
+
+def test_a_model_that_calls_itself_without_a_free_instance_is_told(models):
+    models.add("m", RECURSE.format(target="m"))
+    [error] = fails_fast(models.infer("m", floats(1)))
+    assert isinstance(error, InferenceError)
+    assert error.message.startswith("Model m - Error when running inference: ")
+    assert NO_INSTANCE in error.message
+    assert error.status is Status.UNAVAILABLE
+    assert models.infer("m", floats(0)).array == [0]
+
+
+def test_a_model_that_calls_itself_with_enough_instances_works(models):
+    models.add("m", RECURSE.format(target="m"), "instance_group [{ count: 3 kind: KIND_CPU }]")
+    assert models.infer("m", floats(2)).array == [2]
+
+
+def test_models_that_call_each_other_in_a_circle_are_told(models):
+    models.add("a", RECURSE.format(target="b"))
+    models.add("b", RECURSE.format(target="a"))
+    assert models.infer("a", floats(1)).array == [1]
+    [error] = fails_fast(models.infer("a", floats(2)))
+    assert NO_INSTANCE in error.message
+
+
+def test_recursive_calls_that_exhaust_the_instances_all_end(models):
+    models.add("m", RECURSE.format(target="m"), TWO)
+    answers = [models.infer("m", floats(1)) for _ in range(8)]
+    errors = fails_fast(*answers)
+    assert all(error is None or NO_INSTANCE in error.message for error in errors)
+    assert any(errors)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return asyncio.run(later()).error().message()",
+        """\
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor() as pool:
+    return pool.submit(ask("caller", x).exec).result().error().message()""",
+        """\
+found = []
+thread = threading.Thread(target=lambda: found.append(ask("caller", x).exec()))
+thread.start()
+thread.join()
+return found[0].error().message()""",
+        "return next(ask('caller', x).exec(decoupled=True)).error().message()",
+        "return next(asyncio.run(later(decoupled=True))).error().message()",
+    ],
+)
+def test_a_circle_is_seen_however_the_call_is_made(models, body):
+    later = "async def later(**how):\n    return await ask('caller', x).async_exec(**how)\n"
+    assert NO_INSTANCE in shown(models, later + body)
+
+
+def test_a_circle_is_seen_from_an_async_execute(models):
+    body = "return (await ask('caller', x).async_exec()).error().message()"
+    assert NO_INSTANCE in shown(models, body, "async def")
+
+
+def test_a_slow_target_is_waited_for(models):
+    models.add("slow", """
+        import time
+        class TritonPythonModel:
+            def execute(self, requests):
+                time.sleep(0.9)  # longer than it takes to see a circle
+                return [answer(tensor(request).as_numpy()) for request in requests]
+    """)
+    models.add("caller", calling("return ask('slow', x).exec().has_error()"), TWO)
+    answers = [models.infer("caller", floats(1)) for _ in range(2)]
+    assert [answer.array[0] for answer in answers] == [b"False", b"False"]
+
+
+def test_a_future_that_is_cancelled_cancels_the_request(models):
+    models.add(
+        "target",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                [request] = requests
+                while not request.is_cancelled():
+                    pass
+                return [answer(np.zeros(1))]
+        """,
+    )
+    body = """\
+async def give_up():
+    try:
+        await asyncio.wait_for(ask("target", x).async_exec(), 0.01)
+    except asyncio.TimeoutError:
+        return "gave up"
+return asyncio.run(give_up())"""
+    assert shown(models, body) == "'gave up'"
+    assert models.instances("target").ready
+
+
+def test_models_load_and_ask_for_others(models):
+    models.add("target", DOUBLE)
+    body = """\
+pb_utils.load_model("target", config="{}", files={"file:1/model.py": b""})
+pb_utils.unload_model("target", unload_dependents=True)
+texts = []
+for refused in [
+    lambda: pb_utils.load_model("nothing"),
+    lambda: pb_utils.load_model("target", files=[1]),
+    lambda: pb_utils.is_model_ready("target", "x"),
+    lambda: pb_utils.is_model_ready("target", "-3"),
+]:
+    try:
+        refused()
+    except pb_utils.TritonModelException as error:
+        texts.append(str(error))
+ready = [pb_utils.is_model_ready(*args) for args in [("target",), ("target", "1"), ("target", "2"), ("nothing",)]]
+return texts, ready"""
+    by = "Failed to process the request for model 'caller_0', message: "
+    assert shown(models, body) == repr((
+        [
+            f"Failed to load model: {by}failed to load 'nothing', failed to poll from model repository",
+            "failed to load model 'target', files should be a dictionary of file paths and file contents",
+            f"Failed to check model readiness: {by}failed to get model version from specified version string 'x' "
+            "(details: stol), version should be an integral value > 0",
+            f"Failed to check model readiness: {by}failed to get model version from specified version string "
+            "'-3', version should be an integral value > 0",
+        ],
+        [True, True, False, False],
+    ))  # fmt: skip
+    assert models.loaded == [("target", "{}", {"file:1/model.py": b""}), ("target", True)]

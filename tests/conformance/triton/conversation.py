@@ -65,7 +65,8 @@ class Conversation:
             "grpc": self._grpc,
             "grpc_stream": self._grpc_stream,
         }
-        return normalised(protocols[request["protocol"]](request))
+        answer = normalised(protocols[request["protocol"]](request))
+        return _with_only(request["only"], answer) if "only" in request else answer
 
     def _together(self, steps: list[Step]) -> list[dict[str, Any]]:
         began = time.monotonic()
@@ -139,9 +140,9 @@ class Conversation:
 
 
 def last_of_settled(ask: Callable[[], Any], *, still_s: float = 0.6) -> Any:
-    """The answer that stayed the same for a while; for recording."""
+    """The answer that stayed the same for a while, with no model on its way; for recording."""
     answer, since = ask(), time.monotonic()
-    while time.monotonic() - since < still_s:
+    while time.monotonic() - since < still_s or "LOADING" in canonical(answer):
         time.sleep(0.03)
         again = ask()
         if canonical(again) != canonical(answer):
@@ -157,6 +158,15 @@ def first_equal(ask: Callable[[], Any], expected: Any, *, limit_s: float = 5.0) 
         if canonical(answer) == canonical(expected) or time.monotonic() > end:
             return answer
         time.sleep(0.02)
+
+
+def _with_only(models: list[str], answer: dict[str, Any]) -> dict[str, Any]:
+    """The index with the entries of some models."""
+    if "message" in answer:
+        return {
+            "message": {"models": [each for each in answer["message"]["models"] if each["name"] in models]}
+        }
+    return answer | {"json": [each for each in answer["json"] if each["name"] in models]}
 
 
 def _http_body(request: dict[str, Any]) -> tuple[bytes | None, dict[str, str]]:

@@ -12,7 +12,7 @@ began, none waits for another. A step with `settle` is repeated until the answer
 since some things (statistics, unloading) happen a moment after the answer. `counts` are the
 differences of statistics and metrics between the beginning and the end of the exchange, by model.
 
-A request has a `protocol`:
+A request has a `protocol`, and `only` if it asks for the index and wants the entries of some models:
 
     http         verb, path, headers, and a body: `json`, `text` or `base64`; after `json`, `base64` is
                  binary tensor data (the header with the length of the JSON is then added)

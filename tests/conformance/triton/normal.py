@@ -11,19 +11,21 @@ __all__ = ["normalised"]
 _VOLATILE_KEYS = frozenset({"ns", "last_inference"})
 # A frame of a Python traceback: "  /repository/m/1/model.py(12): execute".
 _FRAME = re.compile(r"^  \S.*\(\d+\): (\S+)$", flags=re.MULTILINE)
-# A comprehension's frame, which Python has had no more since 3.12.
-_COMPREHENSION = re.compile(r"^  \S.*\(\d+\): <(listcomp|dictcomp|setcomp)>\n", flags=re.MULTILINE)
+# Frames that depend on Python's version: those of comprehensions (gone since 3.12) and of its importer.
+_INNER_FRAME = re.compile(
+    r"^  (\S.*\(\d+\): <(listcomp|dictcomp|setcomp)>|<frozen importlib.*)\n", flags=re.MULTILINE
+)
 # The folder of a repository, wherever the server has it.
 _REPOSITORY = re.compile(r"(?<![\w.])(/[\w.\-]+)+/(?=\w+/(config\.pbtxt|\d+(/|\b)))")
 
 
 def normalised(value: Any) -> Any:
-    """The value without times; with `<path>(<line>)` in tracebacks and `<repository>/` in paths."""
+    """Without times, keys sorted, `<path>(<line>)` in tracebacks, `<repository>/` in paths."""
     if isinstance(value, dict):
-        return {key: normalised(item) for key, item in value.items() if key not in _VOLATILE_KEYS}
+        return {key: normalised(value[key]) for key in sorted(value) if key not in _VOLATILE_KEYS}
     if isinstance(value, list):
         return [normalised(item) for item in value]
     if isinstance(value, str):
-        value = _FRAME.sub(r"  <path>(<line>): \1", _COMPREHENSION.sub("", value))
+        value = _FRAME.sub(r"  <path>(<line>): \1", _INNER_FRAME.sub("", value))
         return _REPOSITORY.sub("<repository>/", value)
     return value

@@ -51,7 +51,7 @@ RUNS = {
     "fixed": Run(
         exit_on_error=False, strict_readiness=False, models=("pass", "identity_fp32", "broken_initialize")
     ),
-    "empty": Run(model_control_mode="explicit", models=("pass", "cold", "cold_ensemble")),
+    "empty": Run(model_control_mode="explicit", models=("pass", "cold", "cold_ensemble", "identity_fp32")),
 }
 
 

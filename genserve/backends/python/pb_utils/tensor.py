@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve import tensor as inner
+from genserve.backends.python.pb_utils.byte_strings import ByteStrings
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.data_type import DataType
 
@@ -88,7 +89,7 @@ class Tensor:
         if not array.flags.writeable:  # the body of a request; models change their inputs in place
             array = array.copy()
             self._wrapped = inner.Tensor(self._wrapped.name, array, data_type=self._wrapped.data_type)
-        return array
+        return array.view(ByteStrings) if array.dtype.hasobject else array
 
     def to_dlpack(self) -> Any:
         """Return a DLPack capsule of the same memory.

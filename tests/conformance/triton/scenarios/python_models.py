@@ -407,7 +407,6 @@ _BLS = Topic(
             _bls("sequence_oldest", inputs={"X": ["int32", [1, 1], [1]]}, correlation_id=56),
         ),
         talk("bad_parameter", _bls("pass", inputs=_ONE, parameters={"x": [1]})),
-        talk("parameters_as_text", _bls("pass", inputs=_ONE, parameters="x")),
         talk(
             "asynchronous",
             infer("bls_async", tensor("N", "INT32", [1], [2])),
@@ -421,13 +420,6 @@ _BLS = Topic(
             settled(infer("manager", _word("ACTION", "ready"), _word("MODEL", "cold"))),
             infer("manager", _word("ACTION", "load"), _word("MODEL", "cold")),
             infer("manager", _word("ACTION", "ready"), _word("MODEL", "cold")),
-        ),
-        talk(
-            "loading_an_unknown_model", infer("manager", _word("ACTION", "load"), _word("MODEL", "nowhere"))
-        ),
-        talk(
-            "loading_a_broken_model",
-            infer("manager", _word("ACTION", "load"), _word("MODEL", "broken_exception")),
         ),
     ),
 )
@@ -536,17 +528,7 @@ _METRICS = Topic(
         talk("increments_of_a_counter", _measured("increment", 0)),
         talk("a_gauge_is_set", _measured("set", 2.5), _measured("lower", 1), _measured("again", 0)),
         talk("a_histogram_observes", _measured("observe", 1.5)),
-        *(
-            talk(word, _measured(word, 1))
-            for word in (
-                "set_counter",
-                "observe_gauge",
-                "histogram_value",
-                "bad_name",
-                "other_kind",
-                "no_buckets",
-            )
-        ),
+        talk("a_histogram_needs_buckets", _measured("no_buckets", 1)),
         talk("another_path", metrics("/nowhere")),
     ),
 )

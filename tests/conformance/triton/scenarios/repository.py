@@ -6,7 +6,7 @@ import base64
 import json
 from typing import Any
 
-from tests.conformance.triton.exchange import Topic
+from tests.conformance.triton.exchange import Step, Topic
 from tests.conformance.triton.scenarios.asking import (
     get,
     grpc,
@@ -38,8 +38,13 @@ def _unload(model: str, **parameters: Any) -> dict:
     return post(f"/v2/repository/models/{model}/unload", body)
 
 
-def _gone(model: str) -> Any:
-    return settled(post(_INDEX))
+def _index(*models: str) -> dict:
+    """The index without the models that other exchanges load and unload."""
+    return post(_INDEX) | {"only": list(models)}
+
+
+def _gone(*models: str) -> Step:
+    return settled(_index(*models))
 
 
 _STARTED = Topic(
@@ -92,13 +97,22 @@ _CONTROL = Topic(
     name="control",
     run="empty",
     exchanges=(
-        talk("nothing_is_loaded", post(_INDEX), get("/v2/health/ready"), infer("pass", _X)),
-        talk("nothing_is_ready", post(_INDEX, {"ready": True}), get("/v2/models/pass/ready")),
-        talk("grpc_nothing_is_loaded", grpc("RepositoryIndex"), grpc("ServerReady")),
+        talk(
+            "nothing_is_loaded",
+            _index("identity_fp32"),
+            get("/v2/health/ready"),
+            infer("identity_fp32", _COLD),
+        ),
+        talk("nothing_is_ready", post(_INDEX, {"ready": True}), get("/v2/models/identity_fp32/ready")),
+        talk(
+            "grpc_nothing_is_loaded",
+            grpc("RepositoryIndex") | {"only": ["identity_fp32"]},
+            grpc("ServerReady"),
+        ),
         talk(
             "load_and_unload",
             _load("pass"),
-            post(_INDEX),
+            _index("pass"),
             infer("pass", _X),
             _unload("pass"),
             _gone("pass"),
@@ -133,7 +147,7 @@ _CONTROL = Topic(
             post(_INDEX, {"ready": True}),
             infer("cold_ensemble", _COLD),
             _unload("cold_ensemble"),
-            _gone("cold_ensemble"),
+            _gone("cold", "cold_ensemble"),
             infer("cold", _COLD),
             _unload("cold"),
             _gone("cold"),
@@ -142,7 +156,7 @@ _CONTROL = Topic(
             "unload_with_dependents",
             _load("cold_ensemble"),
             _unload("cold_ensemble", unload_dependents=True),
-            _gone("cold_ensemble"),
+            _gone("cold", "cold_ensemble"),
         ),
         talk(
             "unloading_a_step_takes_the_ensemble_along",
@@ -210,7 +224,7 @@ _CONTROL = Topic(
             "load_with_files",
             _load("sent", config=json.dumps(_CONFIG), **_FILE),
             infer("sent", _X),
-            post(_INDEX),
+            _index("sent"),
             _unload("sent"),
             _gone("sent"),
             infer("sent", _X),
@@ -242,7 +256,7 @@ _CONTROL = Topic(
             infer("cold", _COLD),
             _load("cold", config=json.dumps({"backend": "abacus"})),
             infer("cold", _COLD),
-            post(_INDEX),
+            _index("cold"),
             _unload("cold"),
             _gone("cold"),
         ),
@@ -253,7 +267,7 @@ _CONTROL = Topic(
             grpc("RepositoryModelUnload", model_name="pass"),
             _gone("pass"),
             grpc_infer("pass", _X),
-            grpc("RepositoryIndex"),
+            grpc("RepositoryIndex") | {"only": ["pass"]},
         ),
         talk("grpc_load_unknown", grpc("RepositoryModelLoad", model_name="nowhere")),
         talk("grpc_unload_unknown", grpc("RepositoryModelUnload", model_name="nowhere")),

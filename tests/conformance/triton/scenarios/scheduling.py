@@ -295,7 +295,6 @@ _ITERATIONS = Topic(
         ),
         talk("one", stream(message("iterative", tensor("N", "INT32", [1, 1], [1])))),
         talk("as_events", generate_stream("iterative", {"N": 2})),
-        talk("reschedule_without_iterations", infer("reschedule", tensor("X", "INT32", [1], [1]))),
     ),
 )
 

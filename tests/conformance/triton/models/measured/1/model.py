@@ -19,17 +19,11 @@ class TritonPythonModel:
     def answer(self, request):
         value = float(pb_utils.get_input_tensor_by_name(request, "VALUE").as_numpy()[0])
         word = pb_utils.get_input_tensor_by_name(request, "MODE").as_numpy()[0].decode()
-        Family = pb_utils.MetricFamily
         actions = {
             "increment": lambda: (self.counter.increment(value), self.counter.value()),
             "set": lambda: (self.gauge.set(value), self.gauge.value()),
             "lower": lambda: (self.gauge.increment(-value), self.gauge.value()),
             "observe": lambda: self.histogram.observe(value),
-            "set_counter": lambda: self.counter.set(value),
-            "observe_gauge": lambda: self.gauge.observe(value),
-            "histogram_value": lambda: self.histogram.value(),
-            "bad_name": lambda: Family(name="not a name", description="", kind=Family.COUNTER),
-            "other_kind": lambda: Family(name="conformance_level", description="", kind=Family.COUNTER),
             "again": lambda: self.families[1].Metric(labels={"model": "measured"}).value(),
             "no_buckets": lambda: self.families[2].Metric(labels={"model": "other"}),
         }

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from genserve.backends.python.deadlock import hopeless, stuck
+from genserve.inference import Executor, Inference, InferenceRequest
+
+
+def executor(name="e"):
+    return Executor(name=name)
+
+
+def inference(*executors, parts=()):
+    asked = InferenceRequest(model_name="m", inputs={})
+    made = Inference(request=asked, on_response=lambda response, final: None, parts=list(parts))
+    made.executors = executors
+    return made
+
+
+def executing(instance, what):
+    instance.executing = (what,)
+    what.executors = (instance,)
+    what.started_ns = 1
+
+
+def waits(instance, *calls):
+    instance.waiting_for.update(calls)
+
+
+def test_an_inference_that_waits_for_a_free_instance_is_not_stuck():
+    assert not stuck(inference(executor()))
+
+
+def test_an_inference_that_needs_no_instance_is_not_stuck():
+    assert not stuck(inference())
+
+
+def test_an_inference_behind_a_busy_instance_is_not_stuck():
+    busy = executor()
+    executing(busy, inference())
+    assert not stuck(inference(busy))
+
+
+def test_a_call_to_oneself_is_stuck():
+    one = executor()
+    executing(one, inference())
+    call = inference(one)
+    waits(one, call)
+    assert stuck(call)
+    assert hopeless(call)
+
+
+def test_a_call_to_oneself_with_a_second_instance_is_not_stuck():
+    one, two = executor(), executor()
+    executing(one, inference())
+    call = inference(one, two)
+    waits(one, call)
+    assert not stuck(call)
+
+
+def test_of_a_ring_only_the_call_without_an_instance_is_hopeless():
+    a, b = executor("a"), executor("b")
+    executing(a, inference())
+    to_b, back = inference(), inference(a)
+    executing(b, to_b)
+    waits(a, to_b)
+    waits(b, back)
+    assert stuck(to_b)
+    assert stuck(back)
+    assert hopeless(back)
+    assert not hopeless(to_b)
+
+
+def test_instances_that_all_wait_for_one_of_them_are_stuck():
+    pool = [executor(str(number)) for number in range(2)]
+    calls = [inference(*pool) for _ in pool]
+    for one, call in zip(pool, calls, strict=True):
+        executing(one, inference())
+        waits(one, call)
+    assert all(map(hopeless, calls))
+
+
+def test_an_instance_that_waits_for_another_that_works_is_not_stuck():
+    a, b = executor("a"), executor("b")
+    executing(a, inference())
+    to_b = inference()
+    executing(b, to_b)
+    waits(a, to_b)
+    assert not stuck(inference(a))
+
+
+def test_a_wait_for_what_has_ended_holds_nobody():
+    one = executor()
+    executing(one, inference())
+    call = inference(one)
+    waits(one, call)
+    call.send(None, final=True)
+    assert not stuck(inference(one))
+
+
+def test_one_hopeless_call_among_others_holds_the_instance():
+    one, free = executor("one"), executor("free")
+    executing(one, inference())
+    fine, back = inference(free), inference(one)
+    waits(one, fine, back)
+    assert not stuck(fine)
+    assert stuck(back)
+
+
+def test_an_inference_is_stuck_with_its_part():
+    one = executor()
+    executing(one, inference())
+    step = inference(one)
+    ensemble = inference(parts=[step])
+    waits(one, ensemble)
+    assert stuck(ensemble)
+    assert hopeless(ensemble)
+
+
+def test_an_inference_whose_part_runs_is_not_stuck():
+    one, two = executor("one"), executor("two")
+    executing(one, inference())
+    step = inference()
+    executing(two, step)
+    ensemble = inference(parts=[step])
+    waits(one, ensemble)
+    assert not stuck(ensemble)
