@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 READY_S = 180
 
@@ -58,28 +59,29 @@ def _running(command: Sequence[str], ports: Ports) -> Iterator[None]:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
         try:
-            _wait(process, ports)
+            _wait(process, ports, log)
             yield
-        except BaseException:
-            log.seek(0)
-            sys.stderr.write(log.read()[-4000:])
-            raise
         finally:
             process.terminate()
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], ports: Ports) -> None:
+def _wait(process: subprocess.Popen[bytes], ports: Ports, log: IO[str]) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"{process.args} ended with {process.returncode}")
+            raise SystemExit(f"{process.args} ended with {process.returncode}:\n{_end_of(log)}")
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{ports.http}/v2/health/ready", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise SystemExit(f"{process.args} was not ready in {READY_S} s")
+    raise SystemExit(f"{process.args} was not ready in {READY_S} s:\n{_end_of(log)}")
+
+
+def _end_of(log: IO[str]) -> str:
+    log.seek(0)
+    return log.read()[-4000:]
 
 
 def _free_ports() -> Ports:
