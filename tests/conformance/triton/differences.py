@@ -7,6 +7,7 @@ An entry holds for the exchanges whose `topic/name` matches its pattern, and tel
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,14 +19,28 @@ from tests.conformance.triton.exchange import Exchange
 __all__ = ["DIFFERENCES", "Difference", "of_genserve"]
 
 
+Answer = dict[str, Any]
+# Of the real server's answer to step NUMBER, or of its counts.
+ChangeAnswer = Callable[[int, Answer], Answer]
+ChangeCounts = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _same_answer(_: int, answer: Answer) -> Answer:
+    return answer
+
+
+def _same_counts(counts: dict[str, Any]) -> dict[str, Any]:
+    return counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """One deliberate difference."""
 
     exchanges: str  # a regular expression that the whole of `topic/name` matches
     reason: str
-    answer: Callable[[dict[str, Any]], dict[str, Any]] = copy.copy  # from the real server's answer
-    counts: Callable[[dict[str, Any]], dict[str, Any]] = copy.copy  # the same of the counts
+    answer: ChangeAnswer = _same_answer
+    counts: ChangeCounts = _same_counts
 
 
 def of_genserve(topic: str, exchange: Exchange) -> Exchange:
@@ -33,34 +48,266 @@ def of_genserve(topic: str, exchange: Exchange) -> Exchange:
     for difference in DIFFERENCES:
         if re.fullmatch(difference.exchanges, f"{topic}/{exchange.name}"):
             steps = tuple(
-                replace(step, expect=difference.answer(step.expect or {})) for step in exchange.steps
+                replace(step, expect=difference.answer(number, copy.deepcopy(step.expect or {})))
+                for number, step in enumerate(exchange.steps)
             )
-            exchange = replace(exchange, steps=steps, counts=difference.counts(exchange.counts or {}))
+            exchange = replace(
+                exchange, steps=steps, counts=difference.counts(copy.deepcopy(exchange.counts or {}))
+            )
     return exchange
 
 
-def _own_name(answer: dict[str, Any]) -> dict[str, Any]:
+def _own_name(_: int, answer: Answer) -> Answer:
     kind = "json" if "json" in answer else "message"
-    if "extensions" not in answer.get(kind, {}):
+    if "extensions" in answer.get(kind, {}):
+        answer[kind] |= {"name": "genserve", "version": __version__}
+    return answer
+
+
+def _json_error(_: int, answer: Answer) -> Answer:
+    if answer.get("headers", {}).get("content-type") == "text/plain" and "error" in answer.get("json", {}):
+        answer["headers"]["content-type"] = "application/json"
+    return answer
+
+
+def _in_order(*names: str) -> ChangeAnswer:
+    """The outputs in this order, with their contents."""
+
+    def change(_: int, answer: Answer) -> Answer:
+        body = answer.get("json") or answer["message"]
+        old = [output["name"] for output in body["outputs"]]
+        order = [old.index(name) for name in names]
+        body["outputs"] = [body["outputs"][index] for index in order]
+        if "raw_output_contents" in body:
+            body["raw_output_contents"] = [body["raw_output_contents"][index] for index in order]
         return answer
-    return answer | {kind: answer[kind] | {"name": "genserve", "version": __version__}}
+
+    return change
 
 
-def _json_error(answer: dict[str, Any]) -> dict[str, Any]:
-    if answer.get("headers", {}).get("content-type") != "text/plain" or "error" not in answer.get("json", {}):
+def _answers(*answers: Answer | None) -> ChangeAnswer:
+    """Other answers to some of the steps; None: as recorded."""
+
+    def change(number: int, answer: Answer) -> Answer:
+        other = answers[number] if number < len(answers) else None
+        return answer if other is None else other
+
+    return change
+
+
+def _counts(**models: dict[str, int]) -> ChangeCounts:
+    return lambda _: models
+
+
+def _json(body: Any, status: int = 200) -> Answer:
+    return {"headers": {"content-type": "application/json"}, "json": body, "status": status}
+
+
+def _outputs(model: str, *outputs: Any, **more: Any) -> Answer:
+    return _json({"model_name": model, "model_version": "1", "outputs": list(outputs), **more})
+
+
+def _output(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[str, Any]:
+    return {"data": data, "datatype": datatype, "name": name, "shape": shape}
+
+
+def _said(*lines: str) -> Answer:
+    return _outputs("bls", _output("SAID", "BYTES", [len(lines)], list(lines)))
+
+
+def _with_code(code: str) -> ChangeAnswer:
+    """The code that the called model gave, in place of INTERNAL."""
+
+    def change(_: int, answer: Answer) -> Answer:
+        said = answer["json"]["outputs"][0]["data"]
+        said[0] = said[0].replace("INTERNAL", code, 1)
         return answer
-    return answer | {"headers": answer["headers"] | {"content-type": "application/json"}}
 
+    return change
+
+
+def _executed(requests: int = 1, *, rows: int = 1, **more: int) -> dict[str, int]:
+    """The counts of REQUESTS successes, each executed alone, with ROWS rows altogether."""
+    parts = dict.fromkeys(("compute_infer", "compute_input", "compute_output", "queue", "success"), requests)
+    numbers = parts | {"execution_count": requests, "inference_count": rows, **more}
+    metrics = {"count": rows, "exec_count": requests, "request_success": requests}
+    return {f"version 1: {name}": number for name, number in numbers.items()} | {
+        f"metric nv_inference_{name} version=1": number for name, number in metrics.items()
+    }
+
+
+def _missed(counts: dict[str, int], misses: int) -> dict[str, int]:
+    return counts | {
+        "version 1: cache_miss": misses,
+        "metric nv_cache_num_misses_per_model version=1": misses,
+    }
+
+
+def _inflight_requests(_: int, answer: Answer) -> Answer:
+    answer["json"]["ensemble_scheduling"] |= {"max_inflight_requests": 0}
+    return answer
+
+
+def _lower_case_headers(_: int, answer: Answer) -> Answer:
+    told = answer["json"]["outputs"][0]["data"] if "outputs" in answer["json"] else None
+    if told:
+        request = json.loads(told[0])
+        request["parameters"] = {name.lower(): value for name, value in request["parameters"].items()}
+        told[0] = json.dumps(request, sort_keys=True)
+    return answer
+
+
+_CODES = {
+    "INVALID_ARG": "unknown_output|unknown_input|wrong_type|wrong_shape|a_sequence_without_start",
+    "NOT_FOUND": "unknown_model|failed_model|unknown_version|error_of_the_model",
+}
 
 DIFFERENCES = (
     Difference(
-        exchanges=r".*/.*server_metadata.*",
+        exchanges=r".*/(grpc_)?server_metadata",
         reason="genserve says its own name and version",
         answer=_own_name,
     ),
     Difference(
         exchanges=r".*",
-        reason="the body of an error is JSON, so that is its content type, also where the model made it",
+        reason="the body of an error is JSON, so that is its content type, whatever was asked before",
         answer=_json_error,
+    ),
+    Difference(
+        exchanges=r"ensembles/(diamond|grpc)",
+        reason="the outputs of an ensemble come as its config lists them, not as the steps ended",
+        answer=_in_order("SUM", "DIFFERENCE", "LEFT"),
+    ),
+    Difference(
+        exchanges=r"ensembles/diamond_one_output",
+        reason="an ensemble can be asked for one output whose tensor also feeds a step (there: a deadlock)",
+        answer=_answers(
+            _outputs(
+                "ensemble_diamond",
+                _output("LEFT", "FP32", [1, 4], [1.0, 2.0, 3.0, 4.0]),
+                parameters={"sequence_id": 0, "sequence_start": False, "sequence_end": False},
+            )
+        ),
+        counts=_counts(
+            ensemble_diamond=_executed(**{"batches of 1": 1}),
+            add_sub=_executed(**{"batches of 1": 1}),
+            identity_fp32=_executed(3, rows=3, **{"batches of 1": 3}),
+        ),
+    ),
+    Difference(
+        exchanges=r"infer_errors/only_the_optional_input",
+        reason="required inputs are looked for by name, not by their number",
+        answer=_answers(
+            _json(
+                {
+                    "error": "[request id: <id_unknown>] expected number of inputs between 1 and 2 but got 1 "
+                    "inputs for model 'optional'. Got input(s) ['B'], but missing required input(s) ['A']. "
+                    "Please provide all required input(s)."
+                },
+                status=400,
+            )
+        ),
+    ),
+    Difference(
+        exchanges=r"infer_binary/bytes_that_are_no_text_as_json",
+        reason="an answer in JSON is JSON: bytes that are no UTF-8 become U+FFFD",
+        answer=_answers(_outputs("identity_string", _output("Y", "BYTES", [1], ["\ufffd\ufffd"]))),
+    ),
+    Difference(
+        exchanges=r"infer_binary/header_length_is_no_number",
+        reason="a length that is no number is refused as such, not taken for 0",
+        answer=_answers(
+            _json({"error": "Unable to parse Inference-Header-Content-Length, got: many"}, status=400)
+        ),
+    ),
+    Difference(
+        exchanges=r"iterations/three",
+        reason="one request is counted once, not as a success and a failure of each iteration",
+        counts=_counts(
+            iterative=_executed(**{"execution_count": 3, "batches of 1": 3})
+            | {"metric nv_inference_exec_count version=1": 3}
+        ),
+    ),
+    Difference(
+        exchanges=r"cache/other_parameters_are_a_hit",
+        reason="parameters belong to the key of the cache: they change what a model answers",
+        answer=_answers(None, _outputs("cached", _output("COUNT", "INT32", [1, 1], [2]))),
+        counts=_counts(cached=_missed(_executed(2, rows=2, **{"batches of 1": 2}), 2)),
+    ),
+    Difference(
+        exchanges=r"cache/another_shape_is_no_hit",
+        reason="shapes belong to the key of the cache: there, the same bytes in another shape are a hit",
+        answer=_answers(None, _outputs("cached", _output("COUNT", "INT32", [2, 1], [1, 1]))),
+        counts=_counts(cached=_missed(_executed(2, rows=3, **{"batches of 1": 1, "batches of 2": 1}), 2)),
+    ),
+    Difference(
+        exchanges=r"cache/errors_are_not_cached",
+        reason="an error is not cached: there, the second request gets an empty success",
+        answer=_answers(None, _json({"error": "negative"}, status=400)),
+        counts=_counts(
+            cached=_missed(
+                {
+                    "metric nv_inference_exec_count version=1": 2,
+                    "metric nv_inference_request_failure reason=BACKEND version=1": 2,
+                    "version 1: batches of 1": 2,
+                    "version 1: execution_count": 2,
+                    "version 1: fail": 2,
+                },
+                2,
+            )
+        ),
+    ),
+    Difference(
+        exchanges=r"bls/decoupled_error_in_the_middle",
+        reason="an error between responses reaches the caller: there, it is lost",
+        answer=_answers(_said('{"INDEX": [0]}', "UNAVAILABLE: no response 1", '{"INDEX": [2]}')),
+    ),
+    *(
+        Difference(
+            exchanges=rf"bls/({names})",
+            reason="an error keeps its code through a call",
+            answer=_with_code(code),
+        )
+        for code, names in _CODES.items()
+    ),
+    Difference(
+        exchanges=r"config/of_ensemble_.*",
+        reason="a field of newer releases",
+        answer=_inflight_requests,
+    ),
+    Difference(
+        exchanges=r"headers/matching_headers_are_parameters",
+        reason="names of headers have no case: models get them in lower case",
+        answer=_lower_case_headers,
+    ),
+    Difference(
+        exchanges=r"routes/get_root",
+        reason="the root leads to the documentation of the API",
+        answer=_answers({"headers": {}, "status": 307}),
+    ),
+    Difference(
+        exchanges=r"routes/head_live",
+        reason="the body of an error is JSON, so that is its content type, also where HEAD leaves it out",
+        answer=_answers({"headers": {"content-type": "application/json"}, "status": 405}),
+    ),
+    Difference(
+        exchanges=r"routes/get_quoted_name",
+        reason="quoted characters in a path are what they stand for",
+        answer=_answers(
+            _json(
+                {
+                    "name": "pass",
+                    "versions": ["1"],
+                    "platform": "python",
+                    "inputs": [{"name": "X", "datatype": "INT32", "shape": [1]}],
+                    "outputs": [{"name": "Y", "datatype": "INT32", "shape": [1]}],
+                }
+            )
+        ),
+    ),
+    Difference(
+        exchanges=r"grpc_infer/unknown_method",
+        reason="the text is the gRPC library's",
+        answer=_answers({"code": "UNIMPLEMENTED", "details": "Method not found!"}),
     ),
 )

@@ -22,7 +22,9 @@ _REPOSITORY = re.compile(r"(?<![\w.])(/[\w.\-]+)+/(?=\w+/(config\.pbtxt|\d+(/|\b
 def normalised(value: Any) -> Any:
     """Without times, keys sorted, `<path>(<line>)` in tracebacks, `<repository>/` in paths."""
     if isinstance(value, dict):
-        return {key: normalised(value[key]) for key in sorted(value) if key not in _VOLATILE_KEYS}
+        # What genserve explains stands beside the error's text, which is Triton's.
+        ignored = _VOLATILE_KEYS | {"remedy"} if "error" in value else _VOLATILE_KEYS
+        return {key: normalised(value[key]) for key in sorted(value) if key not in ignored}
     if isinstance(value, list):
         return [normalised(item) for item in value]
     if isinstance(value, str):
