@@ -138,7 +138,7 @@ class Models:
 
     def infer(self, model, *arrays, **request):
         """Ask a model; arrays are inputs X, X1, X2... or those given as `inputs`."""
-        names = ["X", *(f"X{number}" for number in range(1, len(arrays)))]
+        names = ["X", *(f"X{number}" for number in range(1, len(arrays)))][: len(arrays)]
         inputs = {name: Tensor(name, array) for name, array in zip(names, arrays, strict=True)}
         inputs |= request.pop("inputs", {})
         answer = Answer()
