@@ -362,6 +362,38 @@ def test_a_model_sees_that_its_client_has_left(models):
     assert answer.arrays[1] == [True]
 
 
+ITERATIVE = """
+    max_batch_size: 2
+    sequence_batching { iterative_sequence: true oldest { max_candidate_sequences: 4 } }
+    model_transaction_policy { decoupled: true }
+"""
+COUNTS = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.left = {}
+        def execute(self, requests):
+            for request in requests:
+                id = request.request_id()
+                self.left.setdefault(id, int(tensor(request).as_numpy()[0, 0]))
+                self.left[id] -= 1
+                sender = request.get_response_sender()
+                sender.send(answer(np.array([[self.left[id]]])))
+                if self.left[id]:
+                    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                else:
+                    sender.send(flags=1)
+"""
+
+
+@pytest.mark.parametrize("execution", ["thread", "process"])
+def test_a_request_is_executed_again_until_it_says_that_it_has_ended(models, execution):
+    parameter = f'parameters {{ key: "EXECUTION" value {{ string_value: "{execution}" }} }}'
+    models.add("m", COUNTS, ITERATIVE + parameter)
+    answers = [models.infer("m", floats(3)[None], id=id) for id in "ab"]
+    for answer in answers:
+        assert [int(array[0, 0]) for array in answer.arrays] == [2, 1, 0]
+
+
 def test_rescheduling_is_refused_where_nothing_is_iterative(models):
     error = failure(
         models, "request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)\nreturn None"
