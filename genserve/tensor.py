@@ -63,6 +63,10 @@ class Tensor:
         """The array as it was given: of numpy, or an object with `__dlpack__`."""
         return self._data
 
+    def on_cpu(self) -> Tensor:
+        """Return the same elements in the memory of the CPU: itself, if it is there."""
+        return self if self.is_cpu else Tensor(self.name, self.array, data_type=self.data_type)
+
     def renamed(self, name: str) -> Tensor:
         """Return the same array by another name."""
         return self if name == self.name else Tensor(name, self._data, data_type=self.data_type)

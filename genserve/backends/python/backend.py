@@ -74,6 +74,7 @@ class PythonBackend:
             metrics=source.metrics,
             decoupled=config.decoupled,
             executor=CURRENT_EXECUTOR.get(),
+            cpu_inputs=config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS", "yes").lower() != "no",
         )
         arguments = _arguments(source, placement)
         iterative = batching is not None and batching.iterative

@@ -34,6 +34,7 @@ class Host:
         metrics: where its own metrics go; None: they are not supported.
         decoupled: whether it answers by senders alone.
         executor: the instance, as requests see it; None: outside of a server.
+        cpu_inputs: whether inputs are brought to the CPU before it sees them.
         phase: BLS is legal while it runs.
     """
 
@@ -44,6 +45,7 @@ class Host:
     metrics: Metrics | None = None
     decoupled: bool = False
     executor: Executor | None = None
+    cpu_inputs: bool = True
     phase: Phase = Phase.STARTING
 
 

@@ -56,12 +56,15 @@ class PythonModel:
         self._file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
         self._path = path
         CURRENT_HOST.set(host)
+        # For `asyncio.get_event_loop()` in execute: in Triton it runs on a main thread, which has a loop.
+        self._thread_loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._thread_loop)
         try:
             self._model = _model_class(self._file, path)()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(dict(arguments))
         except (Exception, SystemExit) as error:
-            self._file.forget()
+            self._let_go()
             raise _load_error(error) from error
         host.phase = Phase.RUNNING
 
@@ -111,6 +114,11 @@ class PythonModel:
         except (Exception, SystemExit):
             logger.exception("finalize of %s failed", self._host.instance)
         del self._model
+        self._let_go()
+
+    def _let_go(self) -> None:
+        asyncio.set_event_loop(None)
+        self._thread_loop.close()
         self._file.forget()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:

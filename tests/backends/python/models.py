@@ -18,8 +18,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest
 from genserve.metrics import Metrics
 from genserve.repository.instances import Instances, placements
-from genserve.schedulers.direct import DirectQueue
-from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.choice import make_scheduler
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
@@ -124,7 +123,7 @@ class Models:
         instances = Instances(
             lambda placement: backend(source, shared, placement),
             placements=places,
-            scheduler=QueueScheduler(DirectQueue(), num_instances=len(places)),
+            scheduler=make_scheduler(config, num_instances=len(places), path=self.root / name),
             statistics=ModelStatistics(),
         )
         self._models[name], self.configs[name] = instances, config
@@ -138,7 +137,7 @@ class Models:
 
     def infer(self, model, *arrays, **request):
         """Ask a model; arrays are inputs X, X1, X2... or those given as `inputs`."""
-        names = ["X", *(f"X{number}" for number in range(1, len(arrays)))]
+        names = ["X", *(f"X{number}" for number in range(1, len(arrays)))][: len(arrays)]
         inputs = {name: Tensor(name, array) for name, array in zip(names, arrays, strict=True)}
         inputs |= request.pop("inputs", {})
         answer = Answer()

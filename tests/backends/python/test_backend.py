@@ -21,6 +21,9 @@ COMPLETES = """
 """
 
 
+COMPLETING = "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(c):"
+
+
 def completed(models, source, config="", **files):
     models.write("m", source, config, **files)
     message = text_format.Parse(f'name: "m" {config}', new_model_config())
@@ -60,17 +63,17 @@ def test_a_model_that_completes_nothing_is_not_imported_for_it(models):
     ("source", "text"),
     [
         (
-            "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(c):\n        raise ValueError('auto')",
+            f"{COMPLETING}\n        raise ValueError('auto')",
             "ValueError: auto\n\nAt:\n  {path}(22): auto_complete_config\n",
         ),
         (
-            "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(c): pass",
+            f"{COMPLETING} pass",
             "auto_complete_config function in model 'm' must return a valid pb.ModelConfig object.",
         ),
         (
-            "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(c):\n        c.set_max_batch_size(1)",
-            "ValueError: configuration specified max_batch_size 8, but in auto-complete-config function for model "
-            "'m' specified max_batch_size 1\n\nAt:\n  {path}(22): auto_complete_config\n",
+            f"{COMPLETING}\n        c.set_max_batch_size(1)",
+            "ValueError: configuration specified max_batch_size 8, but in auto-complete-config function for "
+            "model 'm' specified max_batch_size 1\n\nAt:\n  {path}(22): auto_complete_config\n",
         ),
     ],
 )
@@ -97,7 +100,9 @@ def test_another_file_can_be_named(models):
     (folder / "model.py").rename(folder / "other.py")
     with (folder / "other.py").open("a") as file:
         file.write(
-            "class TritonPythonModel:\n    def execute(self, requests):\n        return [answer(np.ones(1))]\n"
+            "class TritonPythonModel:\n"
+            "    def execute(self, requests):\n"
+            "        return [answer(np.ones(1))]\n"
         )
     models.start("m")
     assert models.infer("m", floats(1)).array == [1]

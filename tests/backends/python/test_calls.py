@@ -83,8 +83,8 @@ return request.exec().output_tensors()[0].as_numpy()[0].decode()"""
 
 
 FAILURES = [
-    ("'nothing', x", "Model nothing - Error when running inference: Failed for execute the inference request. "
-     "Model 'nothing' is not ready.", "NOT_FOUND"),
+    ("'nothing', x", "Model nothing - Error when running inference: Failed for execute the inference "
+     "request. Model 'nothing' is not ready.", "NOT_FOUND"),
     ("'target', x, model_version=7", "Model target - Error when running inference: Failed for execute the "
      "inference request. Model 'target' is not ready.", "NOT_FOUND"),
     ("'repeat', x", "Model repeat - Error when running inference: Model repeat is using the decoupled. The "
@@ -148,7 +148,7 @@ def test_an_async_execute_awaits_its_calls(models):
 def test_a_decoupled_target_is_iterated(models):
     models.add("target", REPEAT, DECOUPLED)
     body = """\
-numbers = lambda responses: [r.output_tensors()[0].as_numpy()[0].item() for r in responses if r.output_tensors()]
+numbers = lambda responses: [r.output_tensors()[0].as_numpy().item() for r in responses if r.output_tensors()]
 responses = ask("target", x).exec(decoupled=True)
 first = [(len(r.output_tensors()), r.has_error()) for r in responses]
 async def later():
@@ -360,15 +360,16 @@ for refused in [
         refused()
     except pb_utils.TritonModelException as error:
         texts.append(str(error))
-ready = [pb_utils.is_model_ready(*args) for args in [("target",), ("target", "1"), ("target", "2"), ("nothing",)]]
+asked = [("target",), ("target", "1"), ("target", "2"), ("nothing",)]
+ready = [pb_utils.is_model_ready(*args) for args in asked]
 return texts, ready"""
     by = "Failed to process the request for model 'caller_0', message: "
     assert shown(models, body) == repr((
         [
             f"Failed to load model: {by}failed to load 'nothing', failed to poll from model repository",
             "failed to load model 'target', files should be a dictionary of file paths and file contents",
-            f"Failed to check model readiness: {by}failed to get model version from specified version string 'x' "
-            "(details: stol), version should be an integral value > 0",
+            f"Failed to check model readiness: {by}failed to get model version from specified version string "
+            "'x' (details: stol), version should be an integral value > 0",
             f"Failed to check model readiness: {by}failed to get model version from specified version string "
             "'-3', version should be an integral value > 0",
         ],

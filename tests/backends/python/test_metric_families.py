@@ -96,7 +96,8 @@ def test_what_is_no_metric_is_refused_in_the_words_of_triton(models):
         "h = M('h2', 'd', M.HISTOGRAM)\n"
         "for act in [\n"
         "    lambda: M('c2', 'd', M.GAUGE), lambda: M('0 bad', 'd', M.GAUGE), lambda: M('', 'd', M.GAUGE),\n"
-        "    lambda: c.Metric(labels=[1]), lambda: c.Metric(labels={'a': 1}), lambda: c.Metric(labels={'a b': 'x'}),\n"
+        "    lambda: c.Metric(labels=[1]), lambda: c.Metric(labels={'a': 1}),\n"
+        "    lambda: c.Metric(labels={'a b': 'x'}),\n"
         "    lambda: c.Metric(buckets=[1.0]), lambda: h.Metric(), lambda: h.Metric(buckets=(1.0,)),\n"
         "    lambda: h.Metric(buckets=[2.0, 1.0]),\n"
         "]: told(act)",

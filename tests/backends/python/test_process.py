@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 
+from genserve.errors import InferenceError
 from tests.backends.python.models import floats
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
@@ -57,8 +58,8 @@ def test_its_failures_are_those_of_any_model(models):
 
 
 def test_a_load_that_fails_says_why(models):
-    source = "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('no weights')"
-    with pytest.raises(Exception, match="^ValueError: no weights\n\nAt:\n"):
+    source = "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('none')"
+    with pytest.raises(InferenceError, match=r"^ValueError: none\n\nAt:\n"):
         models.add("m", source, PROCESS)
 
 
@@ -102,8 +103,8 @@ def test_its_calls_reach_the_models_of_the_server(models):
     )
     models.add("m", CALLS, PROCESS)
     assert models.infer("m", floats(3)).array[0].decode() == (
-        '[6.0, "Model nothing - Error when running inference: Failed for execute the inference request. Model '
-        "'nothing' is not ready.\", [0, 1, 2], [6.0, 6.0], true]"
+        '[6.0, "Model nothing - Error when running inference: Failed for execute the inference request. '
+        "Model 'nothing' is not ready.\", [0, 1, 2], [6.0, 6.0], true]"
     )
 
 
@@ -158,7 +159,8 @@ def test_a_crash_fails_its_own_calls_and_the_process_comes_back(models):
         """,
         PROCESS,
     )
-    models.add("other", "class TritonPythonModel:\n    def execute(self, r):\n        return [answer(np.ones(1))]")
+    other = "class TritonPythonModel:\n    def execute(self, requests):\n        return [answer(np.ones(1))]"
+    models.add("other", other)
     first = models.infer("m", floats(0)).array
     assert models.infer("m", floats(1)).error.message == "Stub process 'm_0' is not healthy."
     assert not models.is_ready("m")

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 
 import pytest
+import torch
 
+from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
+from genserve.tensor import Tensor
 from tests.backends.python.models import floats
 
 IDENTITY = """
@@ -128,7 +132,10 @@ def test_an_exception_without_text_and_an_exit_are_failures_too(models):
 
 
 def test_an_error_has_the_code_of_the_model(models):
-    body = "return [pb_utils.InferenceResponse(error=pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND))]"
+    body = (
+        "error = pb_utils.TritonError('no', pb_utils.TritonError.NOT_FOUND)\n"
+        "return [pb_utils.InferenceResponse(error=error)]"
+    )
     error = failure(models, body)
     assert (error.message, error.status) == ("no", Status.NOT_FOUND)
 
@@ -355,6 +362,38 @@ def test_a_model_sees_that_its_client_has_left(models):
     assert answer.arrays[1] == [True]
 
 
+ITERATIVE = """
+    max_batch_size: 2
+    sequence_batching { iterative_sequence: true oldest { max_candidate_sequences: 4 } }
+    model_transaction_policy { decoupled: true }
+"""
+COUNTS = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.left = {}
+        def execute(self, requests):
+            for request in requests:
+                id = request.request_id()
+                self.left.setdefault(id, int(tensor(request).as_numpy()[0, 0]))
+                self.left[id] -= 1
+                sender = request.get_response_sender()
+                sender.send(answer(np.array([[self.left[id]]])))
+                if self.left[id]:
+                    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                else:
+                    sender.send(flags=1)
+"""
+
+
+@pytest.mark.parametrize("execution", ["thread", "process"])
+def test_a_request_is_executed_again_until_it_says_that_it_has_ended(models, execution):
+    parameter = f'parameters {{ key: "EXECUTION" value {{ string_value: "{execution}" }} }}'
+    models.add("m", COUNTS, ITERATIVE + parameter)
+    answers = [models.infer("m", floats(3)[None], id=id) for id in "ab"]
+    for answer in answers:
+        assert [int(array[0, 0]) for array in answer.arrays] == [2, 1, 0]
+
+
 def test_rescheduling_is_refused_where_nothing_is_iterative(models):
     error = failure(
         models, "request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)\nreturn None"
@@ -378,8 +417,8 @@ def test_a_model_without_execute_says_so(models):
         ("import nothere", "ModuleNotFoundError: No module named 'nothere'\n\nAt:\n  {path}(19): <module>\n"),
         ("x = 1", "AttributeError: module '1.model' has no attribute 'TritonPythonModel'"),
         (
-            "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('no weights')",
-            "ValueError: no weights\n\nAt:\n  {path}(21): initialize\n",
+            "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('none')",
+            "ValueError: none\n\nAt:\n  {path}(21): initialize\n",
         ),
     ],
 )
@@ -454,16 +493,34 @@ def test_a_model_may_say_whether_it_is_ready(models, method, ready):
     assert models.is_ready("m") is ready
 
 
-def test_an_event_loop_of_the_instance_thread_can_be_asked_for(models):
-    models.add(
-        "m",
-        executing(
-            "loop = asyncio.new_event_loop()\n"
-            "value = loop.run_until_complete(asyncio.sleep(0, 4))\n"
-            "loop.close()\nreturn [answer(np.array([value]))]"
-        ),
+def test_the_thread_of_an_instance_has_an_event_loop(models):
+    body = (
+        "value = asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 4))\n"
+        "return [answer(np.array([value]))]"
     )
-    assert models.infer("m", floats(1)).array == [4]
+    models.add("m", executing(body))
+    assert [models.infer("m", floats(1)).array[0] for _ in range(2)] == [4, 4]
+
+
+def test_inputs_on_a_device_are_brought_to_the_cpu_unless_the_config_says_not(models):
+    class OnDevice:
+        """A tensor whose memory says that it is a GPU's."""
+
+        def __init__(self, tensor):
+            self.tensor, self.shape = tensor, tuple(tensor.shape)
+
+        def __dlpack__(self, **options):
+            return self.tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return (2 if sys._getframe(1).f_code.co_name == "is_cpu" else 1, 0)
+
+    config = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }'
+    tensors = {"X": Tensor("X", OnDevice(torch.ones(2)), data_type=DataType.FP32)}
+    for name, config_text in (("yes", ""), ("no", config)):
+        models.add(name, executing("return [answer(np.array([tensor(request).is_cpu()]))]"), config_text)
+    assert models.infer("yes", inputs=tensors).array == [True]
+    assert models.infer("no", inputs=tensors).array == [False]
 
 
 def test_a_model_on_two_threads_logs_under_its_own_name(models, caplog):
@@ -471,7 +528,8 @@ def test_a_model_on_two_threads_logs_under_its_own_name(models, caplog):
     models.add(
         "m",
         executing(
-            "thread = threading.Thread(target=lambda: pb_utils.Logger.log_verbose(pb_utils.get_model_dir()))\n"
+            "log = lambda: pb_utils.Logger.log_verbose(pb_utils.get_model_dir())\n"
+            "thread = threading.Thread(target=log)\n"
             "thread.start()\nthread.join()\nreturn [answer(np.zeros(1))]"
         ),
     )

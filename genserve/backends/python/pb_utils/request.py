@@ -138,7 +138,10 @@ class InferenceRequest:
         """The tensors; an optional one that was not sent is not among them."""
         if self._inputs is None:
             tensors = self._asked.inputs if self._inference is None else self._inference.inputs
-            self._inputs = [Tensor._of(tensor) for tensor in tensors.values()]
+            needs_cpu = self._host is not None and self._host.cpu_inputs
+            self._inputs = [
+                Tensor._of(tensor.on_cpu() if needs_cpu else tensor) for tensor in tensors.values()
+            ]
         return self._inputs
 
     def request_id(self) -> str:

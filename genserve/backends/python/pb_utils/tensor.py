@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from genserve import tensor as inner
 from genserve.backends.python.pb_utils.byte_strings import ByteStrings
 from genserve.backends.python.pb_utils.error import TritonModelException
+from genserve.backends.python.pb_utils.string_array import StringArray
 from genserve.data_type import DataType
 
 __all__ = ["Tensor"]
@@ -45,7 +46,7 @@ class Tensor:
         if data_type is not DataType.BYTES and numpy_array.dtype != data_type.numpy:  # big-endian
             raise TritonModelException("NumPy dtype is not supported.")
         array = _as_held(numpy_array, data_type)
-        self._given = numpy_array if data_type is DataType.BYTES and array is not numpy_array else None
+        self._given = numpy_array if data_type is DataType.BYTES else None
         self._wrapped = inner.Tensor(name, array, data_type=data_type)
 
     @classmethod
@@ -86,7 +87,8 @@ class Tensor:
                 "Tensor dtype is BF16 and cannot be converted to NumPy. Use to_dlpack() and from_dlpack() "
                 "instead."
             )
-        return self._writable()
+        array = self._writable()
+        return array.view(StringArray) if self._wrapped.data_type is DataType.BYTES else array
 
     def _writable(self) -> NDArray[Any]:
         array = self._wrapped.array
@@ -157,6 +159,7 @@ def _as_held(array: NDArray[Any], data_type: DataType) -> NDArray[Any]:
 
 
 def _of_bytes(array: NDArray[Any]) -> NDArray[Any]:
+    array = np.asarray(array)  # not a StringArray
     elements = array.reshape(-1).tolist()
     if array.dtype.hasobject and array.flags.c_contiguous and all(isinstance(e, bytes) for e in elements):
         return array

@@ -84,8 +84,8 @@ IN = "in auto-complete-config function for model 'm'"
         (
             {"sequence_batching": {}},
             lambda made: made.set_dynamic_batching(),
-            "Configuration specified scheduling_choice as 'sequence_batching', but auto-complete-config function "
-            "for model 'm' tries to set scheduling_choice as 'dynamic_batching'",
+            "Configuration specified scheduling_choice as 'sequence_batching', but auto-complete-config "
+            "function for model 'm' tries to set scheduling_choice as 'dynamic_batching'",
         ),
         (
             {},
@@ -107,13 +107,14 @@ IN = "in auto-complete-config function for model 'm'"
         (
             {"input": [X]},
             lambda made: made.add_input({**X, "data_type": "TYPE_INT8"}),
-            "unable to load model 'm', configuration expects datatype TYPE_FP32 for input 'X', model provides "
-            "TYPE_INT8",
+            "unable to load model 'm', configuration expects datatype TYPE_FP32 for input 'X', "
+            "model provides TYPE_INT8",
         ),
         (
             {"output": [X]},
             lambda made: made.add_output({**X, "dims": [5]}),
-            "model 'm', tensor 'X': the model expects dims [5] but the model configuration specifies dims [4]",
+            "model 'm', tensor 'X': the model expects dims [5] but the model configuration specifies dims "
+            "[4]",
         ),
         (
             {"input": [{**X, "optional": False}]},
@@ -129,8 +130,8 @@ IN = "in auto-complete-config function for model 'm'"
         (
             {"model_transaction_policy": {"decoupled": True}},
             lambda made: made.set_model_transaction_policy({"decoupled": False}),
-            "trying to change decoupled property in auto-complete-config for model 'm', which is already set to "
-            "'True'.",
+            "trying to change decoupled property in auto-complete-config for model 'm', which is already set "
+            "to 'True'.",
         ),
     ],
 )

@@ -18,10 +18,12 @@ X = Tensor("X", np.zeros(1, np.float32))
 SURFACE = """
     InferenceRequest InferenceResponse Logger MetricFamily ModelConfig PreferredMemory TRITONSERVER_MEMORY_CPU
     TRITONSERVER_MEMORY_GPU TRITONSERVER_REQUEST_FLAG_SEQUENCE_END TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
-    TRITONSERVER_REQUEST_RELEASE_ALL TRITONSERVER_REQUEST_RELEASE_RESCHEDULE TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    TRITONSERVER_REQUEST_RELEASE_ALL TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL
     TRITON_STRING_TO_NUMPY Tensor TritonError TritonModelException deserialize_bytes_tensor
     get_input_config_by_name get_input_tensor_by_name get_model_dir get_output_config_by_name
-    get_output_tensor_by_name is_model_ready json load_model np numpy_to_triton_type serialize_byte_tensor struct
+    get_output_tensor_by_name is_model_ready json load_model np numpy_to_triton_type serialize_byte_tensor
+    struct
     triton_string_to_numpy triton_to_numpy_type unload_model using_decoupled_model_transaction_policy
 """
 

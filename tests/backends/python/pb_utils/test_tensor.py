@@ -75,6 +75,18 @@ def test_an_array_of_bytes_is_held_as_it_is():
     assert Tensor("x", array)._wrapped.array is array
 
 
+def test_strings_are_objects_that_np_char_takes_too():
+    array = np.array([[b"a"], [b"\xc3\xbc\0"]], dtype=object)
+    seen = Tensor._of(inner.Tensor("x", array)).as_numpy()
+    assert seen.dtype == object
+    assert seen.ctypes.data == array.ctypes.data
+    assert seen.tolist() == [[b"a"], [b"\xc3\xbc\0"]]
+    assert np.char.decode(seen, "utf-8").squeeze(1).tolist() == ["a", "ü"]
+    assert np.char.upper(seen[:1].reshape(-1)).tolist() == [b"A"]
+    assert np.concatenate([seen, seen]).shape == (4, 1)
+    assert Tensor("y", seen)._wrapped.array.tolist() == array.tolist()
+
+
 def test_an_array_that_is_not_contiguous_is_made_so():
     array = np.arange(6.0).reshape(2, 3).T
     tensor = Tensor("x", array)
