@@ -31,7 +31,6 @@ import numpy as np
 import tritonclient.grpc as triton_grpc
 from rich.console import Console
 from rich.table import Table
-
 from servers import Ports, genserve_server, triton_server
 
 MODELS = Path(__file__).parent / "models"

@@ -3,9 +3,9 @@
     python benchmarks/kserve.py --triton tritonserver
 
 serves `benchmarks/models/echo` by `genserve serve` and by a real Triton, and lets `kserve_load.py` ask both
-in turn, in each round: 64 x 512 floats in binary, and a tiny tensor. A figure is the median of the rounds, the
-ratio the median of the rounds' ratios: machines have fast and slow minutes. Without `--triton` the table has
-genserve alone; `--triton-urls HTTP GRPC` asks one that runs already and serves `echo`.
+in turn, in each round: 64 x 512 floats in binary, and a tiny tensor. A figure is the median of the rounds,
+the ratio the median of the rounds' ratios: machines have fast and slow minutes. Without `--triton` the table
+has genserve alone; `--triton-urls HTTP GRPC` asks one that runs already and serves `echo`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main() -> None:
                     for name, addresses in servers.items():
                         figure = _load(addresses[protocol], protocol=protocol, shape=shape, options=options)
                         rounds.setdefault(name, []).append(figure)
-                        print(f"round {number}, {protocol}, {shape}, {name}: {figure:.0f} requests/s", flush=True)
+                        told = f"round {number}, {protocol}, {shape}, {name}"
+                        print(f"{told}: {figure:.0f} requests/s", flush=True)
     _print_table(measured, options=options)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2) + "\n")
@@ -95,7 +96,8 @@ def _print_table(measured: dict[str, Rounds], *, options: argparse.Namespace) ->
     for heading in ("", *next(iter(measured.values())), "genserve / triton"):
         table.add_column(heading, justify="right", no_wrap=True)
     for case, rounds in measured.items():
-        table.add_row(case, *(f"{statistics.median(figures):.0f}" for figures in rounds.values()), _ratio(rounds))
+        medians = (f"{statistics.median(figures):.0f}" for figures in rounds.values())
+        table.add_row(case, *medians, _ratio(rounds))
     Console().print(table)
 
 
