@@ -47,7 +47,7 @@ def main() -> None:
                 for shape in SHAPES:
                     rounds = measured.setdefault(f"{protocol}, {shape}", {})
                     for name, addresses in servers.items():
-                        figure = _load(addresses[protocol], protocol=protocol, shape=shape, options=options)
+                        figure = _load(addresses[protocol], protocol, shape=shape, options=options)
                         rounds.setdefault(name, []).append(figure)
                         told = f"round {number}, {protocol}, {shape}, {name}"
                         print(f"{told}: {figure:.0f} requests/s", flush=True)
@@ -79,7 +79,7 @@ def _addresses(ports: Ports) -> dict[str, str]:
     return {"http": f"127.0.0.1:{ports.http}", "grpc": f"127.0.0.1:{ports.grpc}"}
 
 
-def _load(address: str, *, protocol: str, shape: str, options: argparse.Namespace) -> float:
+def _load(address: str, protocol: str, *, shape: str, options: argparse.Namespace) -> float:
     command = [sys.executable, str(HERE / "kserve_load.py"), f"--protocol={protocol}", f"--address={address}"]
     command += ["--shape", *map(str, SHAPES[shape])]
     command += [f"--concurrency={options.concurrency}", f"--seconds={options.seconds}"]
