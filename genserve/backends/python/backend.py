@@ -11,6 +11,8 @@ from google.protobuf import json_format
 
 from genserve.backends.backend import ModelSource, Placement
 from genserve.backends.python.host import Host
+from genserve.backends.python.process import ModelProcess
+from genserve.backends.python.process_side import ModelSetup
 from genserve.backends.python.python_model import PythonModel, complete_config
 from genserve.config.to_json import config_json
 from genserve.errors import RepositoryError
@@ -23,7 +25,10 @@ _PLAIN_CLASS = re.compile(rb"^class TritonPythonModel\s*(\(\s*(object\s*)?\)\s*)
 
 
 class PythonBackend:
-    """One instance of a model.py, in this process: its BLS calls hand tensors over by pointer.
+    """One instance of a model.py.
+
+    It runs in this process, where its BLS calls hand tensors over by pointer; or, with the parameter
+    EXECUTION "process", in one of its own, where a crash takes nothing else with it.
 
     Attributes:
         folder: whose model.py runs every model of the backend; None: each model has its own.
@@ -70,13 +75,16 @@ class PythonBackend:
             decoupled=config.decoupled,
             executor=CURRENT_EXECUTOR.get(),
         )
-        self._model = PythonModel(
-            path,
-            folders=folders,
-            host=host,
-            arguments=_arguments(source, placement),
-            iterative=batching is not None and batching.iterative,
-        )
+        arguments = _arguments(source, placement)
+        iterative = batching is not None and batching.iterative
+        self._model: PythonModel | ModelProcess
+        if config.parameters.get("EXECUTION") == "process":
+            setup = ModelSetup(path=path, folders=tuple(folders), arguments=arguments, iterative=iterative)
+            self._model = ModelProcess(setup, host=host)
+        else:
+            self._model = PythonModel(
+                path, folders=folders, host=host, arguments=arguments, iterative=iterative
+            )
 
     def execute(self, batch: Sequence[Inference]) -> None:
         """Have the model answer a batch."""

@@ -12,7 +12,7 @@ from genserve.backends.python.deadlock import hopeless
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Door, Executor, Inference, InferenceRequest, InferenceResponse
 
-__all__ = ["Answers", "answers_async", "call", "call_async"]
+__all__ = ["Answers", "Wait", "answers_async", "call", "call_async"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
             answered.release()
 
     inference = Inference(request=request, on_response=receive)
-    wait = _Wait(inference, executor)
+    wait = Wait(inference, executor)
     try:
         _submit(inference, door, decoupled=False)
         while not answered.acquire(timeout=_LOOK_EVERY_S):
@@ -158,7 +158,7 @@ class Answers:
             yield response
 
     def _next(self) -> tuple[InferenceResponse, bool]:
-        wait = _Wait(self.inference, self._executor)
+        wait = Wait(self.inference, self._executor)
         try:
             while True:
                 try:
@@ -177,11 +177,21 @@ class Answers:
             self._on_answer()
 
 
-class _Wait:
-    """An instance waits for an inference; while it does, others can see so."""
+class Wait:
+    """An instance waits for an inference; while it does, others can see so.
+
+    Attributes:
+        inference: what is waited for.
+    """
 
     def __init__(self, inference: Inference, executor: Executor | None) -> None:
-        self._inference = inference
+        """Begin to wait.
+
+        Args:
+            inference: what is waited for.
+            executor: the instance that waits; None: it is none that others need.
+        """
+        self.inference = inference
         self._executor = executor
         self._batch = executor.executing if executor is not None else ()
         self._suspected = False
@@ -195,14 +205,14 @@ class _Wait:
         """
         if self._executor is not None and self._executor.executing is not self._batch:
             self.end()  # a task that outlived its batch: the instance does not wait for it
-        suspected, self._suspected = self._suspected, hopeless(self._inference)
+        suspected, self._suspected = self._suspected, hopeless(self.inference)
         if suspected and self._suspected:
-            raise _no_instance(self._inference)
+            raise _no_instance(self.inference)
 
     def end(self) -> None:
         """Wait no more."""
         if self._executor is not None:
-            self._executor.waiting_for.discard(self._inference)
+            self._executor.waiting_for.discard(self.inference)
 
 
 def _submit(inference: Inference, door: Door, *, decoupled: bool) -> None:
@@ -254,7 +264,7 @@ def _watch(
 ) -> None:
     """Look at the wait for an answer until it is there."""
     loop = answer.get_loop()
-    wait = _Wait(inference, executor)
+    wait = Wait(inference, executor)
 
     def look() -> None:
         if answer.done():

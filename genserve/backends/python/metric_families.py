@@ -90,7 +90,9 @@ class Family:
         if any(upper <= lower for lower, upper in pairwise(buckets)):
             raise ValueError("Bucket Boundaries must be strictly sorted")
         with self._lock:
-            return self._series.setdefault(tuple(sorted(labels.items())), Series(self, buckets=buckets))
+            return self._series.setdefault(
+                tuple(sorted(labels.items())), Series(self.name, kind=self.kind, buckets=buckets)
+            )
 
     def metric(self) -> Metric:
         """Return what Prometheus is shown."""
@@ -107,8 +109,9 @@ class Family:
 class Series:
     """One metric. Its methods say in Triton's words what its kind does not support."""
 
-    def __init__(self, family: Family, *, buckets: Sequence[float] = ()) -> None:
-        self._family = family  # which lives as long as its metrics are used
+    def __init__(self, name: str, *, kind: Kind, buckets: Sequence[float] = ()) -> None:
+        self._name = name
+        self._kind = kind
         self._lock = threading.Lock()
         self._value = 0.0
         self._buckets = tuple(buckets)
@@ -121,7 +124,7 @@ class Series:
             ValueError: a histogram, or less than nothing to a counter.
         """
         self._check("Increment", Kind.COUNTER, Kind.GAUGE)
-        if self._family.kind is Kind.COUNTER and value < 0:
+        if self._kind is Kind.COUNTER and value < 0:
             raise ValueError(
                 "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative "
                 "values."
@@ -149,8 +152,8 @@ class Series:
 
     def add_samples(self, metric: Metric, labels: dict[str, str]) -> None:
         """Add what Prometheus is shown of it."""
-        name = self._family.name
-        if self._family.kind is not Kind.HISTOGRAM:
+        name = self._name
+        if self._kind is not Kind.HISTOGRAM:
             metric.add_sample(name, labels, self._value)
             return
         with self._lock:
@@ -162,8 +165,8 @@ class Series:
             metric.add_sample(f"{name}_bucket", {**labels, "le": upper}, count)
 
     def _check(self, verb: str, *kinds: Kind) -> None:
-        if self._family.kind not in kinds:
-            raise ValueError(f"TRITONSERVER_METRIC_KIND_{self._family.kind.name} does not support {verb}")
+        if self._kind not in kinds:
+            raise ValueError(f"TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {verb}")
 
 
 class _BareCounter(str):

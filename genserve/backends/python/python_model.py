@@ -98,7 +98,10 @@ class PythonModel:
         return answer is True
 
     def close(self) -> None:
-        """Call its `finalize`, and forget its code."""
+        """Call its `finalize`, and forget its code.
+
+        Modules refer to themselves: what they hold goes with the next garbage collection.
+        """
         self._host.phase = Phase.CLOSING
         if self._loop is not None:
             self._loop.close()

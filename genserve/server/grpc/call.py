@@ -26,9 +26,14 @@ class Call:
 
     async def single(self) -> InferenceResponse:
         """Wait for the end, and return the one response."""
-        first = None
-        async for response, _ in self.all():
-            first = first or response
+        first, final = None, False
+        try:
+            while not final:
+                response, final = await self._responses.next()
+                first = first or response
+        except asyncio.CancelledError:
+            self.inference.cancel()
+            raise
         return first or InferenceResponse(error=_no_response(self.request))
 
     async def all(self) -> AsyncIterator[tuple[InferenceResponse | None, bool]]:

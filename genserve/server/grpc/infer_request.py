@@ -89,6 +89,9 @@ def read_request(
         if tensor.name in inputs:
             raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
         inputs[tensor.name] = tensor
+    for output in message.outputs:
+        if model.config.output(output.name) is None:
+            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
     request = InferenceRequest(
         model_name=model.name,
         # Without a version the door chooses, even if another one has become the latest meanwhile.
@@ -119,6 +122,8 @@ def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> 
     raw = message.raw_input_contents
     blobs = iter(raw)
     for spec in message.inputs:
+        if config.input(spec.name) is None:
+            raise InferenceError(f"unexpected inference input '{spec.name}' for model '{config.name}'")
         data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=message.id)
         if spec.HasField("contents"):
             if raw:

@@ -173,9 +173,7 @@ class Models:
 
     def _find(self, name, version):
         if name not in self._models or version not in (-1, 1):
-            raise InferenceError(
-                f"Request for unknown model: '{name}' is not found", status=Status.NOT_FOUND
-            )
+            raise InferenceError(f"Request for unknown model: '{name}' is not found", status=Status.NOT_FOUND)
         return self._models[name]
 
 

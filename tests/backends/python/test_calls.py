@@ -95,7 +95,9 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("asked", "text", "code"), FAILURES)
-@pytest.mark.parametrize("call", ["ask({}).exec()", "asyncio.run(later({}))", "next(iter(ask({}).exec(decoupled=True)))"])
+@pytest.mark.parametrize(
+    "call", ["ask({}).exec()", "asyncio.run(later({}))", "next(iter(ask({}).exec(decoupled=True)))"]
+)
 def test_a_failure_is_a_response_with_its_code(models, asked, text, code, call):
     models.add("target", DOUBLE)
     models.add("repeat", REPEAT, DECOUPLED)
@@ -119,7 +121,9 @@ return (response.has_error(), response.error().message(), response.error().code(
 
 
 def test_a_target_that_raises_answers_with_its_text(models):
-    models.add("target", "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError('b')")
+    models.add(
+        "target", "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError('b')"
+    )
     text = shown(models, "return ask('target', x).exec().error().message()")
     assert "Failed to process the request(s) for model 'target_0', message: ValueError: b\\n\\nAt:" in text
 
@@ -302,13 +306,16 @@ def test_a_circle_is_seen_from_an_async_execute(models):
 
 
 def test_a_slow_target_is_waited_for(models):
-    models.add("slow", """
+    models.add(
+        "slow",
+        """
         import time
         class TritonPythonModel:
             def execute(self, requests):
                 time.sleep(0.9)  # longer than it takes to see a circle
                 return [answer(tensor(request).as_numpy()) for request in requests]
-    """)
+    """,
+    )
     models.add("caller", calling("return ask('slow', x).exec().has_error()"), TWO)
     answers = [models.infer("caller", floats(1)) for _ in range(2)]
     assert [answer.array[0] for answer in answers] == [b"False", b"False"]

@@ -32,7 +32,12 @@ def write(folder, **sources):
 
 @pytest.mark.parametrize(
     "statement",
-    ["import utils", "from . import utils", "import utils as u; utils = u", "from utils import name; import utils"],
+    [
+        "import utils",
+        "from . import utils",
+        "import utils as u; utils = u",
+        "from utils import name; import utils",
+    ],
 )
 def test_models_with_modules_of_one_name_have_each_its_own(tmp_path, load, statement):
     models = [
@@ -50,7 +55,9 @@ def test_a_module_imported_in_two_ways_is_one(tmp_path, load):
 def test_modules_of_the_model_folder_and_packages_are_found(tmp_path, load):
     write(tmp_path / "lib", __init__="", deep="from . import __name__ as package\nimport above")
     write(tmp_path, above="where = 'above'")
-    model = load(write(tmp_path / "1", model="import lib.deep\nfrom lib.deep import above\nimport lib.deep as deep"))
+    model = load(
+        write(tmp_path / "1", model="import lib.deep\nfrom lib.deep import above\nimport lib.deep as deep")
+    )
     assert model.lib.deep is model.deep
     assert model.above.where == "above"
 
@@ -58,7 +65,8 @@ def test_modules_of_the_model_folder_and_packages_are_found(tmp_path, load):
 def test_an_import_inside_a_function_sees_the_modules_of_its_own_model(tmp_path, load):
     source = "def late():\n    import utils\n    return utils.name"
     models = [
-        load(write(tmp_path / folder / "1", model=source, utils=f"name = {folder!r}")) for folder in ("a", "b")
+        load(write(tmp_path / folder / "1", model=source, utils=f"name = {folder!r}"))
+        for folder in ("a", "b")
     ]
     assert [model.late() for model in models] == ["a", "b"]
 
@@ -90,7 +98,9 @@ def test_no_bytecode_is_written_and_a_reload_gets_the_new_text(tmp_path, load):
 
 
 def test_the_globals_it_was_given_are_in_every_module(tmp_path, load):
-    model = load(write(tmp_path / "1", model="import helper\nhere = secret", helper="here = secret"), secret=7)
+    model = load(
+        write(tmp_path / "1", model="import helper\nhere = secret", helper="here = secret"), secret=7
+    )
     assert (model.here, model.helper.here) == (7, 7)
 
 

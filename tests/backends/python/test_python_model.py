@@ -152,7 +152,13 @@ def test_a_request_shows_all_that_was_asked(models):
         ),
     )
     answer = models.infer(
-        "m", floats(1), id="7", correlation_id="s", flags=3, timeout_us=9, parameters={"a": True, "b": "c"},
+        "m",
+        floats(1),
+        id="7",
+        correlation_id="s",
+        flags=3,
+        timeout_us=9,
+        parameters={"a": True, "b": "c"},
         requested_outputs=("Y",),
     )
     assert json.loads(answer.array[0]) == ["7", "s", 3, 9, {"a": True, "b": "c"}, ["Y"], None, False, True]
@@ -171,7 +177,9 @@ def test_a_response_has_the_parameters_of_the_model(models):
 
 
 def test_a_read_only_input_can_be_written(models):
-    models.add("m", executing("x = tensor(request).as_numpy()\nx += 1\nreturn [answer(tensor(request).as_numpy())]"))
+    models.add(
+        "m", executing("x = tensor(request).as_numpy()\nx += 1\nreturn [answer(tensor(request).as_numpy())]")
+    )
     x = floats(1)
     x.flags.writeable = False
     assert models.infer("m", x).array == [2]
@@ -284,9 +292,13 @@ def test_an_async_execute_is_awaited(models):
 
 
 def test_an_async_execute_that_raises_fails_its_requests(models):
-    models.add("m", "class TritonPythonModel:\n    async def execute(self, requests):\n        raise ValueError('a')")
+    models.add(
+        "m", "class TritonPythonModel:\n    async def execute(self, requests):\n        raise ValueError('a')"
+    )
     text = models.infer("m", floats(5)).error.message
-    assert text.startswith("Failed to process the request(s) for model 'm_0', message: ValueError: a\n\nAt:\n")
+    assert text.startswith(
+        "Failed to process the request(s) for model 'm_0', message: ValueError: a\n\nAt:\n"
+    )
     assert text.endswith("): execute\n")
 
 
@@ -344,7 +356,9 @@ def test_a_model_sees_that_its_client_has_left(models):
 
 
 def test_rescheduling_is_refused_where_nothing_is_iterative(models):
-    error = failure(models, "request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)\nreturn None")
+    error = failure(
+        models, "request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)\nreturn None"
+    )
     assert error.message == (
         "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured "
         "to handle such a flag."
@@ -441,9 +455,14 @@ def test_a_model_may_say_whether_it_is_ready(models, method, ready):
 
 
 def test_an_event_loop_of_the_instance_thread_can_be_asked_for(models):
-    models.add("m", executing("loop = asyncio.new_event_loop()\n"
-                              "value = loop.run_until_complete(asyncio.sleep(0, 4))\n"
-                              "loop.close()\nreturn [answer(np.array([value]))]"))
+    models.add(
+        "m",
+        executing(
+            "loop = asyncio.new_event_loop()\n"
+            "value = loop.run_until_complete(asyncio.sleep(0, 4))\n"
+            "loop.close()\nreturn [answer(np.array([value]))]"
+        ),
+    )
     assert models.infer("m", floats(1)).array == [4]
 
 

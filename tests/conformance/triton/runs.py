@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUNS", "Run", "lay_out"]
+__all__ = ["MODELS", "RUNS", "Run", "lay_out"]
 
 MODELS = Path(__file__).parent / "models"
 

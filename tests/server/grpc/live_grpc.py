@@ -34,6 +34,18 @@ class LiveGrpc:
         self._endpoint = GrpcEndpoint(self.services)
         return await self._endpoint.open(host="127.0.0.1", port=0)
 
+    def open_again(self) -> None:
+        """Open a second endpoint on the same port."""
+
+        async def open_second() -> None:
+            second = GrpcEndpoint(self.services)
+            try:
+                await second.open(host="127.0.0.1", port=self.port)
+            finally:
+                await second.close(drain_s=0)
+
+        self._run(open_second())
+
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
 

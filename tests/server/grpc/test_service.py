@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from genserve.config.schema import new_model_config
-from genserve.errors import Status
+from genserve.errors import GenserveError, Status
 from tests.server.grpc.live_grpc import LiveGrpc
 from tests.server.grpc.models import DATA_TYPES, Blocking, all_models
 
@@ -244,6 +244,17 @@ _ODD = {
 def test_a_request_that_contradicts_itself_is_refused_in_tritons_words(stub, case):
     message, text = _ODD[case]
     assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def test_inputs_and_outputs_that_the_model_has_not_are_refused(stub):
+    other, nothing = request(), request()
+    other.inputs[0].name = "Q"
+    nothing.outputs.add(name="NOPE")
+    texts = [refusal(stub.ModelInfer, message)[1] for message in (other, nothing)]
+    assert texts == [
+        "unexpected inference input 'Q' for model 'batched'",
+        "unexpected inference output 'NOPE' for model 'batched'",
+    ]
 
 
 def test_an_input_given_twice_is_refused(stub):
@@ -524,3 +535,20 @@ def test_a_server_that_drains_refuses_new_requests(stub):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert refusal(stub.ModelInfer, request()) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         assert not stub.ServerReady(service_pb2.ServerReadyRequest()).ready
+
+
+def test_with_an_api_key_every_call_needs_it_but_the_health_check():
+    with LiveGrpc(all_models(), api_key="secret") as server, grpc.insecure_channel(server.address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        live, key = service_pb2.ServerLiveRequest(), (("authorization", "Bearer secret"),)
+        refused = (grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+        assert refusal(stub.ServerLive, live) == refused
+        assert refusal(lambda *_, timeout: list(stub.ModelStreamInfer(iter([request()])))) == refused
+        assert stub.ServerLive(live, metadata=key).live
+        assert list(stub.ModelStreamInfer(iter([request()]), metadata=key))
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status
+
+
+def test_a_port_that_is_taken_is_an_error_with_a_remedy():
+    with LiveGrpc([]) as server, pytest.raises(GenserveError, match=f"cannot listen on {server.address}"):
+        server.open_again()

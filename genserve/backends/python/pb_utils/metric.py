@@ -30,11 +30,11 @@ class MetricFamily:
         host = current_host()
         if host is None or host.metrics is None:
             raise TritonModelException("Error when creating MetricFamily: metrics not supported")
-        self._instance = host.instance
+        self.instance = host.instance
         families = host.metrics.collector(MetricFamilies)
         self._family = _told(
             "Error when creating MetricFamily",
-            self._instance,
+            self.instance,
             lambda: families.family(name, description=description, kind=kind),
         )
 
@@ -60,18 +60,18 @@ class MetricFamily:
             raise TritonModelException("Failed to create metric. Missing required buckets.")
         series = _told(
             "Error when creating Metric",
-            self._instance,
+            self.instance,
             lambda: self._family.series(labels or {}, buckets=buckets or ()),
         )
-        return Metric(series, self._instance)
+        return Metric(series, self)
 
 
 class Metric:
     """One metric."""
 
-    def __init__(self, series: Series, instance: str) -> None:
+    def __init__(self, series: Series, family: MetricFamily) -> None:
         self._series = series
-        self._instance = instance
+        self._family = family  # which is shown as long as one of its metrics is held
 
     def increment(self, value: float) -> None:
         """Add to a counter or gauge; to a counter, not less than nothing."""
@@ -87,10 +87,10 @@ class Metric:
 
     def value(self) -> float:
         """Return what a counter or gauge stands at."""
-        return _told("Failed to get metric value", self._instance, self._series.value)
+        return _told("Failed to get metric value", self._family.instance, self._series.value)
 
     def _do(self, what: str, act: Callable[[], None]) -> None:
-        _told(what, self._instance, act)
+        _told(what, self._family.instance, act)
 
 
 def _told(what: str, instance: str, act: Callable[[], T]) -> T:

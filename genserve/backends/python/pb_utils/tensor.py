@@ -16,6 +16,10 @@ __all__ = ["Tensor"]
 
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # DLDeviceType of dlpack.h
 
+_BY_TORCH_NAME = {
+    f"torch.{data_type.numpy}": data_type for data_type in DataType if data_type is not DataType.BF16
+} | {"torch.bfloat16": DataType.BF16}
+
 
 class Tensor:
     """A named array. It is handed on by pointer: to the target of a BLS call, and back.
@@ -191,8 +195,7 @@ def _of_numpy(name: str, array: NDArray[Any]) -> inner.Tensor:
 
 def _of_torch(name: str, tensor: Any) -> inner.Tensor:
     _check_contiguous(contiguous=tensor.is_contiguous())
-    words = {str(data_type.numpy): data_type for data_type in DataType} | {"bfloat16": DataType.BF16}
-    data_type = words.get(str(tensor.dtype).removeprefix("torch."))
+    data_type = _BY_TORCH_NAME.get(str(tensor.dtype))
     if data_type is None:
         raise TritonModelException("Unsupported triton dtype.")
     keeps = data_type is DataType.BF16 or tensor.device.type != "cpu"

@@ -176,7 +176,6 @@ _VERSIONS = Topic(
         talk("grpc_no_number", grpc_infer("versions_specific", _X, model_version="one")),
         talk("ready", get("/v2/models/versions_specific/versions/3/ready")),
         talk("not_chosen_is_not_ready", get("/v2/models/versions_specific/versions/4/ready")),
-        talk("statistics_of_all", get("/v2/models/versions_latest/versions/2/stats")),
     ),
 )
 

@@ -67,7 +67,6 @@ _STARTED = Topic(
                 "broken_ensemble",
                 "broken_exception",
                 "broken_initialize",
-                "broken_type",
                 "cached_decoupled",
                 "cached_sequence",
             )
@@ -123,6 +122,7 @@ _CONTROL = Topic(
         ),
         talk(
             "load_twice_keeps_the_model",
+            _load("cold"),
             _load("cold"),
             infer("cold", _COLD),
             _load("cold"),

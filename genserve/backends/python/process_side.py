@@ -1,0 +1,170 @@
+"""Process side: what runs in the process of a model."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import signal
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from genserve.backends.python.channel import Channel, portable_error, portable_request, portable_response
+from genserve.backends.python.host import Host
+from genserve.backends.python.python_model import PythonModel
+from genserve.errors import GenserveError, InferenceError
+from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
+
+__all__ = ["ModelSetup", "run_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSetup:
+    """What a process needs to make a PythonModel."""
+
+    path: Path
+    folders: tuple[Path, ...]
+    arguments: Mapping[str, str]
+    iterative: bool
+
+
+def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host, log_level: int) -> None:
+    """Be the process: the model runs on the main thread."""
+    multiprocessing.current_process().daemon = False  # the model may start processes itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to stop
+    channel = Channel(pipe)
+    logging.basicConfig(handlers=[_LogHandler(channel)], level=log_level, format="%(message)s")
+    elsewhere = _Elsewhere(channel)
+    host.door = elsewhere.door
+    try:
+        model = PythonModel(
+            setup.path, folders=setup.folders, host=host, arguments=setup.arguments, iterative=setup.iterative
+        )
+    except GenserveError as failure:
+        pipe.send(portable_error(failure))
+        return
+    pipe.send(None)
+    threading.Thread(target=elsewhere.read, daemon=True).start()
+    while (asked := elsewhere.work.get()) is not None:
+        batch = [elsewhere.inference(number, request) for number, request in asked]
+        error: InferenceError | None = None
+        try:
+            model.execute(batch)
+        except InferenceError as raised:
+            error = raised
+        rescheduled = [number for (number, _), one in zip(asked, batch, strict=True) if one.reschedule]
+        channel.send(("executed", error, rescheduled))
+    model.close()
+
+
+class _Elsewhere:
+    """The server, as its model's process sees it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.work: SimpleQueue[list[tuple[int, InferenceRequest]] | None] = SimpleQueue()
+        self.door = _RemoteDoor(channel)
+        self._channel = channel
+        self._inferences: dict[int, Inference] = {}
+
+    def inference(self, number: int, request: InferenceRequest) -> Inference:
+        known = self._inferences.get(number)
+        if known is not None:
+            known.inputs, known.reschedule = dict(request.inputs), False
+            return known
+
+        def send(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
+            if final:
+                self._inferences.pop(number, None)
+            self._channel.send(("response", number, response and portable_response(response), final))
+
+        made = Inference(request=request, on_response=send, model_name=request.model_name)
+        self._inferences[number] = made
+        return made
+
+    def read(self) -> None:
+        try:
+            while True:
+                match self._channel.receive():
+                    case ("execute", asked):
+                        self.work.put(asked)
+                    case ("cancel", number):
+                        if inference := self._inferences.get(number):
+                            inference.cancel()
+                    case ("answer", number, response, final):
+                        self.door.answer(number, response, final=final)
+                    case ("reply", number, reply):
+                        self.door.reply(number, reply)
+                    case ("close",):
+                        self.work.put(None)
+        except (EOFError, OSError):
+            self.work.put(None)  # the server is gone
+
+
+class _RemoteDoor(Door):
+    """The door of the server, from the process of a model."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._numbers = itertools.count()
+        self._replies: dict[int, Future[Any]] = {}
+        self._calls: dict[int, Inference] = {}
+
+    def submit(self, inference: Inference) -> None:
+        number = next(self._numbers)
+        self._calls[number] = inference
+        inference.when_cancelled(lambda: self._channel.send(("cancel_call", number)))
+        try:
+            self._wait(number, ("call", number, portable_request(inference.request)))
+        except GenserveError:
+            del self._calls[number]
+            raise
+
+    def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+        self._ask("load", name, config=config, files=files)
+
+    def unload(self, name: str, *, dependents: bool = False) -> None:
+        self._ask("unload", name, dependents=dependents)
+
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        return bool(self._ask("is_ready", name, version))
+
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        return bool(self._ask("is_decoupled", name, version))
+
+    def answer(self, number: int, response: InferenceResponse | None, *, final: bool) -> None:
+        inference = self._calls.pop(number, None) if final else self._calls.get(number)
+        if inference is not None:
+            inference.send(response, final=final)
+
+    def reply(self, number: int, reply: object) -> None:
+        self._replies.pop(number).set_result(reply)
+
+    def _ask(self, method: str, *args: object, **fields: object) -> Any:
+        number = next(self._numbers)
+        return self._wait(number, ("ask", number, method, args, fields))
+
+    def _wait(self, number: int, message: tuple[Any, ...]) -> Any:
+        replied: Future[Any] = Future()
+        self._replies[number] = replied
+        self._channel.send(message)
+        reply = replied.result()
+        if isinstance(reply, GenserveError):
+            raise reply
+        return reply
+
+
+class _LogHandler(logging.Handler):
+    """Lets the server log what is logged in the process."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send(("log", record.name, record.levelno, self.format(record)))

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import logging
+import os
+
+import numpy as np
+import pytest
+
+from tests.backends.python.models import floats
+
+PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+
+def test_a_model_runs_in_a_process_of_its_own(models, caplog):
+    caplog.set_level(logging.INFO)
+    models.add(
+        "m",
+        """
+        import os, sys
+        class TritonPythonModel:
+            def initialize(self, args):
+                self.args = args
+            def execute(self, requests):
+                pb_utils.Logger.log_info("in it")
+                return [pb_utils.InferenceResponse([
+                    pb_utils.Tensor("Y", tensor(r).as_numpy() * 2),
+                    pb_utils.Tensor("S", np.array([self.args["model_name"], r.request_id()], dtype=object)),
+                    pb_utils.Tensor("P", np.array([os.getpid()])),
+                ]) for r in requests]
+        """,
+        PROCESS,
+    )
+    answer = models.infer("m", floats(1, 2), id="7")
+    y, s, p = answer.wait().responses[0].outputs
+    assert y.array.tolist() == [2, 4]
+    assert s.array.tolist() == [b"m", b"7"]
+    assert p.array != os.getpid()
+    assert ("genserve.models.m", logging.INFO, "in it") in caplog.record_tuples
+
+
+def test_its_failures_are_those_of_any_model(models):
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                if tensor(requests[0]).as_numpy()[0]:
+                    raise ValueError("boom")
+                error = pb_utils.TritonError("no", pb_utils.TritonError.NOT_FOUND)
+                return [pb_utils.InferenceResponse(error=error)]
+        """,
+        PROCESS,
+    )
+    assert "message: ValueError: boom\n\nAt:\n" in models.infer("m", floats(1)).error.message
+    assert models.infer("m", floats(0)).error.status.name == "NOT_FOUND"
+
+
+def test_a_load_that_fails_says_why(models):
+    source = "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('no weights')"
+    with pytest.raises(Exception, match="^ValueError: no weights\n\nAt:\n"):
+        models.add("m", source, PROCESS)
+
+
+CALLS = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            x = tensor(requests[0])
+            ok = ask("double", x).exec()
+            unknown = ask("nothing", x).exec()
+            stream = [r.output_tensors()[0].as_numpy().item() for r in ask("repeat", x).exec(decoupled=True)
+                      if r.output_tensors()]
+            async def both():
+                return await asyncio.gather(*[ask("double", x).async_exec() for _ in range(2)])
+            async_ = [r.output_tensors()[0].as_numpy().item() for r in asyncio.run(both())]
+            said = [ok.output_tensors()[0].as_numpy().item(), unknown.error().message(), stream, async_,
+                    pb_utils.is_model_ready("double")]
+            return [answer(np.array([json.dumps(said)], dtype=object))]
+"""
+
+
+def test_its_calls_reach_the_models_of_the_server(models):
+    models.add(
+        "double",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                return [answer(tensor(request).as_numpy() * 2) for request in requests]
+        """,
+    )
+    models.add(
+        "repeat",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                sender = requests[0].get_response_sender()
+                for number in range(3):
+                    sender.send(answer(np.array([number])))
+                sender.send(flags=1)
+        """,
+        DECOUPLED,
+    )
+    models.add("m", CALLS, PROCESS)
+    assert models.infer("m", floats(3)).array[0].decode() == (
+        '[6.0, "Model nothing - Error when running inference: Failed for execute the inference request. Model '
+        "'nothing' is not ready.\", [0, 1, 2], [6.0, 6.0], true]"
+    )
+
+
+def test_a_circle_of_calls_is_seen(models):
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                response = ask("m", tensor(requests[0])).exec()
+                return [pb_utils.InferenceResponse(error=response.error())]
+        """,
+        PROCESS,
+    )
+    assert "every instance that could run the request waits" in models.infer("m", floats(1)).error.message
+
+
+def test_a_decoupled_model_answers_by_its_senders(models):
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                for request in requests:
+                    threading.Thread(target=self.answer, args=[request]).start()
+            def answer(self, request):
+                sender = request.get_response_sender()
+                sender.send(answer(np.array([1])))
+                while not sender.is_cancelled():
+                    pass
+                sender.send(answer(np.array([2])), flags=1)
+        """,
+        f"{PROCESS} {DECOUPLED}",
+    )
+    answer = models.infer("m", floats(1))
+    while not answer.responses:
+        pass
+    answer.inference.cancel()
+    assert np.concatenate(answer.arrays).tolist() == [1, 2]
+
+
+def test_a_crash_fails_its_own_calls_and_the_process_comes_back(models):
+    models.add(
+        "m",
+        """
+        import os
+        class TritonPythonModel:
+            def execute(self, requests):
+                if tensor(requests[0]).as_numpy()[0]:
+                    os._exit(3)
+                return [answer(np.array([os.getpid()])) for _ in requests]
+        """,
+        PROCESS,
+    )
+    models.add("other", "class TritonPythonModel:\n    def execute(self, r):\n        return [answer(np.ones(1))]")
+    first = models.infer("m", floats(0)).array
+    assert models.infer("m", floats(1)).error.message == "Stub process 'm_0' is not healthy."
+    assert not models.is_ready("m")
+    assert models.infer("other", floats(1)).array == [1]
+    while not models.is_ready("m"):
+        pass
+    assert models.infer("m", floats(0)).array != first

@@ -1,0 +1,41 @@
+"""genserve answers as the real Triton did, but for the differences that are meant."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+
+import pytest
+
+from tests.conformance.triton.differences import DIFFERENCES, of_genserve
+from tests.conformance.triton.exchange import load_topics
+from tests.conformance.triton.replay import mismatches
+from tests.conformance.triton.runs import MODELS
+from tests.conformance.triton.scenarios import TOPICS
+
+_RECORDED = [(topic, exchange) for topic in load_topics() for exchange in topic.exchanges]
+
+
+@pytest.mark.parametrize(
+    ("topic", "exchange"), [pytest.param(*each, id=f"{each[0].name}/{each[1].name}") for each in _RECORDED]
+)
+def test_an_exchange_goes_as_recorded(conformance_server, topic, exchange):
+    conversation = conformance_server(topic.run)
+    found = mismatches(of_genserve(topic.name, exchange), conversation)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_what_is_recorded_is_what_the_scenarios_ask():
+    asked = {topic.name: [exchange.name for exchange in topic.exchanges] for topic in TOPICS}
+    assert {topic.name: [exchange.name for exchange in topic.exchanges] for topic in load_topics()} == asked
+
+
+def test_every_difference_is_of_an_exchange():
+    names = [f"{topic.name}/{exchange.name}" for topic, exchange in _RECORDED]
+    for difference in DIFFERENCES:
+        assert any(re.fullmatch(difference.exchanges, name) for name in names), difference.exchanges
+
+
+def test_every_model_is_asked_for():
+    asked = str([exchange.to_json() for exchange in chain.from_iterable(t.exchanges for t in TOPICS)])
+    assert [model.name for model in MODELS.iterdir() if model.name not in asked] == []

@@ -1,0 +1,101 @@
+"""The ports of one server: HTTP, gRPC and metrics over the same models, opened and closed together."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+import tritonclient.grpc as client
+
+from genserve.errors import GenserveError, InferenceError
+from genserve.server.serve import Server
+from genserve.settings import ServerSettings
+from tests.live import LiveServer
+
+CONFIG = """
+backend: "python"
+input [{ name: "X" data_type: TYPE_FP32 dims: [ -1 ] }]
+output [{ name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }]
+"""
+MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        tensors = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", 2 * array)]) for array in tensors]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return with_model(tmp_path, "double", MODEL)
+
+
+def with_model(repository: Path, name: str, code: str) -> Path:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(CONFIG)
+    (version / "model.py").write_text(code)
+    return repository
+
+
+def doubled(address: str) -> list[float]:
+    x = client.InferInput("X", [2], "FP32")
+    x.set_data_from_numpy(np.array([1, 2], np.float32))
+    with client.InferenceServerClient(address) as triton:
+        return triton.infer("double", [x]).as_numpy("Y").tolist()
+
+
+def test_the_same_model_answers_over_grpc_and_is_counted_on_both_pages_of_metrics(repository):
+    with LiveServer(repository) as server:
+        assert doubled(server.info.grpc_address) == [2, 4]
+        for page in (f"{server.url}/metrics", server.info.metrics_url):
+            assert 'nv_inference_request_success{model="double",version="1"} 1.0' in httpx2.get(page).text
+        addresses = (server.info.grpc_address, server.info.metrics_url.split("/")[2])
+    for address in addresses:
+        host, _, port = address.partition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+
+
+def test_a_port_may_be_left_closed(repository):
+    with LiveServer(repository, allow_grpc=False, allow_metrics=False) as server:
+        assert (server.info.grpc_address, server.info.metrics_url) == ("", "")
+
+
+@pytest.mark.parametrize("setting", ["grpc_port", "metrics_port"])
+def test_a_port_that_is_taken_ends_the_server_with_a_remedy(repository, setting):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, setting: taken.getsockname()[1]}
+        with pytest.raises(GenserveError, match="cannot listen on") as caught:
+            Server(ServerSettings(model_repository=(repository,), **ports)).serve_until_stopped()
+    assert f"--{setting.replace('_', '-')}" in caught.value.remedy
+
+
+def test_a_model_that_fails_at_the_start_ends_the_server_unless_it_may_not(repository):
+    with_model(repository, "broken", "class TritonPythonModel:\n    def initialize(self, args): 1 / 0\n")
+    settings = ServerSettings(model_repository=(repository,), http_port=0, grpc_port=0, metrics_port=0)
+    with pytest.raises(InferenceError, match="ZeroDivisionError"):
+        Server(settings).serve_until_stopped()
+    with LiveServer(repository, exit_on_error=False, strict_readiness=False) as server:
+        assert doubled(server.info.grpc_address) == [2, 4]
+        with client.InferenceServerClient(server.info.grpc_address) as triton:
+            assert triton.is_server_ready()
+        states = {line.name: line.state for line in server.info.versions}
+        assert states == {"broken": "UNAVAILABLE", "double": "READY"}
+
+
+def test_with_explicit_control_nothing_is_loaded_that_was_not_asked_for(repository):
+    with (
+        LiveServer(repository, model_control_mode="explicit") as server,
+        client.InferenceServerClient(server.info.grpc_address) as triton,
+    ):
+        assert not triton.is_model_ready("double")
+        triton.load_model("double")
+        assert triton.is_model_ready("double")
+    with LiveServer(repository, model_control_mode="explicit", load_model=("*",)) as server:
+        assert doubled(server.info.grpc_address) == [2, 4]
