@@ -3,9 +3,9 @@
     python benchmarks/kserve.py --triton tritonserver
 
 serves `benchmarks/models/echo` by `genserve serve` and by a real Triton, and lets `kserve_load.py` ask both
-in turn, in each round: 64 x 512 floats in binary, and a tiny tensor. A figure is the median of the rounds, the
-ratio the median of the rounds' ratios: machines have fast and slow minutes. Without `--triton` the table has
-genserve alone; `--triton-urls HTTP GRPC` asks one that runs already and serves `echo`.
+in turn, in each round: 64 x 512 floats in binary, and a tiny tensor. A figure is the median of the rounds,
+the ratio the median of the rounds' ratios: machines have fast and slow minutes. Without `--triton` the table
+has genserve alone; `--triton-urls HTTP GRPC` asks one that runs already and serves `echo`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def main() -> None:
                 for shape in SHAPES:
                     rounds = measured.setdefault(f"{protocol}, {shape}", {})
                     for name, addresses in servers.items():
-                        figure = _load(addresses[protocol], protocol=protocol, shape=shape, options=options)
+                        figure = _load(addresses[protocol], protocol, shape=shape, options=options)
                         rounds.setdefault(name, []).append(figure)
-                        print(f"round {number}, {protocol}, {shape}, {name}: {figure:.0f} requests/s", flush=True)
+                        told = f"round {number}, {protocol}, {shape}, {name}"
+                        print(f"{told}: {figure:.0f} requests/s", flush=True)
     _print_table(measured, options=options)
     if options.json:
         options.json.write_text(json.dumps(measured, indent=2) + "\n")
@@ -78,7 +79,7 @@ def _addresses(ports: Ports) -> dict[str, str]:
     return {"http": f"127.0.0.1:{ports.http}", "grpc": f"127.0.0.1:{ports.grpc}"}
 
 
-def _load(address: str, *, protocol: str, shape: str, options: argparse.Namespace) -> float:
+def _load(address: str, protocol: str, *, shape: str, options: argparse.Namespace) -> float:
     command = [sys.executable, str(HERE / "kserve_load.py"), f"--protocol={protocol}", f"--address={address}"]
     command += ["--shape", *map(str, SHAPES[shape])]
     command += [f"--concurrency={options.concurrency}", f"--seconds={options.seconds}"]
@@ -95,7 +96,8 @@ def _print_table(measured: dict[str, Rounds], *, options: argparse.Namespace) ->
     for heading in ("", *next(iter(measured.values())), "genserve / triton"):
         table.add_column(heading, justify="right", no_wrap=True)
     for case, rounds in measured.items():
-        table.add_row(case, *(f"{statistics.median(figures):.0f}" for figures in rounds.values()), _ratio(rounds))
+        medians = (f"{statistics.median(figures):.0f}" for figures in rounds.values())
+        table.add_row(case, *medians, _ratio(rounds))
     Console().print(table)
 
 

@@ -17,6 +17,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -24,27 +25,29 @@ import tritonclient.grpc as triton_grpc
 import uvloop
 
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+LAST_ANSWERS_S = 10
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
-class Counter:
-    """How many answers there were."""
+class Progress:
+    """How many answers there were, and whether to ask on."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.going = True
 
 
 class HttpLoop(asyncio.Protocol):
     """One kept-alive connection that asks again as soon as it is answered."""
 
-    def __init__(self, request: bytes, answered: Counter) -> None:
+    def __init__(self, request: bytes, progress: Progress) -> None:
         self._request = request
-        self._answered = answered
+        self._progress = progress
+        self.ended = asyncio.get_running_loop().create_future()
         self._head = b""
         self._missing = 0  # bytes of the answer that are still to come, once its head is read
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
         transport.write(self._request)
 
@@ -58,15 +61,26 @@ class HttpLoop(asyncio.Protocol):
                 return
             found = LENGTH.search(head)
             if not head.startswith(b"HTTP/1.1 200") or found is None:
-                raise SystemExit(f"the server did not answer: {self._head!r}")
+                self._fail(f"the server did not answer: {self._head!r}")
+                return
             self._missing, self._head = int(found[1]) - len(rest), b""
         if not self._missing:
-            self._answered.count += 1
-            self._transport.write(self._request)
+            self._progress.count += 1
+            if self._progress.going:
+                self._transport.write(self._request)
+            else:
+                self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(f"the server closed a connection: {error}")
+
+    def _fail(self, what: str) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(RuntimeError(what))
 
 
-async def run_http(options: argparse.Namespace, answered: Counter) -> Callable[[], Awaitable[None]]:
-    """Begin, and return how to end."""
+async def run_http(options: argparse.Namespace, progress: Progress) -> Callable[[], Awaitable[None]]:
+    """Begin, and return how to wait for the last answers."""
     x = np.random.default_rng(0).random(options.shape, np.float32)
     entry = {"name": "X", "shape": options.shape, "datatype": "FP32"}
     document = {
@@ -82,19 +96,21 @@ async def run_http(options: argparse.Namespace, answered: Counter) -> Callable[[
     host, _, port = options.address.rpartition(":")
     loop = asyncio.get_running_loop()
     connections = [
-        await loop.create_connection(lambda: HttpLoop(request, answered), host, int(port))
+        await loop.create_connection(lambda: HttpLoop(request, progress), host, int(port))
         for _ in range(options.concurrency)
     ]
 
     async def end() -> None:
+        for _, connection in connections:
+            await connection.ended
         for transport, _ in connections:
-            transport.abort()
+            transport.close()
 
     return end
 
 
-async def run_grpc(options: argparse.Namespace, answered: Counter) -> Callable[[], Awaitable[None]]:
-    """Begin, and return how to end."""
+async def run_grpc(options: argparse.Namespace, progress: Progress) -> Callable[[], Awaitable[None]]:
+    """Begin, and return how to wait for the last answers."""
     x = np.random.default_rng(0).random(options.shape, np.float32)
     tensor = triton_grpc.service_pb2.ModelInferRequest.InferInputTensor(
         name="X", datatype="FP32", shape=options.shape
@@ -107,35 +123,33 @@ async def run_grpc(options: argparse.Namespace, answered: Counter) -> Callable[[
     infer = channel.unary_unary(INFER)  # bytes to bytes
 
     async def ask() -> None:
-        while True:
+        while progress.going:
             await infer(request)
-            answered.count += 1
+            progress.count += 1
 
     tasks = [asyncio.ensure_future(ask()) for _ in range(options.concurrency)]
 
     async def end() -> None:
-        for task in tasks:
-            task.cancel()
-        for failure in await asyncio.gather(*tasks, return_exceptions=True):
-            if not isinstance(failure, asyncio.CancelledError):
-                raise SystemExit(f"the server did not answer: {failure!r}")
+        await asyncio.gather(*tasks)
         await channel.close()
 
     return end
 
 
 async def measure(options: argparse.Namespace) -> dict[str, float]:
-    answered = Counter()
-    end = await (run_http if options.protocol == "http" else run_grpc)(options, answered)
+    progress = Progress()
+    end = await (run_http if options.protocol == "http" else run_grpc)(options, progress)
     await asyncio.sleep(options.warm_up_s)
-    before, started_s, cpu_started_s = answered.count, time.perf_counter(), time.process_time()
+    before, started_s, cpu_started_s = progress.count, time.perf_counter(), time.process_time()
     await asyncio.sleep(options.seconds)
     elapsed_s = time.perf_counter() - started_s
     result = {
-        "requests_per_s": (answered.count - before) / elapsed_s,
+        "requests_per_s": (progress.count - before) / elapsed_s,
         "client_cores": (time.process_time() - cpu_started_s) / elapsed_s,
     }
-    await end()
+    progress.going = False
+    async with asyncio.timeout(LAST_ANSWERS_S):
+        await end()
     return result
 
 

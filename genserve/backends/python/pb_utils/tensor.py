@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve import tensor as inner
-from genserve.backends.python.pb_utils.byte_strings import ByteStrings
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.backends.python.pb_utils.string_array import StringArray
 from genserve.data_type import DataType
@@ -95,7 +94,7 @@ class Tensor:
         if not array.flags.writeable:  # the body of a request; models change their inputs in place
             array = array.copy()
             self._wrapped = inner.Tensor(self._wrapped.name, array, data_type=self._wrapped.data_type)
-        return array.view(ByteStrings) if array.dtype.hasobject else array
+        return array
 
     def to_dlpack(self) -> Any:
         """Return a DLPack capsule of the same memory.
