@@ -389,7 +389,7 @@ COUNTS = """
 def test_a_request_is_executed_again_until_it_says_that_it_has_ended(models, execution):
     parameter = f'parameters {{ key: "EXECUTION" value {{ string_value: "{execution}" }} }}'
     models.add("m", COUNTS, ITERATIVE + parameter)
-    answers = [models.infer("m", floats(3)[None], id=id) for id in "ab"]
+    answers = [models.infer("m", floats(3)[None], id=name) for name in "ab"]
     for answer in answers:
         assert [int(array[0, 0]) for array in answer.arrays] == [2, 1, 0]
 
