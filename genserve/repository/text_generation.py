@@ -15,6 +15,7 @@ from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse
 from genserve.request import Delta, SamplingParams, sampling_params
+from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["TextGeneration"]
@@ -35,8 +36,9 @@ class TextGeneration:
     With `stream` each step is a response; without it there is one, with the whole text.
     """
 
-    def __init__(self, ensemble: GenerationEnsemble) -> None:
+    def __init__(self, ensemble: GenerationEnsemble, *, statistics: ModelStatistics) -> None:
         self.ensemble = ensemble
+        self._statistics = statistics
         # Rendering and tokenizing take time in proportion to the prompt, and `submit` must not block.
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"prepare-{ensemble.name}")
 
@@ -68,6 +70,7 @@ class TextGeneration:
                 raise InvalidRequest("a streamed request has one text_input", field="stream")
             sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
             answer = _Answer(inference, sequences, ensemble=self.ensemble, streaming=streaming)
+            inference.when_ended(lambda: self._statistics.executed_alone(inference))
             inference.when_cancelled(answer.cancel)
             answer.submit()
         except GenserveError as error:
