@@ -73,6 +73,7 @@ class PythonBackend:
             door=source.door,
             metrics=source.metrics,
             decoupled=config.decoupled,
+            outputs=tuple(output.name for output in config.outputs),
             executor=CURRENT_EXECUTOR.get(),
             cpu_inputs=config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS", "yes").lower() != "no",
         )

@@ -33,6 +33,7 @@ class Host:
         door: to all models; None while a config is completed.
         metrics: where its own metrics go; None: they are not supported.
         decoupled: whether it answers by senders alone.
+        outputs: that its config declares; whoever asks for none asks for these.
         executor: the instance, as requests see it; None: outside of a server.
         cpu_inputs: whether inputs are brought to the CPU before it sees them.
         phase: BLS is legal while it runs.
@@ -44,6 +45,7 @@ class Host:
     door: Door | None = None
     metrics: Metrics | None = None
     decoupled: bool = False
+    outputs: tuple[str, ...] = ()
     executor: Executor | None = None
     cpu_inputs: bool = True
     phase: Phase = Phase.STARTING

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import InferenceError
-from tests.backends.python.models import floats
+from tests.backends.python.models import declared, floats
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 DECOUPLED = "model_transaction_policy { decoupled: true }"
@@ -30,7 +30,7 @@ def test_a_model_runs_in_a_process_of_its_own(models, caplog):
                     pb_utils.Tensor("P", np.array([os.getpid()])),
                 ]) for r in requests]
         """,
-        PROCESS,
+        PROCESS + declared("Y", "S", "P"),
     )
     answer = models.infer("m", floats(1, 2), id="7")
     y, s, p = answer.wait().responses[0].outputs
