@@ -86,13 +86,17 @@ class PythonModel:
         except (Exception, SystemExit) as error:
             raise self._failed(error, requests) from error
 
+    @property
+    def says_ready(self) -> bool:
+        """Whether the model has something to say on whether it is ready."""
+        return hasattr(self._model, "is_ready")
+
     def is_ready(self) -> bool:
         """Whether the model says that it is; one that has nothing to say is. From any thread."""
-        ask = getattr(self._model, "is_ready", None)
-        if ask is None:
+        if not self.says_ready:
             return True
         try:
-            answer = ask()
+            answer = self._model.is_ready()
             if asyncio.iscoroutine(answer):
                 answer = self._event_loop().submit(answer).result(_READY_WITHIN_S)
         except Exception:
