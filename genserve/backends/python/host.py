@@ -30,6 +30,7 @@ class Host:
         model: its name.
         instance: the name of the instance; empty while a config is completed, when there is none.
         folder: of the version.
+        package: that its modules are in; empty before they are imported.
         door: to all models; None while a config is completed.
         families: of its own metrics; None: they are not supported.
         decoupled: whether it answers by senders alone.
@@ -42,6 +43,7 @@ class Host:
     model: str
     instance: str = ""
     folder: Path
+    package: str = ""
     door: Door | None = None
     families: MetricFamilies | None = None
     decoupled: bool = False

@@ -55,6 +55,7 @@ class PythonModel:
         self._loop: EventLoop | None = None
         self._file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
         self._path = path
+        host.package = self._file.package
         CURRENT_HOST.set(host)
         # For `asyncio.get_event_loop()` in execute: in Triton it runs on a main thread, which has a loop.
         self._thread_loop = asyncio.new_event_loop()
@@ -217,6 +218,7 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
         InferenceError: INTERNAL; what the file or the function raised, and where.
     """
     file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
+    host.package = file.package
 
     def complete() -> ModelConfig:
         CURRENT_HOST.set(host)
