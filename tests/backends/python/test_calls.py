@@ -5,7 +5,7 @@ import time
 import pytest
 
 from genserve.errors import InferenceError, Status
-from tests.backends.python.models import floats
+from tests.backends.python.models import declared, floats
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 TWO = "instance_group [{ count: 2 kind: KIND_CPU }]"
@@ -56,6 +56,7 @@ def test_a_tensor_reaches_the_target_and_comes_back_by_pointer(models):
                 return [pb_utils.InferenceResponse(
                     [pb_utils.Tensor("Y", self.made), pb_utils.Tensor("P", pointers)])]
         """,
+        declared("Y", "P"),
     )
     body = """\
 sent = np.arange(5, dtype=np.float32)

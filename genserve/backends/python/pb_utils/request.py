@@ -55,7 +55,7 @@ class InferenceTrace:
 class InferenceRequest:
     """A request to this model, as `execute` gets it; or one to another, as a model makes it."""
 
-    __slots__ = ("_asked", "_flags", "_host", "_inference", "_inputs", "_sender", "_trace")
+    __slots__ = ("_asked", "_flags", "_host", "_inference", "_inputs", "_requested", "_sender", "_trace")
 
     def __init__(
         self,
@@ -115,6 +115,7 @@ class InferenceRequest:
             flags=RequestFlags(flags),
             timeout_us=timeout,
         )
+        self._requested = self._asked.requested_outputs
         self._flags = flags
         self._trace = trace
         self._inference: Inference | None = None
@@ -126,12 +127,13 @@ class InferenceRequest:
         self = cls.__new__(cls)
         self._inputs = None
         self._asked = inference.request
+        self._requested = inference.request.requested_outputs or host.outputs
         self._flags = int(inference.request.flags)
         self._trace = None
         self._inference = inference
         self._host = host
         # Whoever drops a decoupled request before it has ended drops its sender too, which ends it.
-        self._sender = InferenceResponseSender(inference, decoupled=True) if host.decoupled else None
+        self._sender = self._new_sender(decoupled=True) if host.decoupled else None
         return self
 
     def inputs(self) -> list[Tensor]:
@@ -171,8 +173,8 @@ class InferenceRequest:
         return parameters_json(self._asked.parameters)
 
     def requested_output_names(self) -> set[str]:
-        """The outputs that are asked for; empty: all."""
-        return set(self._asked.requested_outputs)
+        """The outputs that are asked for; of a request to another model, empty: all."""
+        return set(self._requested)
 
     def trace(self) -> InferenceTrace:
         """The trace it belongs to."""
@@ -186,7 +188,7 @@ class InferenceRequest:
         """By which it can be answered at any time; of a decoupled model, the only way."""
         if self._sender is None:
             decoupled = self._host is not None and self._host.decoupled
-            self._sender = InferenceResponseSender(self._inference, decoupled=decoupled)
+            self._sender = self._new_sender(decoupled=decoupled)
         return self._sender
 
     def set_release_flags(self, flags: int) -> None:
@@ -239,7 +241,10 @@ class InferenceRequest:
         if self._sender is not None:
             self._sender.send(response, FINAL)
         elif self._inference is not None:
-            self._inference.send(response._unwrapped(self._asked.requested_outputs), final=True)
+            self._inference.send(response._unwrapped(self._requested), final=True)
+
+    def _new_sender(self, *, decoupled: bool) -> InferenceResponseSender:
+        return InferenceResponseSender(self._inference, requested=self._requested, decoupled=decoupled)
 
     def _check_answerable(self) -> None:
         if self._sender is not None:
