@@ -133,7 +133,7 @@ class Inference:
     _ended: bool = False
     _cancelled: bool = False
     _on_cancel: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _on_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _on_end: list[Callable[[Inference], None]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.inputs = dict(self.request.inputs)
@@ -164,7 +164,7 @@ class Inference:
         self.on_response(response, final)
         if final:
             for callback in self._on_end:
-                callback()
+                callback(self)
 
     def fail(self, error: GenserveError) -> None:
         """End with an error; does nothing if it has ended already."""
@@ -191,8 +191,8 @@ class Inference:
                 return
         callback()
 
-    def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call back after the final response; to be registered before the inference is submitted on."""
+    def when_ended(self, callback: Callable[[Inference], None]) -> None:
+        """Call back with it after the final response; to be registered before the inference is submitted on."""
         self._on_end.append(callback)
 
     def fail_cancelled(self) -> None:
