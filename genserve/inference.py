@@ -36,9 +36,10 @@ class RequestFlags(IntFlag):
     SEQUENCE_END = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Requests and responses are not changed, and still not frozen: that takes 1 us of each call.
+@dataclass(slots=True, kw_only=True)
 class InferenceRequest:
-    """What is asked of one model, as every protocol and BLS say it."""
+    """What is asked of one model, as every protocol and BLS say it; never changed."""
 
     model_name: str
     model_version: int = -1                             # -1: the highest that is ready
@@ -52,9 +53,9 @@ class InferenceRequest:
     timeout_us: int = 0                                 # in the queue; 0: no limit of its own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class InferenceResponse:
-    """One answer to a request; a decoupled model gives any number of them."""
+    """One answer to a request, never changed; a decoupled model gives any number of them."""
 
     outputs: tuple[Tensor, ...] = ()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
@@ -158,6 +159,8 @@ class Inference:
             if self._ended:
                 raise Closed("Unable to send response. Response sender has been closed.")
             self._ended = final
+            if final:
+                self._on_cancel.clear()  # they refer to it: nothing is left for the garbage collector
             if response is not None:
                 self.num_responses += 1
                 self.error = self.error or response.error
