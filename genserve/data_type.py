@@ -65,7 +65,10 @@ class DataType(Enum):
             KeyError: the protocol has no such type (`<U`, complex, dates).
         """
         dtype = np.dtype(dtype)
-        return cls.BYTES if dtype.kind in "OS" else _OF_NUMPY[dtype.newbyteorder("<")]
+        known = _OF_NUMPY.get(dtype)
+        if known is not None:
+            return known
+        return cls.BYTES if dtype.kind == "S" else _OF_NUMPY[dtype.newbyteorder("<")]
 
 
 _OF_NUMPY = {data_type.numpy: data_type for data_type in reversed(DataType)}
