@@ -376,4 +376,4 @@ return texts, ready"""
         ],
         [True, True, False, False],
     ))  # fmt: skip
-    assert models.loaded == [("target", "{}", {"file:1/model.py": b""}), ("target", True)]
+    assert models.loaded == [("target", "{}", {"1/model.py": b""}), ("target", True)]
