@@ -84,6 +84,10 @@ class ModelStatistics:
             by_size.compute_infer.add(ended_ns - started_ns)
             by_size.compute_output.add(0)
 
+    def executed_alone(self, inference: Inference) -> None:
+        """Note the execution of a request by what does not form batches of requests: a graph, an engine."""
+        self.executed((inference,), started_ns=inference.started_ns, ended_ns=time.monotonic_ns())
+
     def ended(self, inference: Inference) -> None:
         """Note the end of a request that was accepted."""
         error = inference.error

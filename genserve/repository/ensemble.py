@@ -69,16 +69,13 @@ class Ensemble:
         except InferenceError as error:
             raise _within(self._config, inference, error) from error
         inference.started_ns = time.monotonic_ns()
-        inference.when_ended(lambda: self._executed(inference))
+        inference.when_ended(lambda: self._statistics.executed_alone(inference))
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
         inference.when_cancelled(run.cancel)
         run.advance()
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _executed(self, inference: Inference) -> None:
-        self._statistics.executed((inference,), started_ns=inference.started_ns, ended_ns=time.monotonic_ns())
 
 
 class _Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from genserve.repository.response_cache import ResponseCache
 from genserve.statistics import ModelStatistics
 
 __all__ = ["Runner", "Served"]
+
+_LOADS = itertools.count()  # a model that is loaded anew does not answer from the cache of the old one
 
 
 class Runner(Protocol):
@@ -80,6 +83,7 @@ class Served:
         self.runner = runner
         self._admission = Admission(config)
         self._cache = cache
+        self._load = next(_LOADS)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._idle = threading.Condition()
         self._num_pending = 0
@@ -152,7 +156,7 @@ class Served:
     def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
         """Answer with what the cache has; if it has nothing, keep what the model answers."""
         started_ns = time.monotonic_ns()
-        key = cache.key(inference.request, version=self.version)
+        key = cache.key(inference.request, load=self._load)
         kept = cache.get(key)
         lookup_ns = time.monotonic_ns() - started_ns
         if kept is not None:

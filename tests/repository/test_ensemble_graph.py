@@ -95,7 +95,10 @@ def ask(model: Served, **arrays: np.ndarray) -> list[InferenceResponse | None]:
         id="7",
         inputs={name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()},
     )
-    model.submit(Inference(request=request, on_response=lambda response, final: arrived.put((response, final))))
+    inference = Inference(
+        request=request, on_response=lambda response, final: arrived.put((response, final))
+    )
+    model.submit(inference)
     responses = []
     while True:
         response, final = arrived.get(timeout=10)
@@ -204,7 +207,7 @@ def test_an_error_names_the_ensemble_and_keeps_its_code():
 
 def test_an_optional_tensor_that_is_not_sent_leaves_out_what_needs_it():
     door = FunctionDoor(
-        either=lambda t: [{"b": t["a"] + (t["c?"] if "c?" in t else 0)}], need=lambda t: [{"b": t["a"]}]
+        either=lambda t: [{"b": t["a"] + t.get("c?", 0)}], need=lambda t: [{"b": t["a"]}]
     )
     ensemble = served(
         door,
