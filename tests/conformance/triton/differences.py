@@ -332,8 +332,8 @@ DIFFERENCES = (
         answer=_answers(
             {
                 "code": "INVALID_ARGUMENT",
-                "details": "[request id: <id_unknown>] All input dimensions should be specified for input 'X' "
-                "for model 'identity_fp32', got [1,-4]",
+                "details": "[request id: <id_unknown>] All input dimensions should be specified for input "
+                "'X' for model 'identity_fp32', got [1,-4]",
             }
         ),
     ),
