@@ -534,7 +534,7 @@ def test_inputs_on_a_device_are_brought_to_the_cpu_unless_the_config_says_not(mo
 
 
 def test_a_model_on_two_threads_logs_under_its_own_name(models, caplog):
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "genserve")
     models.add(
         "m",
         executing(
