@@ -195,7 +195,7 @@ class Inference:
         callback()
 
     def when_ended(self, callback: Callable[[Inference], None]) -> None:
-        """Call back with it after the final response; to be registered before the inference is submitted on."""
+        """Call back with it after the final response; to be registered before it is submitted on."""
         self._on_end.append(callback)
 
     def fail_cancelled(self) -> None:
