@@ -129,7 +129,7 @@ class Inference:
     num_responses: int = 0
     error: GenserveError | None = None
     executors: Sequence[Executor] = ()
-    parts: list[Inference] = field(default_factory=list, init=False, repr=False)
+    parts: list[Inference] = field(default_factory=list, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _ended: bool = field(default=False, init=False)
     _cancelled: bool = field(default=False, init=False)
