@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 __all__ = ["DataType"]
 
@@ -58,13 +58,12 @@ class DataType(Enum):
         return cls.BYTES if name == "TYPE_STRING" else cls[name.removeprefix("TYPE_")]
 
     @classmethod
-    def of_numpy(cls, dtype: DTypeLike) -> DataType:
+    def of_numpy(cls, dtype: np.dtype[Any]) -> DataType:
         """Return the type of the elements of an array; arrays of objects and of `S` strings are BYTES.
 
         Raises:
             KeyError: the protocol has no such type (`<U`, complex, dates).
         """
-        dtype = np.dtype(dtype)
         known = _OF_NUMPY.get(dtype)
         if known is not None:
             return known

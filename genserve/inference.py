@@ -130,11 +130,11 @@ class Inference:
     error: GenserveError | None = None
     executors: Sequence[Executor] = ()
     parts: list[Inference] = field(default_factory=list, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _ended: bool = False
-    _cancelled: bool = False
-    _on_cancel: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _on_end: list[Callable[[Inference], None]] = field(default_factory=list, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _ended: bool = field(default=False, init=False)
+    _cancelled: bool = field(default=False, init=False)
+    _on_cancel: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
+    _on_end: list[Callable[[Inference], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.inputs = dict(self.request.inputs)
@@ -195,7 +195,7 @@ class Inference:
         callback()
 
     def when_ended(self, callback: Callable[[Inference], None]) -> None:
-        """Call back with it after the final response; to be registered before the inference is submitted on."""
+        """Call back with it after the final response; to be registered before it is submitted on."""
         self._on_end.append(callback)
 
     def fail_cancelled(self) -> None:

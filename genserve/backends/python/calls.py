@@ -37,7 +37,7 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
     wait = Wait(inference, executor)
     try:
         _submit(inference, door, decoupled=False)
-        while not answer.bell.wait(_LOOK_EVERY_S):
+        while not answer.wait():
             wait.look()
     except GenserveError as error:
         _THREAD.bell = None  # it may still be rung for this call
@@ -60,19 +60,26 @@ _THREAD = _Thread()
 class _Answer:
     """The answer to one call, for the thread that made it."""
 
-    __slots__ = ("bell", "responses")
+    __slots__ = ("_bell", "_ended", "responses")
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
-        if _THREAD.bell is None:
-            _THREAD.bell = Bell()
-        self.bell = _THREAD.bell
+        self._ended = False
+        bell = _THREAD.bell
+        if bell is None:
+            bell = _THREAD.bell = Bell()
+        self._bell = bell
 
     def receive(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         if response is not None:
             self.responses.append(response)
         if final:
-            self.bell.ring()
+            self._ended = True
+            self._bell.ring()
+
+    def wait(self) -> bool:
+        """Wait for the end, for a while; whether it is there."""
+        return self._bell.wait(None if self._ended else _LOOK_EVERY_S)
 
 
 def call_async(
