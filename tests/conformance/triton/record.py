@@ -4,8 +4,8 @@ A real server comes from the PyPI package nvidia-pytriton (its tritonserver bina
 backend; see the package's own `pytriton/tritonserver` folder) or from NVIDIA's container. For each
 run of runs.py, lay out its repository and start the server with its flags:
 
-    python -m tests.conformance.triton.record --lay-out all /tmp/repository     # prints the flags
-    tritonserver --model-repository /tmp/repository FLAGS
+    python -m tests.conformance.triton.record --lay-out all ./repository     # prints the flags
+    tritonserver --model-repository ./repository FLAGS
     python -m tests.conformance.triton.record --run all
 
 The server should be a fresh one without byte code caches (PYTHONDONTWRITEBYTECODE=1): caches that

@@ -54,6 +54,7 @@ _ERRORS = Topic(
         *(talk(f"grpc_code_{code.lower()}", grpc_infer("fails", _word("MODE", code))) for code in _CODES),
         talk("default_code", _mode("fails", "default")),
         talk("error_wins_over_tensors", _mode("fails", "both")),
+        talk("class_without_execute", infer("broken_execute")),
         talk("exception", _mode("fails", "raise", id="e")),
         talk("grpc_exception", grpc_infer("fails", _word("MODE", "raise"), id="e")),
         talk("model_exception", _mode("fails", "model_exception")),
@@ -320,6 +321,7 @@ _ENSEMBLES = Topic(
             ),
         ),
         talk("generate", generate("ensemble_linear", {"A": [1, 2], "B": [3, 4]})),
+        talk("not_loaded_for_a_wrong_type", infer("broken_type", tensor("X", "INT32", [1, 4], [1, 2, 3, 4]))),
         talk("not_loaded_for_a_missing_model", infer("broken_ensemble", tensor("X", "INT32", [1], [1]))),
     ),
 )
