@@ -9,19 +9,18 @@ from dataclasses import dataclass
 
 from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse, Parameter
+from genserve.inference import (
+    Door,
+    Inference,
+    InferenceRequest,
+    InferenceResponse,
+    Parameter,
+    RequestFlags,
+)
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["Ensemble"]
-
-# Triton's own answers of ensembles carry these, whatever was asked.
-_RESPONSE_PARAMETERS: Mapping[str, Parameter] = {
-    "sequence_id": 0,
-    "sequence_start": False,
-    "sequence_end": False,
-}
-
 
 class Ensemble:
     """The graph of one ensemble; a `Runner`. Its steps go through the door that everybody uses.
@@ -67,7 +66,12 @@ class Ensemble:
         try:
             steps = [_Step(spec, self._config_of(spec)) for spec in self._config.ensemble_steps]
         except InferenceError as error:
-            raise _within(self._config, inference, error) from error
+            # Triton takes an ensemble away while a model of its steps is away.
+            raise InferenceError(
+                f"Request for unknown model: '{self._config.name}' has no available versions",
+                status=Status.NOT_FOUND,
+                remedy=error.message,
+            ) from error
         inference.started_ns = time.monotonic_ns()
         inference.when_ended(lambda: self._executed(inference))
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
@@ -78,6 +82,8 @@ class Ensemble:
         """Nothing is held."""
 
     def _executed(self, inference: Inference) -> None:
+        if inference.error is not None:
+            return
         self._statistics.executed((inference,), started_ns=inference.started_ns, ended_ns=time.monotonic_ns())
 
 
@@ -274,7 +280,7 @@ class _Run:
                 "while no more ensemble steps can be made"
             )
             return InferenceResponse(error=InferenceError(text))
-        return InferenceResponse(outputs=tuple(outputs), parameters=_RESPONSE_PARAMETERS)
+        return InferenceResponse(outputs=tuple(outputs), parameters=_sequence(self._inference.request))
 
     def _send(self, response: InferenceResponse | None, *, final: bool) -> None:
         try:
@@ -297,6 +303,15 @@ def _downstream(step: _Step, steps: Sequence[_Step]) -> list[_Step]:
             return found
         found += more
         made |= {name for other in more for name in other.makes}
+
+
+def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
+    """Return the parameters that Triton's answers of ensembles carry."""
+    return {
+        "sequence_id": request.correlation_id,
+        "sequence_start": RequestFlags.SEQUENCE_START in request.flags,
+        "sequence_end": RequestFlags.SEQUENCE_END in request.flags,
+    }
 
 
 def _within(config: ModelConfig, inference: Inference, error: GenserveError) -> InferenceError:

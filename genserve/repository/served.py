@@ -127,9 +127,8 @@ class Served:
         inference.when_ended(lambda: self._ended(inference))
         try:
             self.runner.submit(inference)
-        except GenserveError as error:
-            inference.error = error
-            self._ended(inference)
+        except GenserveError:
+            self._leave()  # what is refused is not counted
             raise
 
     def close(self, *, timeout_s: float) -> None:
