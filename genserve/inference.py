@@ -78,11 +78,14 @@ class Executor:
         name: of the instance.
         executing: the batch it has in hand; empty: it is free.
         waiting_for: the inferences whose answers it waits for, by BLS.
+        blocked_by: tells who keeps it from executing: those that hold a resource that it needs, or stand in
+            line for it before this one.
     """
 
     name: str
     executing: Sequence[Inference] = ()
     waiting_for: set[Inference] = field(default_factory=set, repr=False)
+    blocked_by: Callable[[], Sequence[Executor]] = field(default=tuple, repr=False)
 
 
 # The instance whose `execute` the code runs in.

@@ -51,6 +51,9 @@ class Instances:
             )
             for number, placement in enumerate(placements)
         ]
+        for instance, permit in zip(self._instances, permits, strict=False):  # no limiter, no permits
+            permit.executor = instance.executor
+            instance.executor.blocked_by = permit.blocked_by
         self._executors = tuple(instance.executor for instance in self._instances)
         try:
             for instance in self._instances:

@@ -16,6 +16,7 @@ from genserve.errors import InferenceError, Status
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
+from genserve.schedulers.rate_limiter import Capacity
 from tests.models import CONFIG, ask, value, write_model
 
 ENSEMBLE = """
@@ -193,6 +194,34 @@ def test_a_version_that_gives_way_to_a_later_one_is_unloaded(tmp_path: Path) -> 
             return [(entry.version, entry.state) for entry in repository.index()]
 
         until(lambda: lines() == [(1, "UNAVAILABLE"), (2, "READY")])
+
+
+CALLS = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            [request] = requests
+            call = pb_utils.InferenceRequest(
+                model_name="two", requested_output_names=["Y"], inputs=request.inputs()
+            )
+            answer = call.exec()
+            return [pb_utils.InferenceResponse(answer.output_tensors(), answer.error())]
+"""
+LIMITED = "instance_group { count: %d kind: KIND_CPU rate_limiter { resources { name: 'r' count: 1 } } }"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_to_a_model_that_needs_what_the_caller_holds_fails(tmp_path: Path, count: int) -> None:
+    write_model(tmp_path, "one", code=CALLS, config=CONFIG + LIMITED % 1)
+    write_model(tmp_path, "two", config=CONFIG + LIMITED % count)
+    with opened(tmp_path, "one", "two", rate_limiter=True) as repository:
+        with pytest.raises(InferenceError, match="waits, directly or by way of other models"):
+            value(ask(repository, "one", X=[1]))
+        assert value(ask(repository, "two", X=[1])) == [2]
+    capacities = (Capacity(name="r", count=2),)
+    with opened(tmp_path, "one", "two", rate_limiter=True, resources=capacities) as repository:
+        assert value(ask(repository, "one", X=[1])) == [2]
 
 
 def test_nothing_is_lost_while_a_model_is_swapped_under_load(tmp_path: Path) -> None:
