@@ -65,6 +65,23 @@ return [sent.ctypes.data, y.as_numpy().ctypes.data] == pointers.as_numpy().tolis
     assert shown(models, body) == "True"
 
 
+def test_tensors_of_a_call_are_gone_without_a_garbage_collection(models):
+    models.add("double", DOUBLE)
+    body = """\
+import gc, weakref
+sent = np.arange(5, dtype=np.float32)
+held = weakref.ref(sent)
+gc.disable()
+try:
+    for array in (sent, np.zeros(1, np.float32)):  # with the second, the instance has let go of the first
+        assert not ask("double", pb_utils.Tensor("X", array)).exec().has_error()
+    del sent, array
+    return held() is None
+finally:
+    gc.enable()"""
+    assert shown(models, body) == "True"
+
+
 def test_everything_that_was_asked_reaches_the_target(models):
     models.add(
         "target",
