@@ -415,6 +415,19 @@ def test_an_iterative_request_runs_until_it_is_let_go_beside_others_at_other_ite
     assert long.error is None
 
 
+@STRATEGIES
+def test_the_ids_that_the_server_gives_are_not_those_of_clients(strategy):
+    queue = desk(strategy, iterative=True, max_batch_size=8)
+    named, unnamed, later = of(1, START), Asked(), of(2, START)
+    queue.add(named, unnamed, later)
+    everyone = [named, unnamed, later]
+    assert named.inference.request.correlation_id != unnamed.inference.request.correlation_id
+    assert set(iterate(queue, again=everyone)) == set(everyone)
+    assert set(iterate(queue, again=[unnamed])) == set(everyone)
+    assert unnamed in iterate(queue, again=[])
+    assert [one.error for one in everyone] == [None] * 3
+
+
 def test_an_iterative_request_gives_its_slot_to_the_next_when_it_is_let_go():
     queue = desk(iterative=True, max_batch_size=1)
     first, second = Asked(), Asked()
