@@ -103,10 +103,7 @@ class SequenceQueue:
             sequence.waiting.popleft()
             sequence.running = inference
             self._running[inference] = sequence
-            if sequence.states is None or RequestFlags.SEQUENCE_START in inference.request.flags:
-                sequence.states = self._states.start()
-            inference.states = sequence.states
-            inference.inputs.update(self._controls.of(inference.request), **(sequence.states or {}))
+            inference.inputs.update(self._controls.of(inference.request), **(inference.states or {}))
             if not sequence.waiting and not sequence.is_over:
                 self._watch(sequence, due_ns=now_ns + self._max_idle_ns)
         return self._slots[instance].start(batch, sequences)
@@ -164,7 +161,7 @@ class SequenceQueue:
         strategy = self._config.strategy
         if isinstance(strategy, OldestStrategy):
             return OldestSlots(strategy, max_batch_size=config.max_batch_size, alike=self._alike)
-        return DirectSlots(strategy, num_slots=num_slots, controls=self._controls)
+        return DirectSlots(strategy, num_slots=num_slots, controls=self._controls, alike=self._alike)
 
     def _check(self, inference: Inference) -> None:
         request = inference.request
@@ -210,7 +207,7 @@ class SequenceQueue:
         return sequence
 
     def _append(self, sequence: Sequence, inference: Inference, *, now_ns: int) -> None:
-        sequence.waiting.append(Entry(inference=inference, added_ns=now_ns, alike=self._alike(inference)))
+        sequence.waiting.append(Entry(inference=inference, added_ns=now_ns))
         self._sequence_of[inference] = sequence
         if RequestFlags.SEQUENCE_END in inference.request.flags:
             self._take_no_more(sequence)
@@ -239,6 +236,7 @@ class SequenceQueue:
         if sequence.running is not None or sequence.instance is None:
             return
         if sequence.waiting:
+            self._give_states(sequence)
             self._slots[sequence.instance].ready(sequence, now_ns=now_ns)
         elif sequence.is_over or self._closed:
             self._take_no_more(sequence)
@@ -246,6 +244,15 @@ class SequenceQueue:
                 heapq.heappush(self._free, (sequence.slot, sequence.instance))
             sequence.instance = None
             self._fill_slots(now_ns=now_ns)
+
+    def _give_states(self, sequence: Sequence) -> None:
+        """Give the first request its states, which say with whom it can share a batch."""
+        inference = sequence.waiting[0].inference
+        if inference.states is not None:
+            return
+        if sequence.states is None or RequestFlags.SEQUENCE_START in inference.request.flags:
+            sequence.states = self._states.start()
+        inference.states = sequence.states
 
     def _fill_slots(self, *, now_ns: int) -> None:
         while self._backlog and self._free:
