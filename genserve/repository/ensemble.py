@@ -69,7 +69,7 @@ class Ensemble:
         except InferenceError as error:
             raise _within(self._config, inference, error) from error
         inference.started_ns = time.monotonic_ns()
-        inference.when_ended(lambda: self._statistics.executed_alone(inference))
+        inference.when_ended(self._statistics.executed_alone)
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
         inference.when_cancelled(run.cancel)
         run.advance()

@@ -136,6 +136,17 @@ def _executed(requests: int = 1, *, rows: int = 1, **more: int) -> dict[str, int
     }
 
 
+def _failed() -> dict[str, int]:
+    """The counts of one request that was executed alone and failed."""
+    return {
+        "metric nv_inference_exec_count version=1": 1,
+        "metric nv_inference_request_failure reason=BACKEND version=1": 1,
+        "version 1: batches of 1": 1,
+        "version 1: execution_count": 1,
+        "version 1: fail": 1,
+    }
+
+
 def _missed(counts: dict[str, int], misses: int) -> dict[str, int]:
     return counts | {
         "version 1: cache_miss": misses,
@@ -262,6 +273,16 @@ DIFFERENCES = (
         reason="an error between responses reaches the caller: there, it is lost",
         answer=_answers(_said('{"INDEX": [0]}', "UNAVAILABLE: no response 1", '{"INDEX": [2]}')),
     ),
+    Difference(
+        exchanges=r"decoupled/error_in_the_middle",
+        reason="a request that a model answers with an error has failed: there, it counts as a success",
+        counts=_counts(repeat=_failed()),
+    ),
+    Difference(
+        exchanges=r"bls/error_of_the_model",
+        reason="a request that a model answers with an error has failed: there, it counts as a success",
+        counts=lambda counts: {**counts, "fails": _failed()},
+    ),
     *(
         Difference(
             exchanges=rf"bls/({names})",
@@ -303,6 +324,17 @@ DIFFERENCES = (
                     "outputs": [{"name": "Y", "datatype": "INT32", "shape": [1]}],
                 }
             )
+        ),
+    ),
+    Difference(
+        exchanges=r"grpc_infer/negative_shape",
+        reason="a negative size is refused as one, before it is compared with the config",
+        answer=_answers(
+            {
+                "code": "INVALID_ARGUMENT",
+                "details": "[request id: <id_unknown>] All input dimensions should be specified for input "
+                "'X' for model 'identity_fp32', got [1,-4]",
+            }
         ),
     ),
     Difference(
