@@ -215,7 +215,11 @@ class Door(Protocol):
         """
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-        """Load or reload a model; with `files`, from these alone. Raises InferenceError."""
+        """Load or reload a model; with `files`, by `file:<version>/<name>`, from these alone.
+
+        Raises:
+            InferenceError: it cannot be loaded, or the server does not allow it.
+        """
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """Begin to unload a model. Raises InferenceError."""

@@ -13,7 +13,7 @@ import numpy as np
 from genserve.backends.backend import Backend
 from genserve.config.model_config import ModelConfig, TensorSpec, WarmupInput, WarmupSample
 from genserve.data_type import DataType
-from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError
+from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
@@ -116,6 +116,7 @@ def _file(spec: WarmupInput, data_type: DataType, path: Path, *, num_bytes: int)
     except OSError as error:
         raise RepositoryError(
             f"failed to open text file for read {file}: {error.strerror}",
+            status=Status.INTERNAL,
             remedy=f"data files of model_warmup lie in {path / FOLDER}",
         ) from error
     if data_type is DataType.BYTES:

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 
 from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse, Parameter
+from genserve.inference import (
+    Door,
+    Inference,
+    InferenceRequest,
+    InferenceResponse,
+    Parameter,
+    RequestFlags,
+)
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["Ensemble"]
-
-# Triton's own answers of ensembles carry these, whatever was asked.
-_RESPONSE_PARAMETERS: Mapping[str, Parameter] = {
-    "sequence_id": 0,
-    "sequence_start": False,
-    "sequence_end": False,
-}
-
 
 class Ensemble:
     """The graph of one ensemble; a `Runner`. Its steps go through the door that everybody uses.
@@ -67,15 +66,24 @@ class Ensemble:
         try:
             steps = [_Step(spec, self._config_of(spec)) for spec in self._config.ensemble_steps]
         except InferenceError as error:
-            raise _within(self._config, inference, error) from error
+            # Triton takes an ensemble away while a model of its steps is away.
+            raise InferenceError(
+                f"Request for unknown model: '{self._config.name}' has no available versions",
+                status=Status.NOT_FOUND,
+                remedy=error.message,
+            ) from error
         inference.started_ns = time.monotonic_ns()
-        inference.when_ended(self._statistics.executed_alone)
+        inference.when_ended(self._executed)
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
         inference.when_cancelled(run.cancel)
         run.start()
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _executed(self, inference: Inference) -> None:
+        if inference.error is None:
+            self._statistics.executed_alone(inference)
 
 
 class _Step:
@@ -285,7 +293,7 @@ class _Run:
                 "while no more ensemble steps can be made"
             )
             return InferenceResponse(error=InferenceError(text))
-        return InferenceResponse(outputs=tuple(outputs), parameters=_RESPONSE_PARAMETERS)
+        return InferenceResponse(outputs=tuple(outputs), parameters=_sequence(self._inference.request))
 
     def _send(self, response: InferenceResponse | None, *, final: bool) -> None:
         try:
@@ -321,6 +329,15 @@ def _of_one_flow(steps: Sequence[_Step], below: Mapping[_Step, Sequence[_Step]])
     """Leave out the steps that come after a decoupled one among these: they run in flows of their own."""
     later = {step for before in steps for step in below.get(before, ())}
     return [step for step in steps if step not in later]
+
+
+def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
+    """Return the parameters that Triton's answers of ensembles carry."""
+    return {
+        "sequence_id": request.correlation_id,
+        "sequence_start": RequestFlags.SEQUENCE_START in request.flags,
+        "sequence_end": RequestFlags.SEQUENCE_END in request.flags,
+    }
 
 
 def _within(config: ModelConfig, inference: Inference, error: GenserveError) -> InferenceError:
