@@ -32,13 +32,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-
 from servers import genserve_server, triton_server
 
 # A real Triton keeps the tensors of all calls in shared memory until the request ends.
 CALLS_PER_REQUEST = 200
 CALL = "call, us"
-ATTEMPTS = 4  # Triton 2.51 sometimes ends with signal 11 while several requests call by BLS
+ATTEMPTS = 3
 
 Server = Callable[[argparse.Namespace], AbstractContextManager[str]]
 MODELS = Path(__file__).parent / "models"
@@ -120,8 +119,6 @@ def _genserve(options: argparse.Namespace) -> Iterator[str]:
 @contextmanager
 def _triton(options: argparse.Namespace) -> Iterator[str]:
     with _repository("caller", "trivial", "naive_loop", "onnx_logits") as folder:
-        loop = folder / "naive_loop" / "config.pbtxt"
-        loop.write_text(loop.read_text().replace("count: 8", f"count: {options.triton_loops}"))
         stage = options.model_repository / f"{options.model}_logits"
         model = max(stage.glob("[1-9]*"), key=lambda version: int(version.name)) / "model.onnx"
         with (folder / "onnx_logits" / "config.pbtxt").open("a") as config:
@@ -194,7 +191,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2", help="an exported generation model")
     parser.add_argument("--triton", default="", help="the command that starts a real Triton")
-    parser.add_argument("--triton-loops", type=int, default=1, help="instances there; Triton 2.51 crashes at several")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -10,11 +10,12 @@ import threading
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from genserve.request import FinishReason
 
-__all__ = ["GenerationMetrics", "Metrics"]
+__all__ = ["GenerationMetrics", "Metrics", "bare_family"]
 
 C = TypeVar("C", bound=Collector)
 
@@ -144,3 +145,23 @@ class GenerationMetrics:
     def request_cancelled(self) -> None:
         """Report a request whose client left."""
         self._endings["cancelled"].inc()
+
+
+def bare_family(name: str, text: str, kind: str) -> Metric:
+    """Return a family without samples, to be shown under its very name, without `_total` if it is a counter.
+
+    Args:
+        name: of the family, and of its samples.
+        text: the help.
+        kind: Prometheus's word: counter, gauge, histogram.
+    """
+    return Metric(_BareName(name), text, kind)
+
+
+class _BareName(str):
+    """A name to which prometheus_client cannot append `_total`, as it does to those of counters."""
+
+    __slots__ = ()
+
+    def __add__(self, suffix: str) -> str:
+        return self if suffix == "_total" else str(self) + suffix

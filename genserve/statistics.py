@@ -41,9 +41,17 @@ class Measured:
 class BatchStatistics:
     """The executions of one batch size."""
 
-    compute_input: Measured = field(default_factory=Measured)
     compute_infer: Measured = field(default_factory=Measured)
-    compute_output: Measured = field(default_factory=Measured)
+
+    @property
+    def compute_input(self) -> Measured:
+        """As often as the model computed, in no time: inputs are handed over as they are."""
+        return Measured(self.compute_infer.count)
+
+    @property
+    def compute_output(self) -> Measured:
+        """As often as the model computed, in no time, as for the inputs."""
+        return Measured(self.compute_infer.count)
 
 
 class ModelStatistics:
@@ -66,23 +74,32 @@ class ModelStatistics:
         self.success = Measured()
         self.fail = Measured()
         self.queue = Measured()
-        self.compute_input = Measured()
         self.compute_infer = Measured()
-        self.compute_output = Measured()
         self.cache_hit = Measured()
         self.cache_miss = Measured()
         self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
 
+    @property
+    def compute_input(self) -> Measured:
+        """As often as a model computed, in no time: inputs are handed over as they are."""
+        return Measured(self.compute_infer.count)
+
+    @property
+    def compute_output(self) -> Measured:
+        """As often as a model computed, in no time, as for the inputs."""
+        return Measured(self.compute_infer.count)
+
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
         """Note one execution, whether its requests have ended or not."""
-        size = sum(inference.batch_size for inference in batch)
+        size = batch[0].batch_size if len(batch) == 1 else sum(one.batch_size for one in batch)
         with self._lock:
             self.execution_count += 1
-            by_size = self.batches[size]
-            by_size.compute_input.add(0)
-            by_size.compute_infer.add(ended_ns - started_ns)
-            by_size.compute_output.add(0)
+            self.batches[size].compute_infer.add(ended_ns - started_ns)
+
+    def executed_alone(self, inference: Inference) -> None:
+        """Note the execution of a request by what does not form batches of requests: a graph, an engine."""
+        self.executed((inference,), started_ns=inference.started_ns, ended_ns=time.monotonic_ns())
 
     def ended(self, inference: Inference) -> None:
         """Note the end of a request that was accepted."""
@@ -98,9 +115,7 @@ class ModelStatistics:
             self.success.add(total_ns)
             self.inference_count += inference.batch_size
             self.queue.add(inference.started_ns - inference.submitted_ns)
-            self.compute_input.add(0)
             self.compute_infer.add(now_ns - inference.started_ns)
-            self.compute_output.add(0)
 
     def cache_hit_ended(self, inference: Inference, *, lookup_ns: int) -> None:
         """Note a request that the response cache answered."""

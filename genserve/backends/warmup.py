@@ -20,6 +20,7 @@ from genserve.tensor import Tensor
 __all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
 
 FOLDER = "warmup"
+_MAX_ITERATIONS = 1000  # of an iterative request: one that is never let go is warm by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ def _run(backend: Backend, batch: WarmupBatch) -> None:
         for request in batch.requests
     ]
     try:
-        backend.execute(inferences)
+        _execute(backend, inferences)
     except Exception as error:  # whatever the model raises
         for inference in inferences:
             inference.fail(_known(error))
@@ -160,6 +161,19 @@ def _run(backend: Backend, batch: WarmupBatch) -> None:
             f"failed to run warmup sample '{batch.name}': "
             + "".join(f"{error.message}; " for error in answers.errors)
         ) from answers.errors[0]
+
+
+def _execute(backend: Backend, inferences: Sequence[Inference]) -> None:
+    """Execute requests, and those again that an iterative model asks for, as its scheduler would."""
+    for _ in range(_MAX_ITERATIONS):
+        backend.execute(inferences)
+        inferences = [inference for inference in inferences if inference.reschedule and not inference.ended]
+        for inference in inferences:
+            inference.reschedule = False
+        if not inferences:
+            return
+    for inference in inferences:
+        inference.send(None, final=True)
 
 
 def _known(error: Exception) -> GenserveError:

@@ -126,16 +126,24 @@ class EngineLoop:
                 raise ModelNotReady(self._failure.message)
             if self._closing:
                 raise Closed("the model is being unloaded or the server stops")
-            if self._num_accepted + len(arrivals) > self._capacity:
-                raise Overloaded(
-                    f"{self._num_accepted} requests are running or waiting, the limit is {self._capacity}",
-                    retry_after_s=self._retry_after_s(),
-                    remedy="try again later, or raise --max-queue",
-                )
+            self._check_room(len(arrivals))
             self._num_accepted += len(arrivals)
             self._arriving.extend(arrivals)
             if len(self._arriving) >= self._num_awaited:
                 self._changed.notify()
+
+    def check_room(self, count: int) -> None:
+        """Raise what `submit` would raise if so many came now; for work that precedes `submit`."""
+        with self._changed:
+            self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        if self._num_accepted + count > self._capacity:
+            raise Overloaded(
+                f"{self._num_accepted} requests are running or waiting, the limit is {self._capacity}",
+                retry_after_s=self._retry_after_s(),
+                remedy="try again later, or raise --max-queue",
+            )
 
     def cancel(self, occupant: Occupant) -> None:
         """Drop a token sequence or a logits request before the next step; fine if it has ended already."""

@@ -12,7 +12,7 @@ import numpy as np
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, Parameter, RequestFlags
-from genserve.kserve.input_tensor import fail, input_tensor
+from genserve.kserve.input_tensor import check_size, fail, input_tensor
 from genserve.kserve.json_document import JsonText, Kind, checked, member, read_json
 from genserve.kserve.json_elements import read_elements
 from genserve.kserve.models import ServedModel
@@ -182,6 +182,7 @@ class _Reader:
 
     def _of_json(self, entry: Any, *, name: str, data_type: DataType, shape: list[int]) -> Tensor | None:
         array = read_elements(name, member(entry, "data", Kind.ARRAY), data_type)
+        check_size(name, shape, config=self._model.config, request_id=self._id)
         if len(array) == math.prod(shape):
             return Tensor(name, array.reshape(shape), data_type=data_type)
         if data_type is not DataType.BYTES:

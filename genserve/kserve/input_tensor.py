@@ -10,7 +10,11 @@ from genserve.data_type import DataType
 from genserve.errors import InferenceError, InvalidRequest
 from genserve.tensor import Tensor
 
-__all__ = ["fail", "input_tensor", "read_data_type"]
+__all__ = ["check_shape", "check_size", "fail", "input_tensor", "read_data_type"]
+
+# Of numpy; sizes beside a 0 count too.
+_MAX_RANK = 64
+_MAX_ELEMENTS = 2**59
 
 
 def fail(message: str, *, request_id: str) -> InferenceError:
@@ -63,17 +67,29 @@ def input_tensor(
 
 
 def check_shape(name: str, shape: Sequence[int], *, config: ModelConfig, request_id: str) -> None:
-    """Refuse a shape that leaves a dimension open.
+    """Refuse a shape that leaves a dimension open, or that no array can have.
 
     Raises:
         InferenceError: it does.
     """
+    check_size(name, shape, config=config, request_id=request_id)
     if shape and min(shape) < 0:
         raise fail(
             f"All input dimensions should be specified for input '{name}' for model '{config.name}', "
             f"got [{','.join(map(str, shape))}]",
             request_id=request_id,
         )
+
+
+def check_size(name: str, shape: Sequence[int], *, config: ModelConfig, request_id: str) -> None:
+    """Refuse a shape that no array can have, however few elements it has.
+
+    Raises:
+        InferenceError: it is such.
+    """
+    if len(shape) > _MAX_RANK or abs(math.prod(size for size in shape if size)) > _MAX_ELEMENTS:
+        message = f"no array has the shape of input '{name}' for model '{config.name}'"
+        raise fail(message, request_id=request_id)
 
 
 def _check_expected(name: str, word: str, *, config: ModelConfig, request_id: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from genserve.errors import InferenceError, Status
 
-__all__ = ["LogSettings"]
+__all__ = ["LOG_FORMATS", "LogSettings"]
 
 # The format of a line and of its time, by Triton's names.
-_FORMATS = {
+LOG_FORMATS = {
     "default": ("%(asctime)s %(levelname)s %(name)s: %(message)s", None),
     "ISO8601": ("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"),
 }
@@ -54,11 +54,11 @@ class LogSettings:
             text = "log file location can not be updated through network protocol"
             raise InferenceError(text, status=Status.UNSUPPORTED)
         wanted = changes.get("log_format", "default")
-        if wanted not in _FORMATS:
+        if wanted not in LOG_FORMATS:
             raise InferenceError(
                 f"invalid argument for --log_format, got: {wanted}",
                 status=Status.UNAVAILABLE,
-                remedy=f"one of: {', '.join(_FORMATS)}",
+                remedy=f"one of: {', '.join(LOG_FORMATS)}",
             )
         with self._lock:
             self._values |= {name: value for name, value in changes.items() if name in self._values}
@@ -68,7 +68,7 @@ class LogSettings:
 
 def _apply(values: Mapping[str, Any]) -> None:
     logging.getLogger("genserve").setLevel(_level(values))
-    line, time = _FORMATS[values["log_format"]]
+    line, time = LOG_FORMATS[values["log_format"]]
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter(line, time))
 

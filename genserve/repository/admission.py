@@ -170,9 +170,12 @@ def _state_names(config: ModelConfig) -> set[str]:
 
 
 def _fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
-    return len(shape) == len(spec.dims) and all(
-        dim in (-1, size) for dim, size in zip(spec.dims, shape, strict=True)
-    )
+    if len(shape) != len(spec.dims):
+        return False
+    for dim, size in zip(spec.dims, shape, strict=True):  # noqa: SIM110 - of every request: twice as fast
+        if dim not in (-1, size):
+            return False
+    return True
 
 
 def _reshape(shape: tuple[int, ...], *, dims: tuple[int, ...], reshape: tuple[int, ...]) -> tuple[int, ...]:

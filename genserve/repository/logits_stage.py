@@ -14,6 +14,7 @@ from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.loop import EngineLoop
 from genserve.inference import Inference, InferenceResponse
+from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["LogitsStage"]
@@ -33,6 +34,7 @@ class LogitsStage:
         *,
         vocab_size: int,
         max_length: int,
+        statistics: ModelStatistics,
         close: Callable[[], None] | None = None,
     ) -> None:
         """Answer by an engine.
@@ -41,9 +43,11 @@ class LogitsStage:
             loop: of the engine.
             vocab_size: length of a row of logits.
             max_length: tokens of a row of ids.
+            statistics: to count executions in.
             close: ends the engine; None: it is an ensemble's, which ends it.
         """
         self._loop = loop
+        self._statistics = statistics
         self._close = close
         self._vocab_size = vocab_size
         self._max_length = max_length
@@ -77,6 +81,7 @@ class LogitsStage:
             for row, token_ids in enumerate(_unpadded(inference))
         ]
         inference.started_ns = inference.submitted_ns
+        inference.when_ended(self._statistics.executed_alone)
         self._loop.submit_logits(requests)
 
         def cancel() -> None:

@@ -27,11 +27,11 @@ class ResponseCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, tuple[InferenceResponse, int]] = OrderedDict()
 
-    def key(self, request: InferenceRequest, *, version: int) -> bytes:
-        """Return the key of a request to one version of its model."""
+    def key(self, request: InferenceRequest, *, load: int) -> bytes:
+        """Return the key of a request to a model as it was loaded by the load of this number."""
         digest = hashlib.blake2b(digest_size=32)
         asked = sorted(request.requested_outputs), sorted(request.parameters.items())
-        head = (request.model_name, version, *asked)
+        head = (request.model_name, load, *asked)
         digest.update(repr(head).encode())
         for name, tensor in sorted(request.inputs.items()):
             digest.update(repr((name, tensor.data_type.name, tensor.shape)).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from genserve.repository.response_cache import ResponseCache
 from genserve.statistics import ModelStatistics
 
 __all__ = ["Runner", "Served"]
+
+_LOADS = itertools.count()  # a model that is loaded anew does not answer from the cache of the old one
 
 
 class Runner(Protocol):
@@ -80,8 +83,11 @@ class Served:
         self.runner = runner
         self._admission = Admission(config)
         self._cache = cache
+        self._load = next(_LOADS)
+        self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
         self._num_pending = 0
         self._closing = False
 
@@ -114,17 +120,18 @@ class Served:
         """
         request = inference.request
         inference.batch_size = self._admission.check(request)
-        inference.inputs = self._admission.reshaped(request.inputs)
-        inference.model_name, inference.model_version = self.name, self.version
+        if self._reshapes_inputs:
+            inference.inputs = self._admission.reshaped(request.inputs)
+        inference.model_name, inference.model_version = self.config.name, self.version
         if self._reshapes_outputs:
             self._reshape_outputs(inference)
-        with self._idle:
+        with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._num_pending += 1
         if self._cache is not None and self._answer_from(self._cache, inference):
             return
-        inference.when_ended(lambda: self._ended(inference))
+        inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
         except GenserveError:
@@ -143,7 +150,7 @@ class Served:
         self._leave()
 
     def _leave(self) -> None:
-        with self._idle:
+        with self._lock:
             self._num_pending -= 1
             if self._closing and not self._num_pending:
                 self._idle.notify_all()
@@ -151,7 +158,7 @@ class Served:
     def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
         """Answer with what the cache has; if it has nothing, keep what the model answers."""
         started_ns = time.monotonic_ns()
-        key = cache.key(inference.request, version=self.version)
+        key = cache.key(inference.request, load=self._load)
         kept = cache.get(key)
         lookup_ns = time.monotonic_ns() - started_ns
         if kept is not None:

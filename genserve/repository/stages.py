@@ -69,10 +69,15 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
     _check([entry], {entry.name: entry})
     logits = _load_logits(entry)
     loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
+    statistics = ModelStatistics()
     runner = LogitsStage(
-        loop, vocab_size=logits.vocab_size, max_length=logits.max_length, close=loop.close
+        loop,
+        vocab_size=logits.vocab_size,
+        max_length=logits.max_length,
+        statistics=statistics,
+        close=loop.close,
     )
-    return _served(entry, runner, version=entry.versions[-1], load_s=time.monotonic() - started_s)
+    return _served(entry, runner, statistics, load_s=time.monotonic() - started_s)
 
 
 def load_generation(
@@ -93,20 +98,18 @@ def load_generation(
     _check([entry, *stages.values()], entries)
     ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
     load_s = time.monotonic() - started_s
+    of_text, of_logits = ModelStatistics(), ModelStatistics()
+    generation = TextGeneration(ensemble, statistics=of_text)
+    logits = LogitsStage(
+        ensemble.loop,
+        vocab_size=ensemble.vocab_size,
+        max_length=ensemble.max_length,
+        statistics=of_logits,
+    )
     return [
-        _served(entry, TextGeneration(ensemble), version=(entry.versions or (1,))[-1], load_s=load_s),
-        _served(
-            stages["logits"],
-            LogitsStage(ensemble.loop, vocab_size=ensemble.vocab_size, max_length=ensemble.max_length),
-            version=stages["logits"].versions[-1],
-            load_s=load_s,
-        ),
-        _served(
-            stages["decoder"],
-            _Inside(ensemble),
-            version=stages["decoder"].versions[-1],
-            load_s=load_s,
-        ),
+        _served(entry, generation, of_text, load_s=load_s),
+        _served(stages["logits"], logits, of_logits, load_s=load_s),
+        _served(stages["decoder"], _Inside(ensemble), ModelStatistics(), load_s=load_s),
     ]
 
 
@@ -182,12 +185,14 @@ def _start(
     )
 
 
-def _served(entry: ModelEntry, runner: Runner, *, version: int, load_s: float) -> Served:
+def _served(entry: ModelEntry, runner: Runner, statistics: ModelStatistics, *, load_s: float) -> Served:
+    """Serve by the highest version of a model; an ensemble needs no version folder."""
     message = type(entry.parsed.message)()
     message.CopyFrom(entry.parsed.message)
     normalise(message, model_folder=entry.path)
     config = model_config(message, name=entry.name)
-    return Served(runner, config=config, version=version, statistics=ModelStatistics(), load_s=load_s)
+    version = (entry.versions or (1,))[-1]
+    return Served(runner, config=config, version=version, statistics=statistics, load_s=load_s)
 
 
 def _load_logits(entry: ModelEntry) -> OnnxLogits:

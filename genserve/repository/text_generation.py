@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse
 from genserve.request import Delta, SamplingParams, sampling_params
+from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["TextGeneration"]
@@ -35,8 +37,11 @@ class TextGeneration:
     With `stream` each step is a response; without it there is one, with the whole text.
     """
 
-    def __init__(self, ensemble: GenerationEnsemble) -> None:
+    def __init__(self, ensemble: GenerationEnsemble, *, statistics: ModelStatistics) -> None:
         self.ensemble = ensemble
+        self._statistics = statistics
+        self._lock = threading.Lock()
+        self._num_preparing = 0
         # Rendering and tokenizing take time in proportion to the prompt, and `submit` must not block.
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"prepare-{ensemble.name}")
 
@@ -48,10 +53,18 @@ class TextGeneration:
     @property
     def num_waiting(self) -> int:
         """Inferences that wait for a slot."""
-        return max(0, self.ensemble.loop.num_accepted - self.ensemble.loop.num_running)
+        loop = self.ensemble.loop
+        return self._num_preparing + max(0, loop.num_accepted - loop.num_running)
 
     def submit(self, inference: Inference) -> None:
-        """Prepare the request on a worker, and hand it to the engine."""
+        """Prepare the request on a worker, and hand it to the engine.
+
+        Raises:
+            Overloaded: as many as may wait are waiting, those that are being prepared included.
+        """
+        with self._lock:
+            self.ensemble.loop.check_room(self._num_preparing + inference.batch_size)
+            self._num_preparing += inference.batch_size
         self._workers.submit(self._open, inference)
 
     def close(self) -> None:
@@ -61,6 +74,13 @@ class TextGeneration:
 
     def _open(self, inference: Inference) -> None:
         try:
+            self._prepare(inference)
+        finally:
+            with self._lock:
+                self._num_preparing -= inference.batch_size
+
+    def _prepare(self, inference: Inference) -> None:
+        try:
             params = _params(inference.inputs)
             prompts = _texts(inference.inputs["text_input"])
             streaming = _scalar(inference.inputs, "stream", default=False)
@@ -68,6 +88,7 @@ class TextGeneration:
                 raise InvalidRequest("a streamed request has one text_input", field="stream")
             sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
             answer = _Answer(inference, sequences, ensemble=self.ensemble, streaming=streaming)
+            inference.when_ended(self._statistics.executed_alone)
             inference.when_cancelled(answer.cancel)
             answer.submit()
         except GenserveError as error:

@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from genserve.kserve.models import Models, ServedModel
+from genserve.metrics import bare_family
 from genserve.statistics import ModelStatistics
 
 __all__ = ["CpuCollector", "InferenceCollector"]
@@ -123,19 +124,10 @@ class CpuCollector(Collector):
             yield _family(name, text, "gauge", [({}, value)])
 
 
-class _Name(str):
-    """The name of a counter that does not end in `_total`, as prometheus_client would have it."""
-
-    __slots__ = ()
-
-    def __add__(self, suffix: str) -> str:
-        return self if suffix == "_total" else str(self) + suffix
-
-
 def _family(
     name: str, text: str, kind: str, values: Iterable[tuple[Mapping[str, str], float]]
 ) -> Metric:
-    family = Metric(_Name(name), text, kind)
+    family = bare_family(name, text, kind)
     for labels, value in values:
         family.add_sample(name, dict(labels), value)
     return family

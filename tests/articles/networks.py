@@ -50,7 +50,8 @@ class SimpleModel(nn.Module):
 
 def save_chat_model(path: Path) -> None:
     torch.manual_seed(0)
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # TorchScript is old, and used
+    # TorchScript is deprecated, and what existing repositories hold.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         torch.jit.save(torch.jit.script(ChatModel().eval()), path)
 
 

@@ -82,8 +82,9 @@ def test_the_sentence_model_answers_with_vectors(server: LiveServer, articles_re
 
 
 def test_the_model_with_two_outputs_answers_as_printed(server: LiveServer, articles_repository: Path) -> None:
+    data = [[1, 2, 3], [4, 5, 6]]
     request_data = {
-        "inputs": [{"name": "input__0", "shape": [2, 3], "datatype": "INT64", "data": [[1, 2, 3], [4, 5, 6]]}],
+        "inputs": [{"name": "input__0", "shape": [2, 3], "datatype": "INT64", "data": data}],
         "outputs": [{"name": "output__0"}, {"name": "output__1"}],
     }
     res = infer(server, "fc_model_pt", request_data, version="/versions/1")
@@ -129,7 +130,7 @@ def sentiment(server: LiveServer, texts: list) -> list[str]:
 def test_the_sentiment_model_is_warmed_up_from_its_file_and_batches_20_threads_by_10(
     articles_repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    samples = [f"我 爱 你 {word}" for word in "美 丽 的 中 国 好 坏".split() * 15][:102]
+    samples = [f"我 爱 你 {word}" for word in list("美丽的中国好坏") * 15][:102]
     with LiveServer(articles_repository, load_model=("sentiment",)) as server:
         alone = {text: sentiment(server, [text]) for text in set(samples)}
         with ThreadPoolExecutor(20) as executor:

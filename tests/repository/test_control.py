@@ -33,7 +33,9 @@ ENSEMBLE = """
 
 
 @contextmanager
-def opened(root: Path, *names: str, mode: ControlMode = ControlMode.EXPLICIT, **options) -> Iterator[Repository]:
+def opened(
+    root: Path, *names: str, mode: ControlMode = ControlMode.EXPLICIT, **options
+) -> Iterator[Repository]:
     repository = Repository([root], options=RepositoryOptions(control_mode=mode, **options))
     if names:
         repository.start(names)
@@ -67,7 +69,7 @@ def test_a_model_is_loaded_asked_and_unloaded(tmp_path: Path) -> None:
         assert value(ask(repository, "one", X=[1])) == [2]
         repository.unload("one")
         until(lambda: index(repository) == {"one": ("UNAVAILABLE", "unloaded")})
-        with pytest.raises(InferenceError, match="Request for unknown model: 'one' has no available versions"):
+        with pytest.raises(InferenceError, match="'one' has no available versions"):
             ask(repository, "one", X=[1])
 
 
@@ -86,7 +88,7 @@ def test_a_reload_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> N
     write_model(tmp_path, "one")
     with opened(tmp_path, "one") as repository:
         write_model(tmp_path, "one", code="raise ValueError('no weights')")
-        with pytest.raises(InferenceError, match="load failed for model 'one': .*no weights") as caught:
+        with pytest.raises(InferenceError, match=r"load failed for model 'one': .*no weights") as caught:
             repository.load("one")
         assert caught.value.status is Status.INVALID_ARG
         assert value(ask(repository, "one", X=[1])) == [2]
@@ -94,7 +96,11 @@ def test_a_reload_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> N
 
 
 def test_a_first_load_that_fails_says_why_in_the_index(tmp_path: Path) -> None:
-    code = "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('no weights')\n"
+    code = """
+        class TritonPythonModel:
+            def initialize(self, args):
+                raise ValueError("no weights")
+    """
     write_model(tmp_path, "one", code=code)
     with opened(tmp_path) as repository:
         with pytest.raises(InferenceError, match="no weights"):
@@ -352,7 +358,8 @@ def test_the_response_cache_answers_without_the_model(tmp_path: Path) -> None:
     with opened(tmp_path, "one", cache_bytes=2**20) as repository:
         assert [value(ask(repository, "one", X=[n])) for n in (1, 1, 2, 1)] == [[2], [2], [3], [2]]
         statistics = repository.find("one").statistics
-        assert (statistics.success.count, statistics.cache_hit.count, statistics.cache_miss.count) == (4, 2, 2)
+        assert (statistics.cache_hit.count, statistics.cache_miss.count) == (2, 2)
+        assert statistics.success.count == 4
         assert (statistics.inference_count, statistics.execution_count) == (2, 2)
 
 

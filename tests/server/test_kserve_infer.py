@@ -294,3 +294,12 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
         client.infer("pass", [input_of("X", np.ones(1, np.int32), "INT32")])
     # There is one instance: it answers once the first request has noticed that nobody waits.
     client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [1] * 100, [2**40, 2**40]])
+def test_a_shape_that_no_array_has_is_refused(server, shape: list[int]) -> None:
+    entry = {"name": "INPUT0", "shape": shape, "datatype": "FP32"}
+    for more in ({"data": []}, {"data": [1.0]}):
+        answer = post(server, "add_sub", {"inputs": [entry | more]})
+        assert answer.status_code in (400, 500)
+        assert "the server failed" not in answer.text

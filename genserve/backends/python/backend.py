@@ -11,6 +11,7 @@ from google.protobuf import json_format
 
 from genserve.backends.backend import ModelSource, Placement
 from genserve.backends.python.host import Host
+from genserve.backends.python.metric_families import MetricFamilies
 from genserve.backends.python.process import ModelProcess
 from genserve.backends.python.process_side import ModelSetup
 from genserve.backends.python.python_model import PythonModel, complete_config
@@ -71,8 +72,9 @@ class PythonBackend:
             instance=placement.name,
             folder=source.folder,
             door=source.door,
-            metrics=source.metrics,
+            families=source.metrics.collector(MetricFamilies),
             decoupled=config.decoupled,
+            outputs=tuple(output.name for output in config.outputs),
             executor=CURRENT_EXECUTOR.get(),
             cpu_inputs=config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS", "yes").lower() != "no",
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from genserve.backends.python.metric_families import MetricFamilies
 from genserve.inference import Door, Executor
-from genserve.metrics import Metrics
 
 __all__ = ["CURRENT_HOST", "HOST_NAME", "Host", "Phase", "current_host"]
 
@@ -30,9 +30,11 @@ class Host:
         model: its name.
         instance: the name of the instance; empty while a config is completed, when there is none.
         folder: of the version.
+        package: that its modules are in; empty before they are imported.
         door: to all models; None while a config is completed.
-        metrics: where its own metrics go; None: they are not supported.
+        families: of its own metrics; None: they are not supported.
         decoupled: whether it answers by senders alone.
+        outputs: that its config declares; whoever asks for none asks for these.
         executor: the instance, as requests see it; None: outside of a server.
         cpu_inputs: whether inputs are brought to the CPU before it sees them.
         phase: BLS is legal while it runs.
@@ -41,9 +43,11 @@ class Host:
     model: str
     instance: str = ""
     folder: Path
+    package: str = ""
     door: Door | None = None
-    metrics: Metrics | None = None
+    families: MetricFamilies | None = None
     decoupled: bool = False
+    outputs: tuple[str, ...] = ()
     executor: Executor | None = None
     cpu_inputs: bool = True
     phase: Phase = Phase.STARTING

@@ -14,6 +14,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from genserve.metrics import bare_family
+
 __all__ = ["Family", "Kind", "MetricFamilies", "Series"]
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -96,9 +98,7 @@ class Family:
 
     def metric(self) -> Metric:
         """Return what Prometheus is shown."""
-        metric = Metric(self.name, self._description, self.kind.value)
-        if self.kind is Kind.COUNTER:
-            metric.type = _BareCounter(metric.type)
+        metric = bare_family(self.name, self._description, self.kind.value)
         with self._lock:
             series = list(self._series.items())
         for labels, one in series:
@@ -167,13 +167,3 @@ class Series:
     def _check(self, verb: str, *kinds: Kind) -> None:
         if self._kind not in kinds:
             raise ValueError(f"TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {verb}")
-
-
-class _BareCounter(str):
-    """The word `counter`, unequal to itself: prometheus_client appends `_total` to the names of counters."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return False

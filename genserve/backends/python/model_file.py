@@ -25,6 +25,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
+from genserve.backends.python.public_names import PRIVATE, PublicModule, PublicNames
+
 __all__ = ["ModelFile"]
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
@@ -37,7 +39,11 @@ class ModelFile:
 
     Every import statement in them sees the modules of `folders` first, whatever other models call theirs:
     `import helper` and `from .helper import x` are the same module. The standard library is never hidden.
-    Each import is of the text on disk: bytecode is neither read nor written.
+    Each import is of the text on disk: bytecode is neither read nor written. Who imports by name, as
+    `importlib.import_module` and pickles do, finds them last, and gets a stand-in.
+
+    Attributes:
+        package: its name.
     """
 
     def __init__(
@@ -54,9 +60,10 @@ class ModelFile:
         self._path = path
         self._names = dict(names)
         self._folders = [str(folder) for folder in folders]
-        self._package = f"_genserve_{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
+        self.package = f"{PRIVATE}{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
         self._builtins = {**vars(builtins), "__import__": self._import}
-        self._finder = _Finder(self._package, self._load_module)
+        self._finder = _Finder(self.package, self._load_module)
+        self._public_names = PublicNames(self.package)
         self._siblings: dict[str, bool] = {}
 
     def load(self) -> ModuleType:
@@ -65,18 +72,21 @@ class ModelFile:
         Raises:
             Exception: what the file raises.
         """
-        package = ModuleType(self._package)
+        package = ModuleType(self.package)
         package.__path__ = self._folders
-        sys.modules[self._package] = package
+        sys.modules[self.package] = package
         sys.meta_path.insert(0, self._finder)
+        sys.meta_path.append(self._public_names)
         linecache.checkcache()
-        return importlib.import_module(f"{self._package}.{self._path.stem}")
+        return importlib.import_module(f"{self.package}.{self._path.stem}")
 
     def forget(self) -> None:
         """Drop all its modules; the code goes when nothing holds it any more."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        for name in [name for name in sys.modules if f"{name}.".startswith(f"{self._package}.")]:
+            sys.meta_path.remove(self._public_names)
+            self._public_names.forget()
+        for name in [name for name in sys.modules if f"{name}.".startswith(f"{self.package}.")]:
             del sys.modules[name]
 
     def _load_module(self, module: ModuleType, code: CodeType) -> None:
@@ -95,12 +105,16 @@ class ModelFile:
         """Stand in for `__import__` in the modules of the model."""
         top = name.partition(".")[0]
         if level or not self._is_sibling(top):
+            if isinstance(sys.modules.get(top), PublicModule):
+                del sys.modules[top]  # of another model
             return builtins.__import__(name, globals, locals, fromlist or (), level)
-        private = f"{self._package}.{name}"
+        private = f"{self.package}.{name}"
+        if isinstance(fromlist, list):
+            return importlib.import_module(name)  # unpickling, which then looks in `sys.modules`
         if fromlist:
             return builtins.__import__(private, globals, locals, fromlist, 0)
         importlib.import_module(private)
-        return sys.modules[f"{self._package}.{top}"]
+        return sys.modules[f"{self.package}.{top}"]
 
     def _is_sibling(self, top: str) -> bool:
         known = self._siblings.get(top)
@@ -111,7 +125,7 @@ class ModelFile:
     def _find_sibling(self, top: str) -> bool:
         if top in sys.stdlib_module_names:
             return False
-        spec = self._finder.find_spec(f"{self._package}.{top}", self._folders)
+        spec = self._finder.find_spec(f"{self.package}.{top}", self._folders)
         if spec is None:
             return False
         # A folder without __init__.py may hold weights, and be called like the package that reads them.

@@ -1,7 +1,7 @@
 """Process: a python model in a process of its own, where a crash takes nothing else with it.
 
 Tensors are copied on their way. What the model asks of others (BLS, loads) travels back to the server, so
-that it finds the same models. Metrics of its own and `is_ready` it cannot have.
+that it finds the same models, and so do metrics of its own.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from genserve.backends.python.calls import Wait
 from genserve.backends.python.channel import Channel, portable_error, portable_inference, portable_response
 from genserve.backends.python.host import Host
+from genserve.backends.python.metric_families import MetricFamilies
 from genserve.backends.python.process_side import ModelSetup, run_model
+from genserve.backends.python.remote_metrics import Measures
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.25
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_READY_WITHIN_S = 6.0  # more than the model itself is given
+_MAY_BLOCK = frozenset({"load", "unload", "is_ready"})  # of the methods of `Door`
 
 
 class ModelProcess:
@@ -47,6 +52,8 @@ class ModelProcess:
         self._pending: dict[int, Inference] = {}
         self._calls: dict[int, Wait] = {}
         self._executed: Future[list[int]] | None = None
+        self._ready: dict[int, Future[bool]] = {}
+        self._measures = Measures(host.families or MetricFamilies())
         self._closing = threading.Event()
         self._alive = False
         self._start()
@@ -69,8 +76,18 @@ class ModelProcess:
             inference.reschedule = id(inference) in rescheduled
 
     def is_ready(self) -> bool:
-        """Whether the process lives."""
-        return self._alive
+        """Whether the process lives, and the model says that it is ready; one that has nothing to say is."""
+        if not (self._alive and self._says_ready):
+            return self._alive
+        answer = Future[bool]()
+        self._ready[id(answer)] = answer
+        self._channel.send(("is_ready", id(answer)))
+        try:
+            return answer.result(_READY_WITHIN_S)
+        except TimeoutError:
+            return False
+        finally:
+            self._ready.pop(id(answer), None)
 
     def close(self) -> None:
         """Finalize the model, and end the process."""
@@ -82,7 +99,7 @@ class ModelProcess:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        host = replace(self._host, door=None, metrics=None, executor=None)
+        host = replace(self._host, door=None, families=None, executor=None)
         arguments = (there, self._setup, host, logging.getLogger().getEffectiveLevel())
         self._process = context.Process(
             target=run_model, args=arguments, name=self._host.instance, daemon=True
@@ -91,7 +108,9 @@ class ModelProcess:
         there.close()
         self._channel = Channel(here)
         try:
-            error = here.recv()
+            while (message := self._channel.receive())[0] != "started":
+                self._handle(message)  # initialize, too, logs, loads and measures
+            _, error, self._says_ready = message
         except EOFError:
             error = self._dead()
         if error is not None:
@@ -129,9 +148,12 @@ class ModelProcess:
             if message is None:
                 self._look()
                 continue
-            kind, *rest = message
-            has_executed |= kind == "executed"
-            getattr(self, f"_on_{kind}")(*rest)
+            has_executed |= message[0] == "executed"
+            self._handle(message)
+
+    def _handle(self, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        getattr(self, f"_on_{kind}")(*rest)
 
     def _on_response(self, number: int, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         inference = self._pending.pop(number, None) if final else self._pending.get(number)
@@ -171,10 +193,28 @@ class ModelProcess:
             wait.inference.cancel()
 
     def _on_ask(self, number: int, method: str, args: tuple[Any, ...], fields: dict[str, Any]) -> None:
+        act = partial(getattr(self._host.door, method), *args, **fields)
+        if method in _MAY_BLOCK:
+            threading.Thread(target=self._answer, args=[number, act], daemon=True).start()
+        else:
+            self._answer(number, act)
+
+    def _on_measure(self, number: int, *what: Any) -> None:
+        """Do something with a metric for the process."""
+        self._answer(number, partial(self._measures.measure, *what))
+
+    def _on_ready(self, number: int, ready: bool) -> None:  # noqa: FBT001
+        if answer := self._ready.pop(number, None):
+            answer.set_result(ready)
+
+    def _answer(self, number: int, act: Callable[[], object]) -> None:
+        reply: object
         try:
-            reply = getattr(self._host.door, method)(*args, **fields)
+            reply = act()
         except GenserveError as error:
             reply = portable_error(error)
+        except ValueError as error:
+            reply = ValueError(*error.args)  # without the frames that it refers to
         self._channel.send(("reply", number, reply))
 
     def _look(self) -> None:
@@ -189,6 +229,9 @@ class ModelProcess:
 
     def _fail_all(self) -> None:
         self._alive = False
+        self._measures.forget()
+        for number in list(self._ready):
+            self._on_ready(number, False)  # noqa: FBT003
         executed, self._executed = self._executed, None
         if executed is not None and not executed.done():
             executed.set_exception(self._dead())

@@ -18,6 +18,7 @@ from typing import Any
 from genserve.backends.python.channel import Channel, portable_error, portable_request, portable_response
 from genserve.backends.python.host import Host
 from genserve.backends.python.python_model import PythonModel
+from genserve.backends.python.remote_metrics import RemoteFamilies
 from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
 
@@ -42,15 +43,17 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host, log_lev
     logging.basicConfig(handlers=[_LogHandler(channel)], level=log_level, format="%(message)s")
     elsewhere = _Elsewhere(channel)
     host.door = elsewhere.door
+    host.families = RemoteFamilies(elsewhere.door.measure)
+    threading.Thread(target=elsewhere.read, daemon=True).start()
     try:
         model = PythonModel(
             setup.path, folders=setup.folders, host=host, arguments=setup.arguments, iterative=setup.iterative
         )
     except GenserveError as failure:
-        pipe.send(portable_error(failure))
+        channel.send(("started", portable_error(failure), False))
         return
-    pipe.send(None)
-    threading.Thread(target=elsewhere.read, daemon=True).start()
+    elsewhere.model = model
+    channel.send(("started", None, model.says_ready))
     while (asked := elsewhere.work.get()) is not None:
         batch = [elsewhere.inference(number, request) for number, request in asked]
         error: InferenceError | None = None
@@ -69,6 +72,7 @@ class _Elsewhere:
     def __init__(self, channel: Channel) -> None:
         self.work: SimpleQueue[list[tuple[int, InferenceRequest]] | None] = SimpleQueue()
         self.door = _RemoteDoor(channel)
+        self.model: PythonModel | None = None
         self._channel = channel
         self._inferences: dict[int, Inference] = {}
 
@@ -100,10 +104,16 @@ class _Elsewhere:
                         self.door.answer(number, response, final=final)
                     case ("reply", number, reply):
                         self.door.reply(number, reply)
+                    case ("is_ready", number):
+                        threading.Thread(target=self._say_ready, args=[number], daemon=True).start()
                     case ("close",):
                         self.work.put(None)
         except (EOFError, OSError):
             self.work.put(None)  # the server is gone
+
+    def _say_ready(self, number: int) -> None:
+        assert self.model is not None  # or it would not be asked
+        self._channel.send(("ready", number, self.model.is_ready()))
 
 
 class _RemoteDoor(Door):
@@ -137,6 +147,10 @@ class _RemoteDoor(Door):
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         return bool(self._ask("is_decoupled", name, version))
 
+    def measure(self, *what: Any) -> Any:
+        number = next(self._numbers)
+        return self._wait(number, ("measure", number, *what))
+
     def answer(self, number: int, response: InferenceResponse | None, *, final: bool) -> None:
         inference = self._calls.pop(number, None) if final else self._calls.get(number)
         if inference is not None:
@@ -154,7 +168,7 @@ class _RemoteDoor(Door):
         self._replies[number] = replied
         self._channel.send(message)
         reply = replied.result()
-        if isinstance(reply, GenserveError):
+        if isinstance(reply, (GenserveError, ValueError)):
             raise reply
         return reply
 

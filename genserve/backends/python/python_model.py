@@ -55,6 +55,7 @@ class PythonModel:
         self._loop: EventLoop | None = None
         self._file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
         self._path = path
+        host.package = self._file.package
         CURRENT_HOST.set(host)
         # For `asyncio.get_event_loop()` in execute: in Triton it runs on a main thread, which has a loop.
         self._thread_loop = asyncio.new_event_loop()
@@ -79,20 +80,24 @@ class PythonModel:
             if not hasattr(self._model, "execute"):
                 raise _BrokenContract(f"Python model {self._path} does not implement `execute` method.")
             returned = self._model.execute(requests)
-            if asyncio.iscoroutine(returned):
-                self._run(returned, requests)
-            else:
+            if isinstance(returned, list) or not asyncio.iscoroutine(returned):
                 self._take_returned(returned, requests)
+            else:
+                self._run(returned, requests)
         except (Exception, SystemExit) as error:
             raise self._failed(error, requests) from error
 
+    @property
+    def says_ready(self) -> bool:
+        """Whether the model has something to say on whether it is ready."""
+        return hasattr(self._model, "is_ready")
+
     def is_ready(self) -> bool:
         """Whether the model says that it is; one that has nothing to say is. From any thread."""
-        ask = getattr(self._model, "is_ready", None)
-        if ask is None:
+        if not self.says_ready:
             return True
         try:
-            answer = ask()
+            answer = self._model.is_ready()
             if asyncio.iscoroutine(answer):
                 answer = self._event_loop().submit(answer).result(_READY_WITHIN_S)
         except Exception:
@@ -213,6 +218,7 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
         InferenceError: INTERNAL; what the file or the function raised, and where.
     """
     file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
+    host.package = file.package
 
     def complete() -> ModelConfig:
         CURRENT_HOST.set(host)

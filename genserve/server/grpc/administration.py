@@ -10,6 +10,8 @@ from typing import Any
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import GenserveError, InferenceError, Status
+from genserve.kserve.failure import failure
+from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.kserve.models import Models
 from genserve.server.grpc.codes import status_code
 from genserve.server.services import Services
@@ -33,14 +35,14 @@ async def abort(context: Any, error: GenserveError) -> None:
 
 
 def method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Make a coroutine function that raises GenserveError a method of a service."""
+    """Make a coroutine function a method of a service, which ends with a code whatever it raises."""
 
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
         try:
             return await answer(self, request, context)
-        except GenserveError as error:
-            await abort(context, error)
+        except Exception as error:
+            await abort(context, failure(error, doing=answer.__name__))
 
     return answer_or_abort
 
@@ -185,4 +187,10 @@ def _trace_value(name: str, setting: Any) -> Any:
 def _log_value(name: str, setting: Any, kind: type) -> Any:
     if setting.WhichOneof("parameter_choice") != _LOG_CHOICES[kind]:
         raise InferenceError(f"expect {_LOG_WORDS[kind]} for '{name}'")
-    return getattr(setting, _LOG_CHOICES[kind])
+    value = getattr(setting, _LOG_CHOICES[kind])
+    if name == "log_format" and value not in LOG_FORMATS:
+        # Over HTTP, Triton has another text and another code.
+        raise InferenceError(
+            f"invalid argument for log_format, got: {value}", remedy=f"one of: {', '.join(LOG_FORMATS)}"
+        )
+    return value

@@ -23,19 +23,19 @@ from genserve.tensor import Tensor
 __all__ = ["GrpcRequest", "read_request"]
 
 # Which field of `InferTensorContents` holds elements of a type; FP16 and BF16 have none.
-_FIELDS: Mapping[DataType, str] = {
-    DataType.BOOL: "bool_contents",
-    DataType.INT8: "int_contents",
-    DataType.INT16: "int_contents",
-    DataType.INT32: "int_contents",
-    DataType.INT64: "int64_contents",
-    DataType.UINT8: "uint_contents",
-    DataType.UINT16: "uint_contents",
-    DataType.UINT32: "uint_contents",
-    DataType.UINT64: "uint64_contents",
-    DataType.FP32: "fp32_contents",
-    DataType.FP64: "fp64_contents",
-    DataType.BYTES: "bytes_contents",
+_FIELDS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
 # What a field holds when it is not what was expected.
 _FIELD_TYPES: Mapping[str, str] = {
@@ -124,15 +124,15 @@ def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> 
     for spec in message.inputs:
         if config.input(spec.name) is None:
             raise InferenceError(f"unexpected inference input '{spec.name}' for model '{config.name}'")
-        data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=message.id)
         if spec.HasField("contents"):
             if raw:
                 raise InferenceError(
                     "contents field must not be specified when using raw_input_contents for "
                     f"'{spec.name}' for model '{config.name}'"
                 )
-            yield _typed_tensor(spec, data_type, config=config, request_id=message.id)
+            yield _typed_tensor(spec, config=config, request_id=message.id)
             continue
+        data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=message.id)
         blob = read_shared_memory(spec, shared_memory) if spec.parameters else None
         if blob is None:
             blob = next(blobs, None)
@@ -153,16 +153,18 @@ def _requested_output(spec: Any, shared_memory: SharedMemory) -> RequestedOutput
     )
 
 
-def _typed_tensor(spec: Any, data_type: DataType, *, config: ModelConfig, request_id: str) -> Tensor:
-    expected = _FIELDS.get(data_type)
+def _typed_tensor(spec: Any, *, config: ModelConfig, request_id: str) -> Tensor:
+    expected = _FIELDS.get(spec.datatype)
     elements: Any = ()
     for field, value in spec.contents.ListFields():
         if field.name != expected:
+            known = spec.datatype if spec.datatype in DataType.__members__ else "<invalid>"
             raise InferenceError(
                 f"unexpected explicit tensor data for input tensor '{spec.name}' for model '{config.name}' "
-                f"of type '{_FIELD_TYPES[field.name]}', expected datatype '{data_type.name}'"
+                f"of type '{_FIELD_TYPES[field.name]}', expected datatype '{known}'"
             )
         elements = value
+    data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=request_id)
     array = _array(elements, data_type)
     check_shape(spec.name, spec.shape, config=config, request_id=request_id)
     if array.size == np.prod(spec.shape, dtype=np.int64):

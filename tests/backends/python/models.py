@@ -44,6 +44,11 @@ def ask(model, *tensors, outputs=("Y",), **fields):
 """
 
 
+def declared(*names):
+    """The outputs of a config; of what type they say they are, nobody checks."""
+    return "".join(f"\noutput {{ name: '{name}' data_type: TYPE_FP32 dims: [ -1 ] }}" for name in names)
+
+
 class Answer:
     """What came of a request: waits for its end."""
 
@@ -89,7 +94,12 @@ class Models:
         self.loaded = []
 
     def write(self, name, source, config="", **files):
-        """Write a model's files; paths are relative to the folder of the version."""
+        """Write a model's files; paths are relative to the folder of the version.
+
+        A config without outputs gets Y: what is not declared is not answered.
+        """
+        if "output" not in config:
+            config += declared("Y")
         folder = self.root / name / "1"
         folder.mkdir(parents=True, exist_ok=True)
         (self.root / name / "config.pbtxt").write_text(f'backend: "python"\n{config}')

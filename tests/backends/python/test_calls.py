@@ -5,7 +5,7 @@ import time
 import pytest
 
 from genserve.errors import InferenceError, Status
-from tests.backends.python.models import floats
+from tests.backends.python.models import declared, floats
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 TWO = "instance_group [{ count: 2 kind: KIND_CPU }]"
@@ -56,11 +56,29 @@ def test_a_tensor_reaches_the_target_and_comes_back_by_pointer(models):
                 return [pb_utils.InferenceResponse(
                     [pb_utils.Tensor("Y", self.made), pb_utils.Tensor("P", pointers)])]
         """,
+        declared("Y", "P"),
     )
     body = """\
 sent = np.arange(5, dtype=np.float32)
 y, pointers = ask("target", pb_utils.Tensor("X", sent), outputs=[]).exec().output_tensors()
 return [sent.ctypes.data, y.as_numpy().ctypes.data] == pointers.as_numpy().tolist()"""
+    assert shown(models, body) == "True"
+
+
+def test_tensors_of_a_call_are_gone_without_a_garbage_collection(models):
+    models.add("double", DOUBLE)
+    body = """\
+import gc, weakref
+sent = np.arange(5, dtype=np.float32)
+held = weakref.ref(sent)
+gc.disable()
+try:
+    for array in (sent, np.zeros(1, np.float32)):  # with the second, the instance has let go of the first
+        assert not ask("double", pb_utils.Tensor("X", array)).exec().has_error()
+    del sent, array
+    return held() is None
+finally:
+    gc.enable()"""
     assert shown(models, body) == "True"
 
 

@@ -5,9 +5,10 @@ import os
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from genserve.errors import InferenceError
-from tests.backends.python.models import floats
+from tests.backends.python.models import declared, floats
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 DECOUPLED = "model_transaction_policy { decoupled: true }"
@@ -30,7 +31,7 @@ def test_a_model_runs_in_a_process_of_its_own(models, caplog):
                     pb_utils.Tensor("P", np.array([os.getpid()])),
                 ]) for r in requests]
         """,
-        PROCESS,
+        PROCESS + declared("Y", "S", "P"),
     )
     answer = models.infer("m", floats(1, 2), id="7")
     y, s, p = answer.wait().responses[0].outputs
@@ -168,3 +169,50 @@ def test_a_crash_fails_its_own_calls_and_the_process_comes_back(models):
     while not models.is_ready("m"):
         pass
     assert models.infer("m", floats(0)).array != first
+
+
+def test_its_metrics_are_those_of_the_server(models):
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def initialize(self, args):
+                pb_utils.Logger.log_info("before it is ready")
+                family = pb_utils.MetricFamily("calls", "how many", pb_utils.MetricFamily.COUNTER)
+                self.calls = family.Metric(labels={"of": "m"})
+            def execute(self, requests):
+                self.calls.increment(2)
+                try:
+                    self.calls.set(0)
+                except pb_utils.TritonModelException as error:
+                    refused = str(error)
+                return [answer(np.array([f"{self.calls.value()} {refused}"], dtype=object))]
+        """,
+        PROCESS,
+    )
+    assert models.infer("m", floats(1)).array[0].decode() == (
+        "2.0 Failed to set metric value: Failed to process the request for model 'm_0', message: "
+        "TRITONSERVER_METRIC_KIND_COUNTER does not support Set"
+    )
+    assert 'calls{of="m"} 2.0' in generate_latest(models.metrics.registry).decode()
+    models.stop("m")
+    assert "calls" not in generate_latest(models.metrics.registry).decode()
+
+
+def test_it_says_itself_whether_it_is_ready(models):
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            executed = False
+            async def is_ready(self):
+                return self.executed
+            def execute(self, requests):
+                self.executed = True
+                return [answer(np.array([pb_utils.is_model_ready("m")]))]
+        """,
+        PROCESS,
+    )
+    assert not models.is_ready("m")
+    assert models.infer("m", floats(1)).array
+    assert models.is_ready("m")

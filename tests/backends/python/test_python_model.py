@@ -11,7 +11,7 @@ import torch
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.tensor import Tensor
-from tests.backends.python.models import floats
+from tests.backends.python.models import declared, floats
 
 IDENTITY = """
     class TritonPythonModel:
@@ -141,11 +141,17 @@ def test_an_error_has_the_code_of_the_model(models):
 
 
 def test_outputs_that_were_not_asked_for_are_left_out(models):
-    tensors = "[pb_utils.Tensor('Y', np.zeros(1)), pb_utils.Tensor('Z', np.ones(1))]"
-    models.add("m", executing(f"return [pb_utils.InferenceResponse({tensors})]"))
+    tensors = "[pb_utils.Tensor(name, np.zeros(1)) for name in ('Y', 'Z', 'UNDECLARED')]"
+    models.add("m", executing(f"return [pb_utils.InferenceResponse({tensors})]"), declared("Y", "Z"))
     for asked, got in [((), ["Y", "Z"]), (("Z",), ["Z"]), (("N",), [])]:
         [response] = models.infer("m", floats(1), requested_outputs=asked).wait().responses
         assert [tensor.name for tensor in response.outputs] == got
+
+
+def test_whoever_asks_for_no_output_asks_for_all(models):
+    body = "return [answer(np.array([json.dumps(sorted(request.requested_output_names()))], dtype=object))]"
+    models.add("m", executing(body), declared("Y", "Z"))
+    assert json.loads(models.infer("m", floats(1)).array[0]) == ["Y", "Z"]
 
 
 def test_a_request_shows_all_that_was_asked(models):
@@ -389,7 +395,7 @@ COUNTS = """
 def test_a_request_is_executed_again_until_it_says_that_it_has_ended(models, execution):
     parameter = f'parameters {{ key: "EXECUTION" value {{ string_value: "{execution}" }} }}'
     models.add("m", COUNTS, ITERATIVE + parameter)
-    answers = [models.infer("m", floats(3)[None], id=id) for id in "ab"]
+    answers = [models.infer("m", floats(3)[None], id=name) for name in "ab"]
     for answer in answers:
         assert [int(array[0, 0]) for array in answer.arrays] == [2, 1, 0]
 
@@ -524,7 +530,7 @@ def test_inputs_on_a_device_are_brought_to_the_cpu_unless_the_config_says_not(mo
 
 
 def test_a_model_on_two_threads_logs_under_its_own_name(models, caplog):
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "genserve")
     models.add(
         "m",
         executing(
@@ -545,4 +551,4 @@ def test_no_thread_is_left_behind(models):
     models.infer("m", floats(1))
     models.infer("m", floats(1)).wait()
     models.stop("m")
-    assert not [thread for thread in threading.enumerate() if "m_0" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]

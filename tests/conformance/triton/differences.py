@@ -304,6 +304,16 @@ DIFFERENCES = (
         reason="an error between responses reaches the caller: there, it is lost",
         answer=_answers(_said('{"INDEX": [0]}', "UNAVAILABLE: no response 1", '{"INDEX": [2]}')),
     ),
+    Difference(
+        exchanges=r"decoupled/error_in_the_middle",
+        reason="a request that a model answers with an error has failed: there, it counts as a success",
+        counts=_counts(repeat=_failed()),
+    ),
+    Difference(
+        exchanges=r"bls/error_of_the_model",
+        reason="a request that a model answers with an error has failed: there, it counts as a success",
+        counts=lambda counts: {**counts, "fails": _failed()},
+    ),
     *(
         Difference(
             exchanges=rf"bls/({names})",
@@ -345,6 +355,17 @@ DIFFERENCES = (
                     "outputs": [{"name": "Y", "datatype": "INT32", "shape": [1]}],
                 }
             )
+        ),
+    ),
+    Difference(
+        exchanges=r"grpc_infer/negative_shape",
+        reason="a negative size is refused as one, before it is compared with the config",
+        answer=_answers(
+            {
+                "code": "INVALID_ARGUMENT",
+                "details": "[request id: <id_unknown>] All input dimensions should be specified for input "
+                "'X' for model 'identity_fp32', got [1,-4]",
+            }
         ),
     ),
     Difference(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 from genserve.backends.python.host import current_host
-from genserve.backends.python.metric_families import Kind, MetricFamilies, Series
+from genserve.backends.python.metric_families import Kind, Series
 from genserve.backends.python.pb_utils.error import TritonModelException
 
 __all__ = ["Metric", "MetricFamily"]
@@ -28,10 +28,10 @@ class MetricFamily:
             TritonModelException: no name for a metric, or one of another kind; or no server runs the model.
         """
         host = current_host()
-        if host is None or host.metrics is None:
+        if host is None or host.families is None:
             raise TritonModelException("Error when creating MetricFamily: metrics not supported")
         self.instance = host.instance
-        families = host.metrics.collector(MetricFamilies)
+        families = host.families
         self._family = _told(
             "Error when creating MetricFamily",
             self.instance,

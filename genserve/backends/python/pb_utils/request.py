@@ -55,7 +55,7 @@ class InferenceTrace:
 class InferenceRequest:
     """A request to this model, as `execute` gets it; or one to another, as a model makes it."""
 
-    __slots__ = ("_asked", "_flags", "_host", "_inference", "_inputs", "_sender", "_trace")
+    __slots__ = ("_asked", "_flags", "_host", "_inference", "_inputs", "_requested", "_sender", "_trace")
 
     def __init__(
         self,
@@ -99,22 +99,24 @@ class InferenceRequest:
             raise TritonModelException(f"Input tensor {of}")
         if "" in requested_output_names:
             raise TritonModelException(f"Requested output name {of}")
-        names = [tensor._wrapped.name for tensor in inputs]
-        if len(set(names)) < len(names):
+        self._inputs: list[Tensor] | None = list(inputs)
+        tensors = {tensor._wrapped.name: tensor._wrapped for tensor in self._inputs}
+        if len(tensors) < len(self._inputs):
+            names = [tensor._wrapped.name for tensor in self._inputs]
             twice = next(name for name in names if names.count(name) > 1)
             raise TritonModelException(f"input '{twice}' already exists in request")
-        self._inputs: list[Tensor] | None = list(inputs)
         self._asked = inner.InferenceRequest(
             model_name=model_name,
             model_version=model_version,
             id=request_id,
-            inputs={tensor._wrapped.name: tensor._wrapped for tensor in self._inputs},
+            inputs=tensors,
             requested_outputs=tuple(requested_output_names),
             parameters=checked_parameters(parameters) if parameters else {},
             correlation_id=correlation_id,
-            flags=RequestFlags(flags),
+            flags=RequestFlags(flags) if flags else RequestFlags.NONE,
             timeout_us=timeout,
         )
+        self._requested = self._asked.requested_outputs
         self._flags = flags
         self._trace = trace
         self._inference: Inference | None = None
@@ -126,12 +128,13 @@ class InferenceRequest:
         self = cls.__new__(cls)
         self._inputs = None
         self._asked = inference.request
+        self._requested = inference.request.requested_outputs or host.outputs
         self._flags = int(inference.request.flags)
         self._trace = None
         self._inference = inference
         self._host = host
         # Whoever drops a decoupled request before it has ended drops its sender too, which ends it.
-        self._sender = InferenceResponseSender(inference, decoupled=True) if host.decoupled else None
+        self._sender = self._new_sender(decoupled=True) if host.decoupled else None
         return self
 
     def inputs(self) -> list[Tensor]:
@@ -171,8 +174,8 @@ class InferenceRequest:
         return parameters_json(self._asked.parameters)
 
     def requested_output_names(self) -> set[str]:
-        """The outputs that are asked for; empty: all."""
-        return set(self._asked.requested_outputs)
+        """The outputs that are asked for; of a request to another model, empty: all."""
+        return set(self._requested)
 
     def trace(self) -> InferenceTrace:
         """The trace it belongs to."""
@@ -186,7 +189,7 @@ class InferenceRequest:
         """By which it can be answered at any time; of a decoupled model, the only way."""
         if self._sender is None:
             decoupled = self._host is not None and self._host.decoupled
-            self._sender = InferenceResponseSender(self._inference, decoupled=decoupled)
+            self._sender = self._new_sender(decoupled=decoupled)
         return self._sender
 
     def set_release_flags(self, flags: int) -> None:
@@ -239,7 +242,10 @@ class InferenceRequest:
         if self._sender is not None:
             self._sender.send(response, FINAL)
         elif self._inference is not None:
-            self._inference.send(response._unwrapped(self._asked.requested_outputs), final=True)
+            self._inference.send(response._unwrapped(self._requested), final=True)
+
+    def _new_sender(self, *, decoupled: bool) -> InferenceResponseSender:
+        return InferenceResponseSender(self._inference, requested=self._requested, decoupled=decoupled)
 
     def _check_answerable(self) -> None:
         if self._sender is not None:

@@ -35,7 +35,7 @@ class InferenceResponse:
         """Answer.
 
         Args:
-            output_tensors: of any names; those that were not asked for are left out.
+            output_tensors: those that were not asked for, or that the config does not declare, are left out.
             error: in place of tensors.
             parameters: of the response: booleans, integers and strings.
 
@@ -64,9 +64,7 @@ class InferenceResponse:
     def _unwrapped(self, requested: Sequence[str]) -> inner.InferenceResponse:
         if self._error is not None:
             return inner.InferenceResponse(error=inference_error(self._error))
-        outputs = tuple(
-            tensor._wrapped for tensor in self._tensors if not requested or tensor._wrapped.name in requested
-        )
+        outputs = tuple(tensor._wrapped for tensor in self._tensors if tensor._wrapped.name in requested)
         return inner.InferenceResponse(outputs=outputs, parameters=self._parameters)
 
     def output_tensors(self) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from _thread import start_new_thread
+from collections.abc import Sequence
 
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.backends.python.pb_utils.response import InferenceResponse
@@ -21,8 +22,9 @@ FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 class InferenceResponseSender:
     """Sends the responses to one request."""
 
-    def __init__(self, inference: Inference | None, *, decoupled: bool) -> None:
+    def __init__(self, inference: Inference | None, *, requested: Sequence[str], decoupled: bool) -> None:
         self._inference = inference
+        self._requested = requested
         self._decoupled = decoupled
         self._lock = threading.Lock()
         self._num_sent = 0
@@ -57,7 +59,7 @@ class InferenceResponseSender:
             self._check_order(final=flags == FINAL, empty=response is None)
             self._closed = flags == FINAL
             self._num_sent += 1
-        answer = None if response is None else response._unwrapped(inference.request.requested_outputs)
+        answer = None if response is None else response._unwrapped(self._requested)
         try:
             inference.send(answer, final=flags == FINAL)
         except Closed as error:

@@ -1,0 +1,215 @@
+"""The stages of a generation model, asked by named tensors."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from genserve.errors import GenserveError, InferenceError
+from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.repository.repository import Repository
+from genserve.tensor import Tensor
+
+BLS_LOOP = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.generate(request) for request in requests]
+
+    def generate(self, request):
+        input_ids = pb_utils.get_input_tensor_by_name(request, "input_ids").as_numpy()
+        for _ in range(12):
+            call = pb_utils.InferenceRequest(
+                model_name="tiny_logits",
+                requested_output_names=["logits"],
+                inputs=[pb_utils.Tensor("input_ids", input_ids)],
+            )
+            response = call.exec()
+            if response.has_error():
+                raise pb_utils.TritonModelException(response.error().message())
+            logits = pb_utils.get_output_tensor_by_name(response, "logits").as_numpy()
+            next_id = logits[:, -1].argmax(axis=-1)
+            input_ids = np.concatenate([input_ids, next_id[:, np.newaxis]], axis=1)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("output_ids", input_ids[0])])
+"""
+LOOP_CONFIG = """
+backend: "python"
+input [ { name: "input_ids" data_type: TYPE_INT64 dims: [ 1, -1 ] } ]
+output [ { name: "output_ids" data_type: TYPE_INT64 dims: [ -1 ] } ]
+instance_group [ { kind: KIND_CPU count: 4 } ]
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    root = tmp_path_factory.mktemp("stages") / "models"
+    shutil.copytree(tiny_repository, root)
+    (root / "loop" / "1").mkdir(parents=True)
+    (root / "loop" / "config.pbtxt").write_text(LOOP_CONFIG)
+    (root / "loop" / "1" / "model.py").write_text(BLS_LOOP)
+    repository = Repository([root])
+    repository.start()
+    assert repository.errors == {}
+    yield repository
+    repository.close()
+
+
+def asked(repository: Repository, model: str, **inputs: np.ndarray) -> list[InferenceResponse]:
+    responses: list[InferenceResponse] = []
+    ended = threading.Event()
+
+    def on_response(response: InferenceResponse | None, final: bool) -> None:
+        if response is not None:
+            responses.append(response)
+        if final:
+            ended.set()
+
+    tensors = {name: Tensor(name, array) for name, array in inputs.items()}
+    request = InferenceRequest(model_name=model, inputs=tensors)
+    repository.submit(Inference(request=request, on_response=on_response))
+    assert ended.wait(60)
+    for response in responses:
+        if response.error is not None:
+            raise response.error
+    return responses
+
+
+def text(*rows: str) -> np.ndarray:
+    return np.array([[row.encode()] for row in rows], dtype=object)
+
+
+def of(response: InferenceResponse, name: str) -> np.ndarray:
+    output = response.output(name)
+    assert output is not None
+    return output.array
+
+
+def greedy_ids(repository: Repository, prompt: list[int], *, count: int) -> list[int]:
+    """The ensemble's own greedy tokens, one forward of the logits stage for each."""
+    ids = list(prompt)
+    for _ in range(count):
+        [response] = asked(repository, "tiny_logits", input_ids=np.array([ids], dtype=np.int64))
+        ids.append(int(of(response, "logits")[0, -1].argmax()))
+    return ids
+
+
+def test_text_goes_in_and_the_whole_text_comes_out(repository: Repository) -> None:
+    ensemble = repository.get("tiny")
+    [response] = asked(repository, "tiny", text_input=text("hello"), max_tokens=np.array([[6]], np.int32))
+    ids = ensemble.tokenizer.encode("hello")
+    expected = greedy_ids(repository, ids, count=6)[len(ids) :]
+    detokenizer = ensemble.tokenizer.detokenizer()
+    whole = "".join(detokenizer.push(token_id) for token_id in expected) + detokenizer.flush()
+    assert of(response, "text_output").tolist() == [[whole.encode()]]
+
+
+def test_a_stream_is_the_same_text_in_parts(repository: Repository) -> None:
+    options = {"text_input": text("hello"), "max_tokens": np.array([[6]], np.int32)}
+    [whole] = asked(repository, "tiny", **options)
+    parts = asked(repository, "tiny", **options, stream=np.array([[True]]))
+    assert len(parts) > 1
+    joined = b"".join(of(part, "text_output")[0, 0] for part in parts)
+    assert joined == of(whole, "text_output")[0, 0]
+
+
+def test_the_texts_of_a_batch_are_answered_together(repository: Repository) -> None:
+    options = {"max_tokens": np.array([[4], [4]], np.int32)}
+    [both] = asked(repository, "tiny", text_input=text("hello", "world"), **options)
+    for row, word in enumerate(("hello", "world")):
+        [alone] = asked(repository, "tiny", text_input=text(word), max_tokens=np.array([[4]], np.int32))
+        assert of(both, "text_output")[row, 0] == of(alone, "text_output")[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens": np.array([[0]], np.int32)}, "max_tokens"),
+        ({"top_p": np.array([[2.0]], np.float32)}, "top_p"),
+        ({"random_seed": np.array([[1]], np.uint64), "text_input": text("")}, "empty"),
+    ],
+)
+def test_a_bad_parameter_is_named(repository: Repository, options: dict, words: str) -> None:
+    with pytest.raises(GenserveError, match=words):
+        asked(repository, "tiny", **({"text_input": text("hello")} | options))
+
+
+def test_the_tokenizer_stage_gives_ids(repository: Repository) -> None:
+    [response] = asked(repository, "tiny_tokenizer", text_input=text("hello"))
+    assert of(response, "input_ids").tolist() == [repository.get("tiny").tokenizer.encode("hello")]
+
+
+def test_the_logits_stage_gives_those_after_the_last_token_of_each_row(repository: Repository) -> None:
+    rows = np.array([[5, 6, 7, 0], [9, 8, 7, 6]], dtype=np.int64)
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=np.int64)
+    [both] = asked(repository, "tiny_logits", input_ids=rows, attention_mask=mask)
+    assert of(both, "logits").shape[:2] == (2, 1)
+    for row, ids in enumerate(([5, 6, 7], [9, 8, 7, 6])):
+        [alone] = asked(repository, "tiny_logits", input_ids=np.array([ids], dtype=np.int64))
+        np.testing.assert_allclose(of(both, "logits")[row], of(alone, "logits")[0], atol=1e-4)
+
+
+def test_ids_that_cannot_be_are_refused(repository: Repository) -> None:
+    with pytest.raises(GenserveError, match="outside the vocabulary"):
+        asked(repository, "tiny_logits", input_ids=np.array([[10**9]], dtype=np.int64))
+    with pytest.raises(GenserveError, match="attention_mask"):
+        asked(
+            repository,
+            "tiny_logits",
+            input_ids=np.array([[1, 2]], dtype=np.int64),
+            attention_mask=np.array([[1]], dtype=np.int64),
+        )
+
+
+def test_the_decoder_stage_says_whom_to_ask(repository: Repository) -> None:
+    with pytest.raises(InferenceError, match="runs inside of the ensemble 'tiny'"):
+        asked(repository, "tiny_decoder", logits=np.zeros((1, 1, 1), np.float32))
+
+
+def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Repository) -> None:
+    prompts = [[3, 4, 5, 6], [7, 8, 9], [10, 11], [12, 13, 14, 15, 16]]
+    expected = [greedy_ids(repository, prompt, count=12) for prompt in prompts]
+    loop = repository.get("tiny").loop
+    before = loop.num_steps
+    answers: dict[int, list[int]] = {}
+
+    def run(number: int) -> None:
+        ids = np.array([prompts[number]], dtype=np.int64)
+        [response] = asked(repository, "loop", input_ids=ids)
+        answers[number] = of(response, "output_ids").tolist()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[number] for number in range(len(prompts))] == expected
+    assert loop.num_steps - before < 4 * 12
+
+
+def test_executions_are_counted(repository: Repository) -> None:
+    statistics = repository.find("tiny").statistics
+    before = statistics.execution_count
+    asked(repository, "tiny", text_input=text("hello"), max_tokens=np.array([[2]], np.int32))
+    for _ in range(200):
+        if statistics.execution_count == before + 1:
+            break
+        threading.Event().wait(0.01)
+    assert statistics.execution_count == before + 1
+
+
+def test_a_logits_stage_alone_has_an_engine_of_its_own(tiny_repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_repository / "tiny_logits", tmp_path / "alone")
+    config = tmp_path / "alone" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"tiny_logits"', '"alone"'))
+    repository = Repository([tmp_path])
+    repository.start()
+    [response] = asked(repository, "alone", input_ids=np.array([[1, 2, 3]], dtype=np.int64))
+    assert of(response, "logits").shape[:2] == (1, 1)
+    repository.close()
