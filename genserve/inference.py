@@ -130,11 +130,11 @@ class Inference:
     error: GenserveError | None = None
     executors: Sequence[Executor] = ()
     parts: list[Inference] = field(default_factory=list, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _ended: bool = False
-    _cancelled: bool = False
-    _on_cancel: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    _on_end: list[Callable[[Inference], None]] = field(default_factory=list, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _ended: bool = field(default=False, init=False)
+    _cancelled: bool = field(default=False, init=False)
+    _on_cancel: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
+    _on_end: list[Callable[[Inference], None]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.inputs = dict(self.request.inputs)
