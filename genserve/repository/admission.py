@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.data_type import DataType
-from genserve.errors import InferenceError
+from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
@@ -62,8 +62,14 @@ class Admission:
         return seen
 
     def reshaped_response(self, response: InferenceResponse) -> InferenceResponse:
-        """Return a response with the outputs as the config's `dims` have them, not as the model does."""
-        outputs = tuple(map(self._reshaped_output, response.outputs))
+        """Return a response with the outputs as the config's `dims` have them, not as the model does.
+
+        It is an error if an output has not as many elements as they say.
+        """
+        try:
+            outputs = tuple(map(self._reshaped_output, response.outputs))
+        except InferenceError as error:
+            return InferenceResponse(error=error)
         return InferenceResponse(outputs=outputs, parameters=response.parameters, error=response.error)
 
     def _reshaped_output(self, tensor: Tensor) -> Tensor:
@@ -74,7 +80,15 @@ class Admission:
         shape = tensor.shape[len(lead) :]
         if len(shape) != len(spec.reshape):
             return tensor  # the model's own idea: told as it is
-        return tensor.reshaped(lead + _reshape(shape, dims=spec.reshape, reshape=spec.dims))
+        told = lead + _reshape(shape, dims=spec.reshape, reshape=spec.dims)
+        if math.prod(told) != math.prod(tensor.shape):
+            raise InferenceError(
+                f"output '{spec.name}' of model '{self._model}' has shape {_shape(tensor.shape)}, whose "
+                f"elements do not fit {_shape(told)}",
+                status=Status.INTERNAL,
+                remedy=f"the model's output must have the shape that `reshape` says: {_shape(spec.reshape)}",
+            )
+        return tensor.reshaped(told)
 
     def _check_count(self, request: InferenceRequest) -> None:
         num_inputs = len(request.inputs)

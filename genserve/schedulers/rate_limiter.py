@@ -75,11 +75,6 @@ class RateLimiter:
         self._count = itertools.count()
         self._turn = 0  # of whoever had the last
 
-    @property
-    def num_in_line(self) -> int:
-        """Instances that have work and wait for their resources."""
-        return len(self._line)
-
     def register(self, claim: Claim, *, device_id: int) -> ResourcePermit:
         """Return the permit of an instance that is to be loaded; `withdraw` it once the instance has gone.
 

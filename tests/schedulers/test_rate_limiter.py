@@ -228,7 +228,7 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
         )
         instance.started.result()
         running.append(instance)
-    while limiter.num_in_line < 2:
+    while len(limiter._line) < 2:
         pass  # both have found work
     blocker.release()
     for instance in running:
