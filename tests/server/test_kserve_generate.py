@@ -98,7 +98,8 @@ def test_each_response_is_an_event(server) -> None:
 
 
 def test_parameters_of_a_response_take_no_place_that_is_ours(server) -> None:
-    answer = post(server, "odd", {"X": json.dumps({"model_name": "evil", "Y": "evil", "id": "evil"}), "id": "q"})
+    evil = dict.fromkeys(("id", "model_name", "model_version", "Y"), "evil")
+    answer = post(server, "odd", {"X": json.dumps(evil), "id": "q"})
     assert answer.json() == {"id": "q", "model_name": "odd", "model_version": "1", "Y": 1}
 
 
