@@ -223,7 +223,7 @@ class Door(Protocol):
         """
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-        """Load or reload a model; with `files`, by `file:<version>/<name>`, from these alone.
+        """Load or reload a model; with `files`, by `<version>/<name>`, from these alone.
 
         Raises:
             InferenceError: it cannot be loaded, or the server does not allow it.

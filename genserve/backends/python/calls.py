@@ -295,6 +295,7 @@ def _watch(
     wait = Wait(inference, executor)
 
     def look() -> None:
+        nonlocal next_look
         if answer.done():
             return
         try:
@@ -303,15 +304,16 @@ def _watch(
             fail(error)
             inference.cancel()
         else:
-            loop.call_later(_LOOK_EVERY_S, look)
+            next_look = loop.call_later(_LOOK_EVERY_S, look)
 
     def ended(answer: asyncio.Future[Any]) -> None:
+        next_look.cancel()  # or it would keep the answer until then
         wait.end()
         if answer.cancelled():
             inference.cancel()
 
     answer.add_done_callback(ended)
-    loop.call_later(_LOOK_EVERY_S, look)
+    next_look = loop.call_later(_LOOK_EVERY_S, look)
 
 
 def _tell(answer: asyncio.Future[T], value: Callable[[], T]) -> None:

@@ -157,6 +157,23 @@ return asyncio.run(both())"""
     assert shown(models, body) == "[2.0, 4.0]"
 
 
+def test_nothing_looks_at_an_async_call_that_is_answered(models):
+    models.add("target", DOUBLE)
+    body = """\
+looks = []
+class Loop(asyncio.SelectorEventLoop):
+    def call_later(self, *args, **fields):
+        looks.append(super().call_later(*args, **fields))
+        return looks[-1]
+async def later(**fields):
+    await ask("target", x).async_exec(**fields)
+for fields in ({}, {"decoupled": True}):
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(later(**fields))
+return [look.cancelled() for look in looks]"""
+    assert shown(models, body) == "[True, True]"
+
+
 def test_an_async_execute_awaits_its_calls(models):
     models.add("target", DOUBLE)
     body = "return float((await ask('target', x).async_exec()).output_tensors()[0].as_numpy()[0])"
@@ -393,4 +410,4 @@ return texts, ready"""
         ],
         [True, True, False, False],
     ))  # fmt: skip
-    assert models.loaded == [("target", "{}", {"file:1/model.py": b""}), ("target", True)]
+    assert models.loaded == [("target", "{}", {"1/model.py": b""}), ("target", True)]
