@@ -62,12 +62,14 @@ class DataType(Enum):
         """Return the type of the elements of an array; arrays of objects and of `S` strings are BYTES.
 
         Raises:
-            KeyError: the protocol has no such type (`<U`, complex, dates).
+            KeyError: the protocol has no such type (`<U`, complex, dates, big-endian numbers).
         """
         known = _OF_NUMPY.get(dtype)
         if known is not None:
             return known
-        return cls.BYTES if dtype.kind == "S" else _OF_NUMPY[dtype.newbyteorder("<")]
+        if dtype.kind == "S":
+            return cls.BYTES
+        raise KeyError(dtype)
 
 
 _OF_NUMPY = {data_type.numpy: data_type for data_type in reversed(DataType)}

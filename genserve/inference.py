@@ -79,11 +79,14 @@ class Executor:
         name: of the instance.
         executing: the batch it has in hand; empty: it is free.
         waiting_for: the inferences whose answers it waits for, by BLS.
+        blocked_by: tells who keeps it from executing: those that hold a resource that it needs, or stand in
+            line for it before this one.
     """
 
     name: str
     executing: Sequence[Inference] = ()
     waiting_for: set[Inference] = field(default_factory=set, repr=False)
+    blocked_by: Callable[[], Sequence[Executor]] = field(default=tuple, repr=False)
 
 
 # The instance whose `execute` the code runs in.
@@ -164,10 +167,13 @@ class Inference:
             if response is not None:
                 self.num_responses += 1
                 self.error = self.error or response.error
-        self.on_response(response, final)
-        if final:
-            for callback in self._on_end:
-                callback(self)
+        try:
+            self.on_response(response, final)
+        finally:  # whatever the requester does: who counts and waits must know
+            if final:
+                for callback in self._on_end:
+                    callback(self)
+                self._on_end.clear()
 
     def fail(self, error: GenserveError) -> None:
         """End with an error; does nothing if it has ended already."""
@@ -187,8 +193,10 @@ class Inference:
             callback()
 
     def when_cancelled(self, callback: Callable[[], None]) -> None:
-        """Call back once it is cancelled: at once if it is already."""
+        """Call back once it is cancelled: at once if it is already, and never once it has ended."""
         with self._lock:
+            if self._ended:
+                return
             if not self._cancelled:
                 self._on_cancel.append(callback)
                 return

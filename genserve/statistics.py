@@ -21,7 +21,7 @@ class FailureReason(StrEnum):
     REJECTED = "REJECTED"       # in the queue: full, or timed out
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"         # the model
-    OTHER = "OTHER"
+    OTHER = "OTHER"             # a step of an ensemble
 
 
 @dataclass(slots=True)
@@ -122,6 +122,7 @@ class ModelStatistics:
         with self._lock:
             self.last_inference_ms = time.time_ns() // 1_000_000
             self.success.add(time.monotonic_ns() - inference.submitted_ns)
+            self.queue.add(0)
             self.cache_hit.add(lookup_ns)
 
     def cache_missed(self, *, lookup_and_insert_ns: int) -> None:
@@ -133,6 +134,8 @@ class ModelStatistics:
 def _reason(inference: Inference, error: GenserveError) -> FailureReason:
     if inference.cancelled or (isinstance(error, InferenceError) and error.status is Status.CANCELLED):
         return FailureReason.CANCELED
+    if inference.parts:
+        return FailureReason.OTHER  # an ensemble's: the step has the reason
     if not inference.started_ns:
         return FailureReason.REJECTED
     return FailureReason.BACKEND

@@ -63,8 +63,8 @@ def _options(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 done; 1 a GenserveError, printed with its remedy, or faults that `genserve check` lists;
-    2 wrong usage; 130 Ctrl-C.
+    Exit codes: 0 done; 1 a GenserveError, printed with its remedy, or faults that `genserve check` lists, or
+    a server that did not end by itself once told to; 2 wrong usage; 130 Ctrl-C.
     """
     try:
         app()

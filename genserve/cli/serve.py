@@ -257,7 +257,12 @@ def serve(
         drain_s=drain_s,
         log_verbose=log_verbose,
     )
-    run_server(settings, on_ready=print_card)
+    run_server(settings, on_ready=print_card, on_stuck=_cut_off)
+
+
+def _cut_off() -> None:
+    # Not `sys.exit`: a model that does not return would keep the process as it has kept the server.
+    os._exit(1)
 
 
 def print_card(server: ServerInfo) -> None:

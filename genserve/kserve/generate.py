@@ -57,12 +57,14 @@ def generated(response: InferenceResponse, *, inference: Inference) -> bytes:
     """
     if response.error is not None:
         raise response.error
-    document: dict[str, Any] = {"id": inference.request.id} if inference.request.id else {}
-    document |= {"model_name": inference.model_name, "model_version": str(inference.model_version)}
-    document |= response.parameters
+    document: dict[str, Any] = dict(response.parameters)
     for tensor in response.outputs:
         values = elements_of(tensor)
         document[tensor.name] = _alone(values) if len(values) == 1 else values
+    # Last, so that nothing of the model's takes the place of what it is the answer to.
+    document |= {"model_name": inference.model_name, "model_version": str(inference.model_version)}
+    if inference.request.id:
+        document["id"] = inference.request.id
     return dump(dict(sorted(document.items())))
 
 

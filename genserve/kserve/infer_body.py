@@ -17,7 +17,7 @@ from genserve.kserve.json_document import JsonText, Kind, checked, member, read_
 from genserve.kserve.json_elements import read_elements
 from genserve.kserve.models import ServedModel
 from genserve.kserve.requested_output import RequestedOutput
-from genserve.kserve.shared_memory import SharedMemory
+from genserve.kserve.shared_memory import RegionPart, SharedMemory
 from genserve.tensor import Tensor
 
 __all__ = ["InferBody", "custom_parameter", "read_infer_body", "read_raw_body"]
@@ -217,7 +217,7 @@ class _Reader:
     def _data(self, content: str, entry: Any) -> memoryview:
         given = entry["parameters"]
         if content == "shared_memory_region":
-            return self._shared(given)
+            return self._shared(given).read()
         return self._take(entry["name"], member(given, "binary_data_size", Kind.UNSIGNED))
 
     def _take(self, name: str, size: int) -> memoryview:
@@ -254,13 +254,13 @@ class _Reader:
             target=self._shared(given) if shared else None,
         )
 
-    def _shared(self, given: Mapping[str, Any]) -> memoryview:
+    def _shared(self, given: Mapping[str, Any]) -> RegionPart:
         region = member(given, "shared_memory_region", Kind.STRING)
         offset, byte_size = (
             checked(given.get(key, 0), Kind.UNSIGNED, doing=f"Unable to parse '{key}'")
             for key in ("shared_memory_offset", "shared_memory_byte_size")
         )
-        return self._shared_memory.view(region, offset=offset, byte_size=byte_size)
+        return self._shared_memory.part(region, offset=offset, byte_size=byte_size)
 
 
 def _read_parameters(given: Any, custom: dict[str, Parameter]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from genserve.kserve.classification import classify
 from genserve.kserve.models import ServedModel
-from genserve.kserve.shared_memory import store
+from genserve.kserve.shared_memory import RegionPart
 from genserve.tensor import Tensor
 
 __all__ = ["RequestedOutput", "prepared"]
@@ -26,7 +26,7 @@ class RequestedOutput:
     name: str
     binary: bool = False
     classification: int = 0
-    target: memoryview | None = None
+    target: RegionPart | None = None
 
 
 def prepared(tensor: Tensor, *, requested: RequestedOutput | None, model: ServedModel) -> Tensor:
@@ -45,5 +45,5 @@ def prepared(tensor: Tensor, *, requested: RequestedOutput | None, model: Served
             batched=bool(model.config.max_batch_size),
         )
     if requested.target is not None:
-        store(tensor, requested.target)
+        requested.target.store(tensor)
     return tensor

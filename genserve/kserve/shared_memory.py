@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from genserve.errors import InferenceError, Status
 from genserve.tensor import Tensor
 
-__all__ = ["Region", "SharedMemory", "store"]
+__all__ = ["Region", "RegionPart", "SharedMemory"]
 
 _FOLDER = Path("/dev/shm")  # where POSIX shared memory has its names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Region:
     """A registered part of a shared memory object.
 
@@ -25,20 +25,79 @@ class Region:
         key: of the object, as for `shm_open`.
         offset: of the region in the object, bytes.
         byte_size: of the region.
-        data: its bytes.
+        descriptor: of the object; closed with the last reference to this.
     """
 
     name: str
     key: str
     offset: int
     byte_size: int
-    data: memoryview
+    descriptor: int
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPart:
+    """A part of a region, to read from or to write into.
+
+    Bytes are copied by system calls, never mapped: the object is the client's, and were it made smaller, a
+    look at a mapping of it would end the process.
+    """
+
+    region: Region
+    offset: int
+    byte_size: int
+
+    def read(self) -> memoryview:
+        """Return a copy of the bytes, writable.
+
+        Raises:
+            InferenceError: INVALID_ARG, the object has become too small.
+        """
+        data = memoryview(bytearray(self.byte_size))
+        done = 0
+        while done < self.byte_size:
+            num_read = os.preadv(self.region.descriptor, [data[done:]], self._start + done)
+            if not num_read:
+                raise _out_of_bounds(self.region.name)
+            done += num_read
+        return data
+
+    def store(self, tensor: Tensor) -> None:
+        """Write an output where its request wants it.
+
+        Raises:
+            InferenceError: INTERNAL, there is not enough room; INVALID_ARG, the object has become too small.
+                Nothing was written.
+        """
+        data = memoryview(tensor.to_bytes())
+        if len(data) > self.byte_size:
+            raise InferenceError(
+                f"shared memory size specified with the request for output '{tensor.name}' "
+                f"({self.byte_size} bytes) should be at least {len(data)} bytes to hold the results",
+                status=Status.INTERNAL,
+            )
+        self.check()
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.region.descriptor, data[done:], self._start + done)
+
+    def check(self) -> None:
+        """Raise InferenceError, INVALID_ARG, where the object has become too small for this part."""
+        if self._start + self.byte_size > os.fstat(self.region.descriptor).st_size:
+            raise _out_of_bounds(self.region.name)
+
+    @property
+    def _start(self) -> int:
+        return self.region.offset + self.offset
 
 
 class SharedMemory:
     """The regions that clients have registered. Safe from any thread.
 
-    A region that is unregistered goes away once nothing that was read from it is in use.
+    A region that is unregistered goes away once no output is to be written into it.
     """
 
     def __init__(self, *, allowed: bool) -> None:
@@ -59,8 +118,10 @@ class SharedMemory:
             if name in self._regions:
                 text = f"shared memory region '{name}' already in manager"
                 raise InferenceError(text, status=Status.ALREADY_EXISTS)
-            data = _map(key, offset=offset, byte_size=byte_size)
-            self._regions[name] = Region(name=name, key=key, offset=offset, byte_size=byte_size, data=data)
+            descriptor = _open(key, offset=offset, byte_size=byte_size)
+            self._regions[name] = Region(
+                name=name, key=key, offset=offset, byte_size=byte_size, descriptor=descriptor
+            )
 
     def unregister(self, name: str = "") -> None:
         """Forget a region, or all of them; one that is not known is fine.
@@ -99,11 +160,11 @@ class SharedMemory:
             f"Unable to find system shared memory region: '{name}'", status=Status.NOT_FOUND
         )
 
-    def view(self, name: str, *, offset: int, byte_size: int) -> memoryview:
+    def part(self, name: str, *, offset: int, byte_size: int) -> RegionPart:
         """Return a part of a region, to read from or to write into.
 
         Raises:
-            InferenceError: NOT_FOUND, there is no such region; INVALID_ARG, it is not so large.
+            InferenceError: NOT_FOUND, there is no such region; INVALID_ARG, it is not so large, or no longer.
         """
         with self._lock:
             region = self._regions.get(name)
@@ -111,42 +172,30 @@ class SharedMemory:
             raise InferenceError(
                 f"Unable to find shared memory region: '{name}'", status=Status.NOT_FOUND
             )
-        if offset >= region.byte_size:
+        if not 0 <= offset < region.byte_size:
             raise InferenceError(f"Invalid offset for shared memory region: '{name}'")
         if not 0 < byte_size <= region.byte_size - offset:
-            raise InferenceError(f"Invalid offset + byte size for shared memory region: '{name}'")
-        return region.data[offset : offset + byte_size]
+            raise _out_of_bounds(name)
+        part = RegionPart(region=region, offset=offset, byte_size=byte_size)
+        part.check()
+        return part
 
 
-def store(tensor: Tensor, target: memoryview) -> None:
-    """Write an output where its request wants it.
-
-    Raises:
-        InferenceError: INTERNAL, there is not enough room; nothing was written.
-    """
-    data = tensor.to_bytes()
-    if len(data) > len(target):
-        raise InferenceError(
-            f"shared memory size specified with the request for output '{tensor.name}' ({len(target)} bytes) "
-            f"should be at least {len(data)} bytes to hold the results",
-            status=Status.INTERNAL,
-        )
-    target[: len(data)] = data
+def _out_of_bounds(name: str) -> InferenceError:
+    return InferenceError(f"Invalid offset + byte size for shared memory region: '{name}'")
 
 
-def _map(key: str, *, offset: int, byte_size: int) -> memoryview:
+def _open(key: str, *, offset: int, byte_size: int) -> int:
+    """Return a descriptor of an object that has such a part."""
     name = key.removeprefix("/")
     try:
         if not name or "/" in name or name in (".", ".."):
             raise OSError
-        descriptor = os.open(_FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(_FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
         text = f"Unable to open shared memory region: '{key}'"
         raise InferenceError(text, status=Status.INTERNAL) from None
-    try:
-        end = offset + byte_size
-        if not byte_size or end > os.fstat(descriptor).st_size:
-            raise InferenceError(f"Invalid shared memory region: '{key}'", status=Status.INTERNAL)
-        return memoryview(mmap.mmap(descriptor, end))[offset:]
-    finally:
+    if not byte_size or offset + byte_size > os.fstat(descriptor).st_size:
         os.close(descriptor)
+        raise InferenceError(f"Invalid shared memory region: '{key}'", status=Status.INTERNAL)
+    return descriptor

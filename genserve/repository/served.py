@@ -134,9 +134,8 @@ class Served:
         inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
-        except GenserveError as error:
-            inference.error = error
-            self._ended(inference)
+        except GenserveError:
+            self._leave()  # what is refused is not counted
             raise
 
     def close(self, *, timeout_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -20,6 +21,7 @@ from genserve.repository.repository import Repository
 from genserve.schedulers.rate_limiter import Capacity
 from genserve.server.address import address_of
 from genserve.server.app import create_app
+from genserve.server.daemon_thread import start_daemon
 from genserve.server.metrics import CpuCollector, InferenceCollector
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.services import Services
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # After the drain, streams get a moment to write their error event before their tasks are cancelled.
 _FAREWELL_S = 5
+# So long the process may take to end once everything has closed, or after the second signal.
+_LAST_S = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +73,19 @@ class ServerInfo:
     errors: tuple[GenserveError, ...]       # of models that could not be loaded
 
 
-def serve(settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | None = None) -> None:
+def serve(
+    settings: ServerSettings,
+    *,
+    on_ready: Callable[[ServerInfo], None] | None = None,
+    on_stuck: Callable[[], None] | None = None,
+) -> None:
     """Load the models and answer requests until SIGTERM or SIGINT; then drain, and return.
 
     Args:
         settings: see `ServerSettings`.
         on_ready: called once, on the server's thread, when the models are loaded.
+        on_stuck: called, on a thread, if the process is still there some seconds after the drain, or one
+            second after a second signal: a model does not return, and only the process can end it.
 
     Raises:
         RepositoryError: there is no repository, or no model in it, or (with `exit_on_error`) one of its
@@ -86,7 +97,7 @@ def serve(settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | 
         level=logging.INFO if settings.log_verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    Server(settings, on_ready=on_ready).serve_until_stopped()
+    Server(settings, on_ready=on_ready, on_stuck=on_stuck).serve_until_stopped()
 
 
 class Server(uvicorn.Server):
@@ -97,7 +108,11 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, settings: ServerSettings, *, on_ready: Callable[[ServerInfo], None] | None = None
+        self,
+        settings: ServerSettings,
+        *,
+        on_ready: Callable[[ServerInfo], None] | None = None,
+        on_stuck: Callable[[], None] | None = None,
     ) -> None:
         """Read the repository's folders; raises what `serve` raises about them."""
         metrics = Metrics()
@@ -121,9 +136,11 @@ class Server(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
+        self._on_stuck = on_stuck
         self._grpc: GrpcEndpoint | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
 
     def serve_until_stopped(self) -> None:
@@ -141,6 +158,8 @@ class Server(uvicorn.Server):
         """
         self.force_exit = self.should_exit
         self.should_exit = True
+        # Here, not in `shutdown`, which an event loop that is blocked never comes to.
+        self._expect_end(0 if self.force_exit else self.services.settings.drain_s + _FAREWELL_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the ports, and load the models beside."""
@@ -174,19 +193,32 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new work, let what runs end until the drain is over, then close the models."""
         self.services.draining = True
-        repository = self.services.repository
+        drain_s = self.services.settings.drain_s
+        self._expect_end(drain_s + _FAREWELL_S)
         event_loop = asyncio.get_running_loop()
-        # Closing the engines ends the streams that still run, each with an error event.
-        deadline = event_loop.call_later(
-            self.services.settings.drain_s, event_loop.run_in_executor, None, repository.close
-        )
+        end = event_loop.time() + drain_s + _FAREWELL_S
+        # Closing the models ends what still runs, each request with an error.
+        deadline = event_loop.call_later(drain_s, self._close_repository)
         await asyncio.gather(super().shutdown(sockets=sockets), self._close_grpc())
         deadline.cancel()
         if self._loading is not None:
-            await self._loading
-        await event_loop.run_in_executor(None, repository.close)
+            await _wait("loading the models", self._loading, until=end)
+        await _wait("closing the models", self._close_repository(), until=end)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
+
+    def _close_repository(self) -> asyncio.Future[None]:
+        """Begin to close the models, if that has not begun."""
+        if self._closing is None:
+            self._closing = start_daemon(self.services.repository.close, name="close")
+        return self._closing
+
+    def _expect_end(self, seconds: float) -> None:
+        """Call `on_stuck` unless the process has ended by then."""
+        if self._on_stuck is not None:
+            timer = threading.Timer(seconds + _LAST_S, self._on_stuck)
+            timer.daemon = True
+            timer.start()
 
     async def _close_grpc(self) -> None:
         if self._grpc is not None:
@@ -195,7 +227,7 @@ class Server(uvicorn.Server):
     async def _load(self, info: ServerInfo) -> None:
         settings, repository = self.services.settings, self.services.repository
         try:
-            await asyncio.to_thread(repository.start, _wanted(settings))
+            await start_daemon(lambda: repository.start(_wanted(settings)), name="load")
             _check_started(settings, repository)
         except Exception as error:
             self._fail(error)
@@ -206,6 +238,15 @@ class Server(uvicorn.Server):
     def _fail(self, error: Exception) -> None:
         self._failure = error
         self.should_exit = True
+
+
+async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None:
+    """Wait for something to end, and raise what it raised; at the latest until a time of the event loop."""
+    done, _ = await asyncio.wait({work}, timeout=max(0.0, until - asyncio.get_running_loop().time()))
+    if done:
+        work.result()
+    else:
+        logger.error("%s takes too long: the server ends without", doing)
 
 
 def _repository_options(settings: ServerSettings) -> RepositoryOptions:

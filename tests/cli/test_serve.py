@@ -43,7 +43,7 @@ def test_flags_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
 def settings_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServerSettings:
     """Return what a command line makes of the settings."""
     given: list[ServerSettings] = []
-    monkeypatch.setattr("genserve.server.serve", lambda settings, *, on_ready: given.append(settings))
+    monkeypatch.setattr("genserve.server.serve", lambda settings, **_: given.append(settings))
     result = CliRunner().invoke(app, ["serve", *words])
     assert result.exit_code == 0, result.output
     return given[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import InferenceError, Status
-from genserve.kserve.shared_memory import SharedMemory, store
+from genserve.kserve.shared_memory import SharedMemory
 from genserve.tensor import Tensor
 
 
@@ -27,16 +28,18 @@ def memory() -> SharedMemory:
 
 def test_a_region_is_a_window_onto_the_object(memory: SharedMemory, key: str) -> None:
     memory.register("r", key=key, offset=32, byte_size=16)
-    assert bytes(memory.view("r", offset=4, byte_size=2)) == bytes([36, 37])
-    store(Tensor("Y", np.array([7], np.uint8)), memory.view("r", offset=0, byte_size=8))
+    assert bytes(memory.part("r", offset=4, byte_size=2).read()) == bytes([36, 37])
+    memory.part("r", offset=0, byte_size=8).store(Tensor("Y", np.array([7], np.uint8)))
     assert Path("/dev/shm", key[1:]).read_bytes()[32] == 7
 
 
-@pytest.mark.parametrize(("offset", "byte_size"), [(16, 1), (15, 2), (0, 17), (0, 0), (2**63, 1)])
+@pytest.mark.parametrize(
+    ("offset", "byte_size"), [(16, 1), (15, 2), (0, 17), (0, 0), (2**63, 1), (-4, 4)]
+)
 def test_nothing_outside_of_a_region_is_seen(memory, key: str, offset: int, byte_size: int) -> None:
     memory.register("r", key=key, offset=0, byte_size=16)
     with pytest.raises(InferenceError, match="for shared memory region: 'r'"):
-        memory.view("r", offset=offset, byte_size=byte_size)
+        memory.part("r", offset=offset, byte_size=byte_size)
 
 
 @pytest.mark.parametrize(("offset", "byte_size"), [(0, 65), (64, 1), (0, 0), (2**62, 1)])
@@ -53,23 +56,48 @@ def test_a_key_names_an_object_and_no_other_file(memory: SharedMemory, key: str)
 
 def test_a_name_is_taken_until_it_is_given_back(memory: SharedMemory, key: str) -> None:
     memory.register("r", key=key, offset=0, byte_size=8)
-    view = memory.view("r", offset=0, byte_size=8)
+    part = memory.part("r", offset=0, byte_size=8)
     with pytest.raises(InferenceError, match="shared memory region 'r' already in manager") as caught:
         memory.register("r", key=key, offset=0, byte_size=8)
     assert caught.value.status is Status.ALREADY_EXISTS
     memory.unregister("r")
     memory.unregister("r")
     memory.register("r", key=key, offset=0, byte_size=8)
-    assert bytes(view[:2]) == b"\0\1"  # what is still in use stays
+    assert bytes(part.read()[:2]) == b"\0\1"  # what is still in use stays
     memory.unregister()
     assert memory.regions() == []
 
 
-def test_an_output_that_is_too_large_is_not_written() -> None:
-    target = memoryview(bytearray(3))
+def test_an_output_that_is_too_large_is_not_written(memory: SharedMemory, key: str) -> None:
+    memory.register("r", key=key, offset=0, byte_size=8)
+    target = memory.part("r", offset=0, byte_size=3)
     with pytest.raises(InferenceError, match=r"output 'Y' \(3 bytes\) should be at least 4 bytes"):
-        store(Tensor("Y", np.array([-1], np.int32)), target)
-    assert bytes(target) == bytes(3)
+        target.store(Tensor("Y", np.array([-1], np.int32)))
+    assert bytes(target.read()) == b"\0\1\2"
+
+
+def test_an_object_that_was_made_smaller_is_an_error(memory: SharedMemory, key: str) -> None:
+    memory.register("r", key=key, offset=16, byte_size=32)
+    part = memory.part("r", offset=16, byte_size=8)
+    os.truncate(f"/dev/shm{key}", 36)
+    for look in (
+        part.read,
+        lambda: part.store(Tensor("Y", np.ones(1, np.uint8))),
+        lambda: memory.part("r", offset=16, byte_size=8),
+    ):
+        with pytest.raises(InferenceError, match="Invalid offset"):
+            look()
+    assert Path(f"/dev/shm{key}").stat().st_size == 36
+
+
+def test_an_object_is_let_go_once_its_region_is(memory: SharedMemory, key: str) -> None:
+    def is_open() -> bool:
+        return Path("/dev/shm", key[1:]) in [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+
+    memory.register("r", key=key, offset=0, byte_size=8)
+    assert is_open()
+    memory.unregister("r")
+    assert not is_open()
 
 
 def test_where_it_is_not_allowed_nothing_is_registered(key: str) -> None:

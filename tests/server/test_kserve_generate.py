@@ -16,10 +16,34 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKServe]:
     (folder / "endless" / "1").mkdir(parents=True)
     (folder / "endless" / "config.pbtxt").write_text(ENDLESS_CONFIG)
     (folder / "endless" / "1" / "model.py").write_text(ENDLESS)
+    (folder / "odd" / "1").mkdir(parents=True)
+    (folder / "odd" / "config.pbtxt").write_text(ODD_CONFIG)
+    (folder / "odd" / "1" / "model.py").write_text(ODD)
     with LiveKServe(folder) as live:
         yield live
 
 
+ODD = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        text = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0].decode()
+        parameters = json.loads(text)
+        if "raise" in parameters:
+            raise ValueError(parameters["raise"])
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.ones(1, np.int32))], parameters=parameters)
+"""
+ODD_CONFIG = """
+backend: "python"
+input { name: "X" data_type: TYPE_STRING dims: [ 1 ] }
+output { name: "Y" data_type: TYPE_INT32 dims: [ 1 ] }
+"""
 ENDLESS = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -71,6 +95,30 @@ def test_each_response_is_an_event(server) -> None:
     body = {"text_input": "a b c", "max_tokens": 3, "stream": True}
     answer = post(server, "generate", body, how="generate_stream")
     assert [event["text_output"] for event in events(answer)] == ["a", "b", "c"]
+
+
+def test_parameters_of_a_response_take_no_place_that_is_ours(server) -> None:
+    evil = dict.fromkeys(("id", "model_name", "model_version", "Y"), "evil")
+    answer = post(server, "odd", {"X": json.dumps(evil), "id": "q"})
+    assert answer.json() == {"id": "q", "model_name": "odd", "model_version": "1", "Y": 1}
+
+
+@pytest.mark.parametrize("how", ["generate", "generate_stream", "infer"])
+def test_an_answer_that_json_cannot_have_is_an_error(server, how: str) -> None:
+    body: dict[str, object] = {"X": json.dumps({"half": "\ud800"})}
+    if how == "infer":
+        body = {"inputs": [{"name": "X", "datatype": "BYTES", "shape": [1], "data": [body["X"]]}]}
+    answer = post(server, "odd", body, how=how)
+    told = events(answer)[0] if how == "generate_stream" else answer.json()
+    assert (answer.status_code, told["error"]) == (
+        500 if how == "infer" else 400,
+        "the server failed; its log has the reason",
+    )
+
+
+def test_the_text_of_an_error_need_not_be_utf_8(server) -> None:
+    answer = post(server, "odd", {"X": json.dumps({"raise": "bad \ud800"})})
+    assert "bad ?" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(("grid", "shape"), [([1, 2, 3, 4], [1, 2, 2]), ([], [1, 0, 2])])

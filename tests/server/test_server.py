@@ -17,6 +17,7 @@ from genserve.errors import GenserveError, ModelNotFound, RepositoryError
 from genserve.server.serve import Server
 from genserve.settings import ServerSettings
 from tests.live import LiveServer
+from tests.models import write_model
 
 
 def request_bytes(path: str, body: dict) -> bytes:
@@ -147,6 +148,65 @@ def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
         process.send_signal(getattr(signal, signal_name))
         process.stdout.read()
     assert process.returncode == 0
+
+
+STUCK = """
+import time
+
+class TritonPythonModel:
+    def execute(self, requests):
+        print("EXECUTING", flush=True)
+        while True:
+            time.sleep(1)
+"""
+ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}]}
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "signals"), [(0.1, [signal.SIGTERM]), (60, [signal.SIGTERM, signal.SIGINT])]
+)
+def test_a_model_that_never_returns_does_not_keep_the_server(tmp_path, drain_s, signals):
+    write_model(tmp_path, "stuck", code=STUCK)
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
+    command += ["--metrics-port=0", f"--model-repository={tmp_path}", f"--drain-s={drain_s}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while not (line := process.stdout.readline()).startswith("Ready at"):
+            assert process.poll() is None
+        host, port = line.split()[2].removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(request_bytes("/v2/models/stuck/infer", ASKED))
+            while "EXECUTING" not in process.stdout.readline():
+                assert process.poll() is None
+            for number in signals:
+                process.send_signal(number)
+            if len(signals) == 1:
+                answer = client.makefile("rb").read()
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
+            process.wait(timeout=30)
+
+
+def test_a_model_that_never_loads_does_not_keep_the_server(tmp_path):
+    write_model(
+        tmp_path,
+        "endless",
+        code="""
+            import time
+
+            class TritonPythonModel:
+                def initialize(self, args):
+                    print("LOADING", flush=True)
+                    while True:
+                        time.sleep(1)
+        """,
+    )
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
+    command += ["--metrics-port=0", f"--model-repository={tmp_path}", "--drain-s=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while "LOADING" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
 
 
 def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):

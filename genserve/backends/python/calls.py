@@ -267,7 +267,8 @@ def _no_instance(inference: Inference) -> InferenceError:
     return _call_error(
         name,
         "every instance that could run the request waits, directly or by way of other models, for this very "
-        f"request. Raise the count in the instance_group of model '{name}', or break the circle of calls.",
+        f"request. Raise the count in the instance_group of model '{name}', or the resources that there are "
+        "for its rate_limiter, or break the circle of calls.",
         status=Status.UNAVAILABLE,
     )
 

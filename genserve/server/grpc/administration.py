@@ -10,6 +10,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import GenserveError, InferenceError, Status
+from genserve.kserve.failure import failure
 from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.kserve.models import Models
 from genserve.server.grpc.codes import status_code
@@ -34,14 +35,14 @@ async def abort(context: Any, error: GenserveError) -> None:
 
 
 def method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Make a coroutine function that raises GenserveError a method of a service."""
+    """Make a coroutine function a method of a service, which ends with a code whatever it raises."""
 
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
         try:
             return await answer(self, request, context)
-        except GenserveError as error:
-            await abort(context, error)
+        except Exception as error:
+            await abort(context, failure(error, doing=answer.__name__))
 
     return answer_or_abort
 

@@ -133,9 +133,8 @@ def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> 
             yield _typed_tensor(spec, config=config, request_id=message.id)
             continue
         data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=message.id)
-        blob = read_shared_memory(spec, shared_memory) if spec.parameters else None
-        if blob is None:
-            blob = next(blobs, None)
+        part = read_shared_memory(spec, shared_memory) if spec.parameters else None
+        blob = next(blobs, None) if part is None else part.read()
         if blob is None:
             raise InferenceError(
                 f"unable to find data for input tensor '{spec.name}' for model '{config.name}' in request."

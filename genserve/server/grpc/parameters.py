@@ -8,7 +8,7 @@ from typing import Any
 
 from genserve.errors import InferenceError
 from genserve.inference import Parameter, RequestFlags
-from genserve.kserve.shared_memory import SharedMemory
+from genserve.kserve.shared_memory import RegionPart, SharedMemory
 
 __all__ = [
     "SHARED_MEMORY",
@@ -87,7 +87,7 @@ def read_classification(messages: Mapping[str, Any]) -> int:
     return count
 
 
-def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> memoryview | None:
+def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> RegionPart | None:
     """Return the part of a region that the parameters of an input or output name; None: they name none.
 
     Raises:
@@ -107,7 +107,7 @@ def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> memoryview |
         text = f"'{SHARED_MEMORY[1]}' must be specified along with '{SHARED_MEMORY[0]}' {where}"
         raise InferenceError(text)
     byte_size = _typed(size, "int64_param", what=f"'{SHARED_MEMORY[1]}' {where}")
-    return shared_memory.view(region_name, offset=start, byte_size=byte_size)
+    return shared_memory.part(region_name, offset=start, byte_size=byte_size)
 
 
 def write_parameter(message: Any, value: Parameter) -> None:

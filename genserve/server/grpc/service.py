@@ -14,10 +14,10 @@ from genserve.inference import Parameter
 from genserve.kserve.metadata import EXTENSIONS, model_metadata
 from genserve.kserve.model_version import read_version
 from genserve.kserve.models import ServedModel
+from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.statistics import find_for_statistics, statistics_json
 from genserve.server.grpc.administration import Administration, abort, method
-from genserve.server.grpc.call import Call
-from genserve.server.grpc.infer_request import read_request
+from genserve.server.grpc.infer_request import GrpcRequest, read_request
 from genserve.server.grpc.infer_response import write_response
 from genserve.server.grpc.stream import InferStream
 from genserve.server.services import Services
@@ -90,11 +90,12 @@ class Service(Administration):
     @method
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """Run a model that gives one response; cancelled when the client leaves."""
-        call = self._submit(request, context, streams=False)
-        response = await call.single()
+        asked, running = self._submit(request, context, streams=False)
+        with running:
+            response = await running.single()
         if response.error is not None:
             raise response.error
-        return write_response(response, request=call.request, inference=call.inference)
+        return write_response(response, request=asked, inference=running.inference)
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         """Run many requests, of any models; cancelled when the client leaves."""
@@ -108,7 +109,9 @@ class Service(Administration):
         except GenserveError as error:
             await abort(context, error)
 
-    def _submit(self, message: Any, context: Any, *, streams: bool) -> Call:
+    def _submit(
+        self, message: Any, context: Any, *, streams: bool
+    ) -> tuple[GrpcRequest, RunningInference]:
         if self._services.draining:
             remedy = "try again on another server"
             raise InferenceError("the server is stopping", status=Status.UNAVAILABLE, remedy=remedy)
@@ -125,7 +128,7 @@ class Service(Administration):
             shared_memory=self._services.shared_memory,
             headers=self._headers(context),
         )
-        return Call(request, models=self._models, outbox=self._outbox)
+        return request, RunningInference(request.inference, door=self._models, outbox=self._outbox)
 
     def _find(self, name: str, version: str) -> ServedModel:
         return self._models.find(name, read_version(version))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeAlias
 
 from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError
 from genserve.inference import InferenceResponse
-from genserve.server.grpc.call import Call
+from genserve.kserve.failure import failure, text_of
+from genserve.kserve.running_inference import RunningInference
+from genserve.server.grpc.infer_request import GrpcRequest
 from genserve.server.grpc.infer_response import empty_response, write_response
 
-__all__ = ["InferStream"]
+__all__ = ["InferStream", "Submit"]
+
+# Begins the inference that a `ModelInferRequest` asks for.
+Submit: TypeAlias = Callable[[Any], tuple[GrpcRequest, RunningInference]]
 
 _FINAL = "triton_final_response"
 
@@ -22,15 +27,15 @@ class InferStream:
     """The requests of one stream.
 
     Responses of models that give one each come in the order of the requests; those of decoupled models as
-    they are made. An error is a message, and the stream goes on; with `ends_at_error`, an error of a model
-    ends it.
+    they are made. An error is a message, and the stream goes on, whatever it is; with `ends_at_error`, an
+    error of a model ends it.
     """
 
-    def __init__(self, submit: Callable[[Any], Call], *, ends_at_error: bool) -> None:
+    def __init__(self, submit: Submit, *, ends_at_error: bool) -> None:
         """Begin a stream.
 
         Args:
-            submit: begins the inference that a `ModelInferRequest` asks for; raises GenserveError.
+            submit: may raise anything.
             ends_at_error: the client asked for `triton_grpc_error`.
         """
         self._submit = submit
@@ -44,7 +49,7 @@ class InferStream:
         """Give the `ModelStreamInferResponse` messages; whatever ends this cancels what still runs.
 
         Raises:
-            GenserveError: of a model, with `ends_at_error`.
+            GenserveError: of a model, with `ends_at_error`; or the stream cannot be read.
         """
         reading = asyncio.create_task(self._read_all(messages))
         try:
@@ -57,24 +62,28 @@ class InferStream:
                 task.cancel()
 
     async def _read_all(self, messages: AsyncIterator[Any]) -> None:
+        end: GenserveError | None = None
         try:
             async for message in messages:
                 self._begin(message)
             while self._tasks:
                 await asyncio.wait(self._tasks)
+        except Exception as error:
+            end = failure(error, doing="a stream")
         finally:
-            self._outgoing.put_nowait(None)
+            self._outgoing.put_nowait(end)
 
     def _begin(self, message: Any) -> None:
         try:
-            call = self._submit(message)
-        except GenserveError as error:
-            self._take_turn(_refusal(message, error))
+            request, running = self._submit(message)
+        except Exception as error:
+            refused = failure(error, doing=f"a request to model '{message.model_name}'")
+            self._take_turn(_refusal(message, refused))
             return
-        if call.request.model.config.decoupled:
-            self._start(self._forward(call))
+        if request.model.config.decoupled:
+            self._start(self._forward(request, running))
         else:
-            self._take_turn(self._single(call))
+            self._take_turn(self._single(request, running))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -91,31 +100,43 @@ class InferStream:
             await asyncio.wait({turn})
         self._outgoing.put_nowait(message)
 
-    async def _single(self, call: Call) -> Any:
-        return self._message(await call.single(), call, final=True)
+    async def _single(self, request: GrpcRequest, running: RunningInference) -> Any:
+        with running:
+            return self._message(await running.single(), request, running, final=True)
 
-    async def _forward(self, call: Call) -> None:
-        async for response, final in call.all():
-            if response is not None or call.request.empty_final_response:
-                self._outgoing.put_nowait(self._message(response, call, final=final))
+    async def _forward(self, request: GrpcRequest, running: RunningInference) -> None:
+        final = False
+        with running:
+            while not final:
+                response, final = await running.responses.next()
+                if response is not None or request.empty_final_response:
+                    self._outgoing.put_nowait(self._message(response, request, running, final=final))
 
-    def _message(self, response: InferenceResponse | None, call: Call, *, final: bool) -> Any:
+    def _message(
+        self,
+        response: InferenceResponse | None,
+        request: GrpcRequest,
+        running: RunningInference,
+        *,
+        final: bool,
+    ) -> Any:
         error = None if response is None else response.error
-        message = empty_response(call.request)
+        message = empty_response(request)
         if response is not None and error is None:
             try:
-                message = write_response(response, request=call.request, inference=call.inference)
-            except GenserveError as unwritable:
-                error = unwritable
+                message = write_response(response, request=request, inference=running.inference)
+            except Exception as unwritable:
+                error = failure(unwritable, doing=f"writing a response of model '{request.model.name}'")
         if error is not None and self._ends_at_error:
             return error
         message.parameters[_FINAL].bool_param = final
-        return service_pb2.ModelStreamInferResponse(
-            error_message="" if error is None else error.message, infer_response=message
-        )
+        return _stream_message(message, error)
 
 
 async def _refusal(message: Any, error: GenserveError) -> Any:
-    return service_pb2.ModelStreamInferResponse(
-        error_message=error.message, infer_response=service_pb2.ModelInferResponse(id=message.id)
-    )
+    return _stream_message(service_pb2.ModelInferResponse(id=message.id), error)
+
+
+def _stream_message(response: Any, error: GenserveError | None) -> Any:
+    text = "" if error is None else text_of(error)
+    return service_pb2.ModelStreamInferResponse(error_message=text, infer_response=response)

@@ -6,13 +6,14 @@ binary or parsed to Triton's letter, and the way to `infer` has nothing on it th
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError, Status
+from genserve.errors import InferenceError, Status
+from genserve.kserve.failure import failure
 from genserve.server.routes.kserve_call import Call, error_answer, message_answer
 from genserve.server.routes.kserve_control import (
     log_settings,
@@ -48,8 +49,6 @@ from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
 __all__ = ["KServe", "is_kserve"]
-
-logger = logging.getLogger(__name__)
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]
 
@@ -117,11 +116,10 @@ class KServe:
                     names = found.groupdict("")
                     return await handler(Call(self._services, scope=scope, receive=receive, names=names))
             return message_answer("Not Found", status_code=404)
-        except GenserveError as error:
-            return error_answer(error)
         except ClientLeft:
             raise
-        except Exception:
-            logger.exception("a request to %s failed", scope["path"])
-            text = "the server failed; its log has the reason"
-            return error_answer(InferenceError(text, status=Status.INTERNAL))
+        except asyncio.CancelledError:
+            # By the server, which has waited long enough for it.
+            return error_answer(InferenceError("the server has stopped", status=Status.UNAVAILABLE))
+        except Exception as error:
+            return error_answer(failure(error, doing=f"a request to {scope['path']}"))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.inference import Inference, InferenceRequest, Parameter
+from genserve.inference import Door, InferenceRequest, Parameter
+from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
-from genserve.kserve.outbox import Responses
+from genserve.kserve.outbox import EventLoopOutbox
+from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.status import status_of
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
@@ -22,7 +23,7 @@ from genserve.server.sse import ClientLeft
 __all__ = [
     "Answer",
     "Call",
-    "RunningInference",
+    "WatchedInference",
     "error_answer",
     "error_json",
     "json_answer",
@@ -120,28 +121,29 @@ class Call:
         body = await self.body(limit=self.services.settings.http_max_input_size)
         return read_json(body) if body else None
 
-    def start(self, request: InferenceRequest) -> RunningInference:
+    def start(self, request: InferenceRequest) -> WatchedInference:
         """Submit a request to its model; raises what `Door.submit` raises."""
         if self.services.draining:
             text = "Server is stopping, new inference requests are not accepted"
             raise InferenceError(text, status=Status.UNAVAILABLE, remedy="try again on another server")
-        responses = self.services.kserve_outbox().open()
-        inference = Inference(request=request, on_response=responses.on_response)
-        self.services.repository.submit(inference)
-        return RunningInference(inference, responses=responses, receive=self._receive)
+        return WatchedInference(
+            request,
+            door=self.services.repository,
+            outbox=self.services.kserve_outbox(),
+            receive=self._receive,
+        )
 
 
-class RunningInference:
-    """An inference that runs for a client: it is cancelled once nobody waits for it.
+class WatchedInference(RunningInference):
+    """An inference that is cancelled, too, when its client closes the connection."""
 
-    Use it as a context manager: leaving it early cancels it too.
-    """
+    __slots__ = ("_receive", "_timer", "_watch")
 
-    __slots__ = ("_receive", "_timer", "_watch", "inference", "responses")
-
-    def __init__(self, inference: Inference, *, responses: Responses, receive: Receive) -> None:
-        self.inference = inference
-        self.responses = responses
+    def __init__(
+        self, request: InferenceRequest, *, door: Door, outbox: EventLoopOutbox, receive: Receive
+    ) -> None:
+        """Submit the request; raises what `Door.submit` raises."""
+        super().__init__(request, door=door, outbox=outbox)
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._start_watch)
@@ -160,16 +162,7 @@ class RunningInference:
         self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        if not self.inference.ended:
-            self.inference.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        super().close()
 
 
 class Answer:
@@ -214,7 +207,7 @@ def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]]
 
 def error_json(error: GenserveError) -> dict[str, str]:
     """Return an error as the protocol tells it, with the remedy beside."""
-    return {"error": error.message, **({"remedy": error.remedy} if error.remedy else {})}
+    return {"error": text_of(error), **({"remedy": error.remedy} if error.remedy else {})}
 
 
 def too_large(size: int, *, limit: int) -> InferenceError:

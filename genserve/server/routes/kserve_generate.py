@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from genserve.errors import GenserveError
+from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
+from genserve.kserve.failure import failure
 from genserve.kserve.generate import event_of, generated, read_generate_body
-from genserve.server.routes.kserve_call import Answer, Call, RunningInference, error_json
+from genserve.server.routes.kserve_call import Answer, Call, WatchedInference, error_json
 
 __all__ = ["generate", "generate_stream"]
 
@@ -38,25 +41,32 @@ async def generate_stream(call: Call) -> EventStream:
 class EventStream:
     """The events of one inference. The status is decided by the first: 400 if it is an error."""
 
-    def __init__(self, running: RunningInference) -> None:
+    def __init__(self, running: WatchedInference) -> None:
         self._running = running
+        self._started = False
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the events; the ASGI protocol."""
         with self._running as running:
-            started = False
-            async for response in running.responses:
-                text, failed = _tell(response, running.inference)
-                if not started:
-                    await send(_start_message(400 if failed else 200))
-                    started = True
-                await send({"type": "http.response.body", "body": event_of(text), "more_body": True})
-            if not started:
+            try:
+                async for response in running.responses:
+                    text, failed = _tell(response, running.inference)
+                    await self._send_event(text, send, status=400 if failed else 200)
+            except asyncio.CancelledError:
+                error = InferenceError("the server has stopped", status=Status.UNAVAILABLE)
+                await self._send_event(orjson.dumps(error_json(error)), send, status=503)
+            if not self._started:
                 await send(_start_message(200))
             await send({"type": "http.response.body", "body": b""})
 
+    async def _send_event(self, text: bytes, send: Send, *, status: int) -> None:
+        if not self._started:
+            self._started = True
+            await send(_start_message(status))
+        await send({"type": "http.response.body", "body": event_of(text), "more_body": True})
 
-async def _start(call: Call) -> RunningInference:
+
+async def _start(call: Call) -> WatchedInference:
     model = call.services.repository.find(call.model, call.version)
     body = await call.body(limit=call.services.settings.http_max_input_size)
     return call.start(read_generate_body(body, model=model, version=call.version))
@@ -66,8 +76,9 @@ def _tell(response: InferenceResponse, inference: Inference) -> tuple[bytes, boo
     """Return a response as JSON, and whether it is an error."""
     try:
         return generated(response, inference=inference), False
-    except GenserveError as error:
-        return orjson.dumps(error_json(error)), True
+    except Exception as error:
+        told = failure(error, doing=f"writing a response of model '{inference.model_name}'")
+        return orjson.dumps(error_json(told)), True
 
 
 def _start_message(status: int) -> dict[str, object]:

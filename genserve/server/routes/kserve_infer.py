@@ -14,7 +14,7 @@ from genserve.inference import InferenceResponse
 from genserve.kserve.infer_answer import InferAnswer, answer_of
 from genserve.kserve.infer_body import InferBody, read_infer_body, read_raw_body
 from genserve.kserve.models import ServedModel
-from genserve.server.routes.kserve_call import Answer, Call, RunningInference, error_answer, too_large
+from genserve.server.routes.kserve_call import Answer, Call, error_answer, too_large
 
 __all__ = ["infer"]
 
@@ -43,7 +43,7 @@ async def infer(call: Call) -> Answer:
         return error_answer(error, headers=[(b"accept-encoding", b"gzip, deflate")])
     asked = await _read(call, model, encoding)
     with call.start(asked.request) as running:
-        first = await _first(running)
+        first = await running.single()
     if first.error is not None:
         raise first.error
     answer = await _beside(
@@ -80,13 +80,6 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBo
         shared_memory=call.services.shared_memory,
         parameters=parameters,
     )
-
-
-async def _first(running: RunningInference) -> InferenceResponse:
-    response, final = await running.responses.next()
-    while response is None and not final:
-        response, final = await running.responses.next()
-    return response or InferenceResponse(error=_no_response(running))
 
 
 async def _respond(answer: InferAnswer, *, accepted: str | None) -> Answer:
@@ -154,10 +147,3 @@ def _preferred(accepted: str) -> str | None:
         if name.strip() in _WINDOW_BITS and liked > weight:
             best, weight = name.strip(), liked
     return best
-
-
-def _no_response(running: RunningInference) -> InferenceError:
-    return InferenceError(
-        f"model '{running.inference.model_name}' ended the request without a response",
-        status=Status.INTERNAL,
-    )

@@ -555,7 +555,7 @@ def test_no_thread_is_left_behind(models):
     models.infer("m", floats(1))
     models.infer("m", floats(1)).wait()
     models.stop("m")
-    assert not [thread for thread in threading.enumerate() if "m_0" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]
 
 
 def test_threads_that_ask_at_once_whether_a_model_is_ready_share_its_event_loop(models):
@@ -571,7 +571,7 @@ def test_threads_that_ask_at_once_whether_a_model_is_ready_share_its_event_loop(
         answers = list(pool.map(lambda _: at_once.wait() >= 0 and models.is_ready("m"), range(8)))
     assert all(answers)
     models.stop("m")
-    assert not [thread for thread in threading.enumerate() if "m_0" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]
 
 
 def test_what_a_model_holds_is_freed_once_it_is_unloaded(models):

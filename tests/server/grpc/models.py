@@ -56,6 +56,11 @@ def silent(inference: Inference) -> None:
     inference.send(None, final=True)
 
 
+def unwritable(inference: Inference) -> None:
+    """Answer with a number that no message of the protocol can hold."""
+    inference.send(InferenceResponse(parameters={"n": 2**70}), final=True)
+
+
 class Blocking:
     """A model that waits until it is let go, or its request is cancelled; it tells how each one ended."""
 
@@ -86,6 +91,8 @@ def all_models() -> list[FakeModel]:
         fake_model("describe", describe, data_type="TYPE_STRING"),
         fake_model("fail", fail_with_status, data_type="TYPE_STRING"),
         fake_model("silent", silent),
+        fake_model("unwritable", unwritable),
+        fake_model("unwritable_stream", unwritable, decoupled=True),
         counts,
         *(fake_model(f"id_{word}", data_type=f"TYPE_{word}") for word in DATA_TYPES),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from multiprocessing import shared_memory
 from uuid import uuid4
@@ -397,6 +398,25 @@ def test_tensors_may_be_in_shared_memory(triton):
     finally:
         region.close()
         region.unlink()
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-8, 64), (4096, 2048)])
+def test_a_place_outside_of_the_memory_is_refused_and_the_server_lives(triton, stub, offset, size):
+    region = shared_memory.SharedMemory(create=True, size=8192, name=f"genserve-{uuid4().hex}")
+    try:
+        triton.register_system_shared_memory("outside", f"/{region.name}", 8192)
+        os.truncate(f"/dev/shm/{region.name}", size)
+        message = request(data=None)
+        for name, value in (("region", "outside"), ("byte_size", 8), ("offset", offset)):
+            field = "string_param" if name == "region" else "int64_param"
+            setattr(message.inputs[0].parameters[f"shared_memory_{name}"], field, value)
+        code, text = refusal(stub.ModelInfer, message)
+        triton.unregister_system_shared_memory("outside")
+    finally:
+        region.close()
+        region.unlink()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text.startswith("Invalid offset")
 
 
 _MISPLACED = {

@@ -98,6 +98,40 @@ def test_an_error_is_a_message_and_the_stream_goes_on(stub):
     ]
 
 
+FAILED = "the server failed; its log has the reason"
+
+
+@pytest.mark.parametrize("model", ["unwritable", "unwritable_stream"])
+def test_a_response_that_cannot_be_written_is_an_error_and_the_stream_goes_on(stub, model):
+    answers = ask(stub, plain(id="1"), plain(model, id="bad"), plain(id="2"))
+    assert sorted(answers) == [("1", 0, True, ""), ("2", 0, True, ""), ("bad", None, True, FAILED)]
+
+
+def test_a_request_that_the_server_fails_at_is_an_error_and_the_stream_goes_on(monkeypatch):
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    models = all_models()
+    [broken] = [model for model in models if model.name == "describe"]
+    monkeypatch.setattr(broken.scheduler, "submit", fail)
+    with LiveGrpc(models) as server, grpc.insecure_channel(server.address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        bad = request("describe", b"\0\0\0\0", "BYTES", id="bad")
+        answers = ask(stub, plain(id="1"), bad, plain(id="2"))
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(bad, timeout=20)
+    assert answers == [("1", 0, True, ""), ("bad", None, None, FAILED), ("2", 0, True, "")]
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, FAILED)
+
+
+def test_a_stream_that_cannot_be_read_ends_with_a_code(server):
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(iter([b"no message"]), timeout=20))
+    assert caught.value.code() is not grpc.StatusCode.OK
+
+
 def test_with_triton_grpc_error_the_stream_ends_at_an_error_of_a_model(stub):
     with pytest.raises(grpc.RpcError) as caught:
         ask(stub, UNKNOWN, failing(id="f"), plain(id="ok"), metadata=(("triton_grpc_error", "true"),))

@@ -42,11 +42,7 @@ class Tensor:
             data_type = DataType.of_numpy(numpy_array.dtype)
         except KeyError:
             raise TritonModelException("NumPy dtype is not supported.") from None
-        self._given: NDArray[Any] | None = None
-        if data_type is DataType.BYTES:
-            self._given = numpy_array
-        elif numpy_array.dtype != data_type.numpy:  # big-endian
-            raise TritonModelException("NumPy dtype is not supported.")
+        self._given = numpy_array if data_type is DataType.BYTES else None
         self._wrapped = inner.Tensor(name, _as_held(numpy_array, data_type), data_type=data_type)
 
     @classmethod
