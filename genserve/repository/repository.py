@@ -393,7 +393,7 @@ class Repository:
         self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
         root = Path(self._scratch.name) / str(next(self._numbers))
         for path, content in files.items():
-            target = (root / name / path.removeprefix("file:")).resolve()
+            target = (root / name / path).resolve()
             if not target.is_relative_to(root.resolve() / name):
                 raise InferenceError(f"the file {path!r} would lie outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
