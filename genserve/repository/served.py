@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
-from genserve.errors import Closed, GenserveError
+from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.repository.admission import Admission
 from genserve.repository.response_cache import ResponseCache
+from genserve.repository.upload import Upload
 from genserve.statistics import ModelStatistics
 
 __all__ = ["Runner", "Served"]
@@ -62,6 +63,7 @@ class Served:
         statistics: ModelStatistics,
         cache: ResponseCache | None = None,
         labels: Mapping[str, Sequence[str]] | None = None,
+        upload: Upload | None = None,
         load_s: float = 0.0,
     ) -> None:
         """Serve by a runner.
@@ -73,6 +75,7 @@ class Served:
             statistics: to be counted in.
             cache: where answers are kept; None: nowhere.
             labels: of the classes, by output name.
+            upload: the folder that the model is from, which lasts as long as this.
             load_s: how long the load took.
         """
         self.config = config
@@ -84,6 +87,7 @@ class Served:
         self._admission = Admission(config)
         self._cache = cache
         self._load = next(_LOADS)
+        self._upload = upload
         self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._lock = threading.Lock()
@@ -123,17 +127,20 @@ class Served:
         if self._reshapes_inputs:
             inference.inputs = self._admission.reshaped(request.inputs)
         inference.model_name, inference.model_version = self.config.name, self.version
-        if self._reshapes_outputs:
-            self._reshape_outputs(inference)
         with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._num_pending += 1
+        if self._reshapes_outputs:
+            self._reshape_outputs(inference)
         if self._cache is not None and self._answer_from(self._cache, inference):
             return
         inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
+        except Closed as error:  # by the end of an unload that took too long; not to be asked again elsewhere
+            self._leave()
+            raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
         except GenserveError:
             self._leave()  # what is refused is not counted
             raise
@@ -172,7 +179,9 @@ class Served:
             started_ns = time.monotonic_ns()
             if response is not None and response.error is None:
                 cache.put(key, response)
-            self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + time.monotonic_ns() - started_ns)
+            if final:
+                insert_ns = time.monotonic_ns() - started_ns
+                self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + insert_ns)
             answer(response, final)
 
         inference.on_response = keep

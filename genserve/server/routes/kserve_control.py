@@ -56,7 +56,7 @@ async def repository_load(call: Call) -> Answer:
         if name == "config":
             config = value
         elif name.startswith("file:"):
-            files[name] = _decoded(name, value)
+            files[name.removeprefix("file:")] = _decoded(name, value)
         else:
             text = "unexpected error on creating Triton parameter"
             raise InferenceError(
