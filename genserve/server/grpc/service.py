@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -49,14 +48,13 @@ class Service(Administration):
     @method
     async def ServerReady(self, request: Any, context: Any) -> Any:
         """Whether every model that was to be loaded answers."""
-        return service_pb2.ServerReadyResponse(ready=self._services.ready)
+        return service_pb2.ServerReadyResponse(ready=await self._services.is_ready())
 
     @method
     async def ModelReady(self, request: Any, context: Any) -> Any:
         """Whether a model answers; false, too, for one that there is not."""
         version = read_version(request.version)
-        # A Python model may take its time to find out.
-        ready = await asyncio.to_thread(self._models.is_ready, request.name, version)
+        ready = await self._services.readiness.of_model(request.name, version)
         return service_pb2.ModelReadyResponse(ready=ready)
 
     @method
