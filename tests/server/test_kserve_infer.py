@@ -296,6 +296,31 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
     client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
 
 
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "text"),
+    [
+        (f"pass/versions/{MANY}/infer", "", "failed to get model version from specified version string"),
+        ("pass/infer", MANY, "inference header size should be in range"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_refused(server, path: str, header: str, text: str) -> None:
+    headers = {"Inference-Header-Content-Length": header} if header else {}
+    answer = httpx2.post(f"{server.url}/v2/models/{path}", content=b"{}", headers=headers)
+    assert (answer.status_code, answer.json()["error"][: len(text)]) == (400, text)
+
+
+@pytest.mark.parametrize("before", ["", "NaN,"])
+def test_a_number_of_thousands_of_digits_is_no_data(server, before: str) -> None:
+    entry = {"name": "X", "shape": [1], "datatype": "INT32", "data": [0]}
+    body = json.dumps({"inputs": [entry]}).replace("[0]", f"[{before}-{MANY}]").encode()
+    for how, content in (("infer", body), ("generate", b'{"X": %s}' % MANY.encode())):
+        answer = httpx2.post(f"{server.url}/v2/models/pass/{how}", content=content)
+        assert "Number too big to be stored in double. at " in answer.json()["error"]
+
+
 @pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [1] * 100, [2**40, 2**40]])
 def test_a_shape_that_no_array_has_is_refused(server, shape: list[int]) -> None:
     entry = {"name": "INPUT0", "shape": shape, "datatype": "FP32"}

@@ -14,6 +14,7 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Door, InferenceRequest, Parameter
 from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
+from genserve.kserve.model_version import read_version
 from genserve.kserve.outbox import EventLoopOutbox
 from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.status import status_of
@@ -69,8 +70,8 @@ class Call:
 
     @property
     def version(self) -> int:
-        """The version that is asked for; -1: the latest."""
-        return int(self.names["version"] or -1)
+        """The version that is asked for; -1: the latest. Raises InferenceError."""
+        return read_version(self.names.get("version", ""))
 
     def header(self, name: bytes) -> str | None:
         """Return the value of a header, by its name in lower case."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceResponse
 from genserve.kserve.infer_answer import InferAnswer, answer_of
 from genserve.kserve.infer_body import InferBody, read_infer_body, read_raw_body
+from genserve.kserve.leading_number import leading_number
 from genserve.kserve.models import ServedModel
 from genserve.server.routes.kserve_call import Answer, Call, error_answer, too_large
 
@@ -21,7 +21,6 @@ __all__ = ["infer"]
 T = TypeVar("T")
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_LENGTH = re.compile(r"\s*([+-]?\d+)")
 # More than this is parsed, written and compressed beside the event loop: it takes milliseconds.
 _MUCH_JSON_BYTES = 256 * 1024
 _MAX_BODY_BYTES = 2**31 - 1
@@ -113,10 +112,10 @@ def _json_bytes(tensor: Any, asked: InferBody) -> int:
 
 def _header_length(text: str) -> int:
     """Read a length as Triton does, which passes over what follows the number."""
-    found = _LENGTH.match(text)
-    if found is None:
+    length = leading_number(text)
+    if length is None:
         raise InferenceError(f"Unable to parse {_HEADER_LENGTH}, got: {text}")
-    return int(found[1])
+    return length
 
 
 def _decompressed(body: memoryview, encoding: str) -> memoryview:
