@@ -296,6 +296,22 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
     client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
 
 
+@pytest.mark.parametrize(("size", "status"), [(2**20, 500), (2**20 + 1, 400)])
+def test_a_compressed_body_is_read_up_to_the_limit(tmp_path: Path, size: int, status: int) -> None:
+    copy_models(("pass",), tmp_path)
+    compressor = zlib.compressobj(wbits=31)
+    body = compressor.compress(bytes(size)) + compressor.flush()
+    with LiveKServe(tmp_path, http_max_input_size=2**20) as live:
+        url = f"{live.url}/v2/models/pass/infer"
+        answer = httpx2.post(url, content=body, headers={"Content-Encoding": "gzip"})
+        cut = httpx2.post(url, content=body[:-1], headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == status
+    assert ("exceeds the maximum allowed input size" in answer.json()["error"]) is (status == 400)
+    assert cut.status_code == 400
+    if status == 500:
+        assert "the body is not gzip" in cut.json()["error"]
+
+
 MANY = "9" * 5000
 
 

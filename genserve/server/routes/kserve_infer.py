@@ -55,9 +55,10 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBo
     limit = call.services.settings.http_max_input_size
     text = call.header(_HEADER_LENGTH.lower().encode())
     given = None if text is None else _header_length(text)
-    body = await call.body(limit=limit if given is None else _MAX_BODY_BYTES, offset=max(given or 0, 0))
+    body_limit = limit if given is None else _MAX_BODY_BYTES
+    body = await call.body(limit=body_limit, offset=max(given or 0, 0))
     if encoding in _WINDOW_BITS:
-        body = await run_in_threadpool(_decompressed, body, encoding)
+        body = await run_in_threadpool(_decompressed, body, encoding, limit=body_limit)
     length = len(body) if given is None else given
     if not 0 <= length <= len(body):
         raise InferenceError(
@@ -118,14 +119,17 @@ def _header_length(text: str) -> int:
     return length
 
 
-def _decompressed(body: memoryview, encoding: str) -> memoryview:
+def _decompressed(body: memoryview, encoding: str, *, limit: int) -> memoryview:
+    """Return what was compressed, writable; raises InferenceError, also for more than `limit` bytes."""
+    decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
-        text = decompressor.decompress(body, _MAX_BODY_BYTES)
-        if not decompressor.eof:
-            raise zlib.error
+        text = decompressor.decompress(body, limit + 1)
     except zlib.error:
-        raise InferenceError(f"the body is not {encoding}, as its Content-Encoding says") from None
+        text = b""
+    if len(text) > limit:
+        raise too_large(len(text), limit=limit)
+    if not decompressor.eof:
+        raise InferenceError(f"the body is not {encoding}, as its Content-Encoding says")
     return memoryview(bytearray(text))
 
 
