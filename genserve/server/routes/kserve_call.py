@@ -18,6 +18,7 @@ from genserve.kserve.model_version import read_version
 from genserve.kserve.outbox import EventLoopOutbox
 from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.status import status_of
+from genserve.server.beside import beside
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
@@ -120,7 +121,7 @@ class Call:
     async def json(self) -> Any:
         """Return the parsed body; None: it is empty. Raises InferenceError."""
         body = await self.body(limit=self.services.settings.http_max_input_size)
-        return read_json(body) if body else None
+        return await beside(len(body), read_json, body) if body else None
 
     def start(self, request: InferenceRequest) -> WatchedInference:
         """Submit a request to its model; raises what `Door.submit` raises."""
