@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 __all__ = ["DataType"]
 
@@ -58,14 +58,18 @@ class DataType(Enum):
         return cls.BYTES if name == "TYPE_STRING" else cls[name.removeprefix("TYPE_")]
 
     @classmethod
-    def of_numpy(cls, dtype: DTypeLike) -> DataType:
+    def of_numpy(cls, dtype: np.dtype[Any]) -> DataType:
         """Return the type of the elements of an array; arrays of objects and of `S` strings are BYTES.
 
         Raises:
-            KeyError: the protocol has no such type (`<U`, complex, dates).
+            KeyError: the protocol has no such type (`<U`, complex, dates, big-endian numbers).
         """
-        dtype = np.dtype(dtype)
-        return cls.BYTES if dtype.kind in "OS" else _OF_NUMPY[dtype.newbyteorder("<")]
+        known = _OF_NUMPY.get(dtype)
+        if known is not None:
+            return known
+        if dtype.kind == "S":
+            return cls.BYTES
+        raise KeyError(dtype)
 
 
 _OF_NUMPY = {data_type.numpy: data_type for data_type in reversed(DataType)}

@@ -108,26 +108,6 @@ class ModelFailed(GenserveError):
     code = "model_failed"
 
 
-class RepositoryError(GenserveError):
-    """The model repository, or one model in it, cannot be used as it stands."""
-
-    code = "repository_error"
-
-
-class ConfigError(RepositoryError):
-    """One place of one config.pbtxt is wrong; the message starts with file:line:column.
-
-    Attributes:
-        text: the message without the place.
-    """
-
-    code = "config_error"
-
-    def __init__(self, text: str, *, where: str, remedy: str = "") -> None:
-        super().__init__(f"{where}: {text}", remedy=remedy)
-        self.text = text
-
-
 class Status(StrEnum):
     """Triton's error codes; each protocol has its own number for them."""
 
@@ -139,6 +119,38 @@ class Status(StrEnum):
     UNSUPPORTED = "UNSUPPORTED"
     ALREADY_EXISTS = "ALREADY_EXISTS"
     CANCELLED = "CANCELLED"
+
+
+class RepositoryError(GenserveError):
+    """The model repository, or one model in it, cannot be used as it stands.
+
+    Attributes:
+        status: Triton's code for a load that fails so.
+    """
+
+    code = "repository_error"
+
+    def __init__(
+        self, message: str, *, status: Status = Status.INVALID_ARG, remedy: str = "", field: str | None = None
+    ) -> None:
+        super().__init__(message, remedy=remedy, field=field)
+        self.status = status
+
+
+class ConfigError(RepositoryError):
+    """One place of one config.pbtxt is wrong; the message starts with file:line:column.
+
+    Attributes:
+        text: the message without the place.
+    """
+
+    code = "config_error"
+
+    def __init__(
+        self, text: str, *, where: str, status: Status = Status.INVALID_ARG, remedy: str = ""
+    ) -> None:
+        super().__init__(f"{where}: {text}", status=status, remedy=remedy)
+        self.text = text
 
 
 class InferenceError(GenserveError):

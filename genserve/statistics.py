@@ -21,7 +21,7 @@ class FailureReason(StrEnum):
     REJECTED = "REJECTED"       # in the queue: full, or timed out
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"         # the model
-    OTHER = "OTHER"
+    OTHER = "OTHER"             # a step of an ensemble
 
 
 @dataclass(slots=True)
@@ -41,9 +41,17 @@ class Measured:
 class BatchStatistics:
     """The executions of one batch size."""
 
-    compute_input: Measured = field(default_factory=Measured)
     compute_infer: Measured = field(default_factory=Measured)
-    compute_output: Measured = field(default_factory=Measured)
+
+    @property
+    def compute_input(self) -> Measured:
+        """As often as the model computed, in no time: inputs are handed over as they are."""
+        return Measured(self.compute_infer.count)
+
+    @property
+    def compute_output(self) -> Measured:
+        """As often as the model computed, in no time, as for the inputs."""
+        return Measured(self.compute_infer.count)
 
 
 class ModelStatistics:
@@ -66,23 +74,28 @@ class ModelStatistics:
         self.success = Measured()
         self.fail = Measured()
         self.queue = Measured()
-        self.compute_input = Measured()
         self.compute_infer = Measured()
-        self.compute_output = Measured()
         self.cache_hit = Measured()
         self.cache_miss = Measured()
         self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
 
+    @property
+    def compute_input(self) -> Measured:
+        """As often as a model computed, in no time: inputs are handed over as they are."""
+        return Measured(self.compute_infer.count)
+
+    @property
+    def compute_output(self) -> Measured:
+        """As often as a model computed, in no time, as for the inputs."""
+        return Measured(self.compute_infer.count)
+
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
         """Note one execution, whether its requests have ended or not."""
-        size = sum(inference.batch_size for inference in batch)
+        size = batch[0].batch_size if len(batch) == 1 else sum(one.batch_size for one in batch)
         with self._lock:
             self.execution_count += 1
-            by_size = self.batches[size]
-            by_size.compute_input.add(0)
-            by_size.compute_infer.add(ended_ns - started_ns)
-            by_size.compute_output.add(0)
+            self.batches[size].compute_infer.add(ended_ns - started_ns)
 
     def executed_alone(self, inference: Inference) -> None:
         """Note the execution of a request by what does not form batches of requests: a graph, an engine."""
@@ -102,15 +115,14 @@ class ModelStatistics:
             self.success.add(total_ns)
             self.inference_count += inference.batch_size
             self.queue.add(inference.started_ns - inference.submitted_ns)
-            self.compute_input.add(0)
             self.compute_infer.add(now_ns - inference.started_ns)
-            self.compute_output.add(0)
 
     def cache_hit_ended(self, inference: Inference, *, lookup_ns: int) -> None:
         """Note a request that the response cache answered."""
         with self._lock:
             self.last_inference_ms = time.time_ns() // 1_000_000
             self.success.add(time.monotonic_ns() - inference.submitted_ns)
+            self.queue.add(0)
             self.cache_hit.add(lookup_ns)
 
     def cache_missed(self, *, lookup_and_insert_ns: int) -> None:
@@ -122,6 +134,8 @@ class ModelStatistics:
 def _reason(inference: Inference, error: GenserveError) -> FailureReason:
     if inference.cancelled or (isinstance(error, InferenceError) and error.status is Status.CANCELLED):
         return FailureReason.CANCELED
+    if inference.parts:
+        return FailureReason.OTHER  # an ensemble's: the step has the reason
     if not inference.started_ns:
         return FailureReason.REJECTED
     return FailureReason.BACKEND

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, Status
 
 __all__ = ["model_file"]
 
@@ -25,6 +25,7 @@ def model_file(folder: Path, *, filename: str, default: str, model: str) -> Path
     if not path.exists():
         raise RepositoryError(
             f"unable to find '{path}' for model instance '{model}'",
+            status=Status.UNAVAILABLE,
             remedy="put the file there, or name it by `default_model_filename` in config.pbtxt",
         )
     return path

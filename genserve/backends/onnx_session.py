@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from genserve.backends.parameters import boolean_parameter, integer_parameter
-from genserve.errors import MissingDependency, RepositoryError
+from genserve.errors import MissingDependency, RepositoryError, Status
 
 __all__ = ["SPIN_US", "Provider", "onnxruntime_module", "open_session", "runtime_message"]
 
@@ -75,7 +75,9 @@ def open_session(
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
         raise RepositoryError(
-            runtime_message(error), remedy=f"is {file} a whole ONNX model, with its weights beside it?"
+            runtime_message(error),
+            status=Status.INTERNAL,
+            remedy=f"is {file} a whole ONNX model, with its weights beside it?",
         ) from error
 
 

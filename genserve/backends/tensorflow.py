@@ -51,7 +51,9 @@ class SavedModel:
                 remedy=f"signatures of the model: {', '.join(self._model.signatures)}",
             ) from error
         except Exception as error:  # TensorFlow's exceptions share no base class
-            raise RepositoryError(f"unable to load model '{config.name}': {error}") from error
+            raise RepositoryError(
+                f"unable to load model '{config.name}': {error}", status=Status.INTERNAL
+            ) from error
         _, inputs = self._signature.structured_input_signature
         _check_names("input", [spec.name for spec in config.inputs], inputs)
         _check_names("output", [spec.name for spec in config.outputs], self._signature.structured_outputs)

@@ -176,6 +176,7 @@ def _load(path: Path, torch: ModuleType, *, device: str | None, model: str) -> A
     except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors
         raise RepositoryError(
             f"failed to load model '{model}': {error}",
+            status=Status.INTERNAL,
             remedy=f"write {path.name} by torch.jit.save of a scripted or traced module",
         ) from error
 

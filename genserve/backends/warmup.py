@@ -13,13 +13,14 @@ import numpy as np
 from genserve.backends.backend import Backend
 from genserve.config.model_config import ModelConfig, TensorSpec, WarmupInput, WarmupSample
 from genserve.data_type import DataType
-from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError
+from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
 __all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
 
 FOLDER = "warmup"
+_MAX_ITERATIONS = 1000  # of an iterative request: one that is never let go is warm by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,7 @@ def _file(spec: WarmupInput, data_type: DataType, path: Path, *, num_bytes: int)
     except OSError as error:
         raise RepositoryError(
             f"failed to open text file for read {file}: {error.strerror}",
+            status=Status.INTERNAL,
             remedy=f"data files of model_warmup lie in {path / FOLDER}",
         ) from error
     if data_type is DataType.BYTES:
@@ -149,7 +151,7 @@ def _run(backend: Backend, batch: WarmupBatch) -> None:
         for request in batch.requests
     ]
     try:
-        backend.execute(inferences)
+        _execute(backend, inferences)
     except Exception as error:  # whatever the model raises
         for inference in inferences:
             inference.fail(_known(error))
@@ -159,6 +161,19 @@ def _run(backend: Backend, batch: WarmupBatch) -> None:
             f"failed to run warmup sample '{batch.name}': "
             + "".join(f"{error.message}; " for error in answers.errors)
         ) from answers.errors[0]
+
+
+def _execute(backend: Backend, inferences: Sequence[Inference]) -> None:
+    """Execute requests, and those again that an iterative model asks for, as its scheduler would."""
+    for _ in range(_MAX_ITERATIONS):
+        backend.execute(inferences)
+        inferences = [inference for inference in inferences if inference.reschedule and not inference.ended]
+        for inference in inferences:
+            inference.reschedule = False
+        if not inferences:
+            return
+    for inference in inferences:
+        inference.send(None, final=True)
 
 
 def _known(error: Exception) -> GenserveError:

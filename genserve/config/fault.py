@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 
-from genserve.errors import ConfigError
+from genserve.errors import ConfigError, Status
 
 __all__ = ["Fault", "Severity", "first_error", "nearest"]
 
@@ -31,6 +31,8 @@ class Fault:
     place: str = ""                 # line:column, counted from 1; empty where no line is at fault
     message: str
     remedy: str
+    status: Status = Status.INVALID_ARG     # of a load that fails by it
+    at_load: bool = False                   # Triton finds it as it loads the model, not before
 
     @property
     def line(self) -> int | None:
@@ -52,7 +54,9 @@ def first_error(faults: Iterable[Fault]) -> ConfigError | None:
     """Return the first fault that is not a mere warning, as the error to raise; None: there is none."""
     for fault in faults:
         if fault.severity is Severity.ERROR:
-            return ConfigError(fault.message, where=fault.where, remedy=fault.remedy)
+            return ConfigError(
+                fault.message, where=fault.where, status=fault.status, remedy=fault.remedy
+            )
     return None
 
 

@@ -6,6 +6,7 @@ Where Triton has words for a fault, the message has the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,13 @@ def _backend(config: JudgedConfig) -> Iterator[Fault]:
                 remedy=_platform_remedy(platform),
             )
     elif backend not in config.backends:
-        yield config.error(
+        fault = config.error(
             "backend",
             f"unable to find backend library for backend '{backend}', try specifying runtime on the model "
             "configuration.",
             remedy=_backend_remedy(backend, known=config.backends),
         )
+        yield replace(fault, at_load=True)
     elif platform and platform not in _platforms(backend, platform):
         yield config.error(
             "platform",

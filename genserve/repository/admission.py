@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.data_type import DataType
-from genserve.errors import InferenceError
+from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
@@ -42,7 +43,7 @@ class Admission:
         """
         for name in request.requested_outputs:
             if name not in self._outputs and name not in self._states:
-                raise self._error(request, f"unexpected inference output '{name}' for model '{self._model}'")
+                raise InferenceError(f"unexpected inference output '{name}' for model '{self._model}'")
         self._check_count(request)
         batch_size = self._batch_size(request)
         for name, tensor in request.inputs.items():
@@ -61,8 +62,14 @@ class Admission:
         return seen
 
     def reshaped_response(self, response: InferenceResponse) -> InferenceResponse:
-        """Return a response with the outputs as the config's `dims` have them, not as the model does."""
-        outputs = tuple(map(self._reshaped_output, response.outputs))
+        """Return a response with the outputs as the config's `dims` have them, not as the model does.
+
+        It is an error if an output has not as many elements as they say.
+        """
+        try:
+            outputs = tuple(map(self._reshaped_output, response.outputs))
+        except InferenceError as error:
+            return InferenceResponse(error=error)
         return InferenceResponse(outputs=outputs, parameters=response.parameters, error=response.error)
 
     def _reshaped_output(self, tensor: Tensor) -> Tensor:
@@ -73,7 +80,15 @@ class Admission:
         shape = tensor.shape[len(lead) :]
         if len(shape) != len(spec.reshape):
             return tensor  # the model's own idea: told as it is
-        return tensor.reshaped(lead + _reshape(shape, dims=spec.reshape, reshape=spec.dims))
+        told = lead + _reshape(shape, dims=spec.reshape, reshape=spec.dims)
+        if math.prod(told) != math.prod(tensor.shape):
+            raise InferenceError(
+                f"output '{spec.name}' of model '{self._model}' has shape {_shape(tensor.shape)}, whose "
+                f"elements do not fit {_shape(told)}",
+                status=Status.INTERNAL,
+                remedy=f"the model's output must have the shape that `reshape` says: {_shape(spec.reshape)}",
+            )
+        return tensor.reshaped(told)
 
     def _check_count(self, request: InferenceRequest) -> None:
         num_inputs = len(request.inputs)
@@ -101,20 +116,21 @@ class Admission:
     def _batch_size(self, request: InferenceRequest) -> int:
         if not self._max_batch_size:
             return 1
-        batch_size = 0
-        for name, tensor in request.inputs.items():
+        batch_size: int | None = None
+        for name, tensor in reversed(tuple(request.inputs.items())):  # so Triton names the first to differ
             if not tensor.shape:
                 raise self._error(
                     request,
                     f"input '{name}' has no shape but model requires batch dimension for '{self._model}'",
                 )
-            if batch_size and tensor.shape[0] != batch_size:
+            if batch_size not in (None, tensor.shape[0]):
                 raise self._error(
                     request,
                     f"input '{name}' batch size does not match other inputs for '{self._model}'",
                 )
             batch_size = tensor.shape[0]
-        batch_size = batch_size or 1
+        if batch_size is None:
+            return 1
         if batch_size > self._max_batch_size:
             raise self._error(
                 request,
@@ -125,7 +141,7 @@ class Admission:
     def _check_input(self, request: InferenceRequest, name: str, tensor: Tensor) -> None:
         spec = self._specs.get(name)
         if spec is None:
-            raise self._error(request, f"unexpected inference input '{name}' for model '{self._model}'")
+            raise InferenceError(f"unexpected inference input '{name}' for model '{self._model}'")
         expected = self._types[name]
         if tensor.data_type is not expected:
             raise self._error(
@@ -136,12 +152,27 @@ class Admission:
         shape = tensor.shape[1:] if self._max_batch_size else tensor.shape
         if not _fits(shape, spec):
             lead = [-1] if self._max_batch_size else []
-            note = f". {_BATCH_NOTE}" if self._max_batch_size else ""
+            note = _BATCH_NOTE if self._max_batch_size else ""
             raise self._error(
                 request,
                 f"unexpected shape for input '{name}' for model '{self._model}'. "
-                f"Expected {_shape([*lead, *spec.dims])}, got {_shape(tensor.shape)}{note}",
+                f"Expected {_shape([*lead, *spec.dims])}, got {_shape(tensor.shape)}. {note}",
             )
+        if self._max_batch_size and not tensor.shape[0]:
+            self._check_empty(request, tensor)
+
+    def _check_empty(self, request: InferenceRequest, tensor: Tensor) -> None:
+        """Refuse a batch of no rows in Triton's words: it looks for the elements of one."""
+        num_elements = math.prod(tensor.shape[1:])
+        if not num_elements:
+            return
+        end = f"for input '{tensor.name}' for model '{self._model}'"
+        if tensor.data_type is DataType.BYTES:
+            text = f"expected {num_elements} string elements for inference {end.removeprefix('for ')}, got 0"
+        else:
+            num_bytes = num_elements * tensor.data_type.itemsize
+            text = f"input byte size mismatch {end}. Expected {num_bytes}, got 0"
+        raise self._error(request, text)
 
     def _error(self, request: InferenceRequest, message: str) -> InferenceError:
         return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {message}")
@@ -153,9 +184,12 @@ def _state_names(config: ModelConfig) -> set[str]:
 
 
 def _fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
-    return len(shape) == len(spec.dims) and all(
-        dim in (-1, size) for dim, size in zip(spec.dims, shape, strict=True)
-    )
+    if len(shape) != len(spec.dims):
+        return False
+    for dim, size in zip(spec.dims, shape, strict=True):  # noqa: SIM110 - of every request: twice as fast
+        if dim not in (-1, size):
+            return False
+    return True
 
 
 def _reshape(shape: tuple[int, ...], *, dims: tuple[int, ...], reshape: tuple[int, ...]) -> tuple[int, ...]:

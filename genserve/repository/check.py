@@ -8,7 +8,7 @@ from pathlib import Path
 
 from genserve.config.fault import Fault, Severity
 from genserve.config.model_config import ModelConfig, SpecificVersions
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, Status
 from genserve.repository.index import ModelEntry, scan, served_versions
 from genserve.repository.wiring import wiring_faults
 
@@ -107,4 +107,6 @@ def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
                     path=folder,
                     message=f"{name} is missing",
                     remedy=_BRINGS_FILES,
+                    status=Status.UNAVAILABLE,
+                    at_load=True,
                 )

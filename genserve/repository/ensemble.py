@@ -5,23 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse, Parameter
+from genserve.inference import (
+    Door,
+    Inference,
+    InferenceRequest,
+    InferenceResponse,
+    Parameter,
+    RequestFlags,
+)
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["Ensemble"]
-
-# Triton's own answers of ensembles carry these, whatever was asked.
-_RESPONSE_PARAMETERS: Mapping[str, Parameter] = {
-    "sequence_id": 0,
-    "sequence_start": False,
-    "sequence_end": False,
-}
-
 
 class Ensemble:
     """The graph of one ensemble; a `Runner`. Its steps go through the door that everybody uses.
@@ -67,15 +66,24 @@ class Ensemble:
         try:
             steps = [_Step(spec, self._config_of(spec)) for spec in self._config.ensemble_steps]
         except InferenceError as error:
-            raise _within(self._config, inference, error) from error
+            # Triton takes an ensemble away while a model of its steps is away.
+            raise InferenceError(
+                f"Request for unknown model: '{self._config.name}' has no available versions",
+                status=Status.NOT_FOUND,
+                remedy=error.message,
+            ) from error
         inference.started_ns = time.monotonic_ns()
-        inference.when_ended(lambda: self._statistics.executed_alone(inference))
+        inference.when_ended(self._executed)
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
         inference.when_cancelled(run.cancel)
-        run.advance()
+        run.start()
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _executed(self, inference: Inference) -> None:
+        if inference.error is None:
+            self._statistics.executed_alone(inference)
 
 
 class _Step:
@@ -128,6 +136,7 @@ class _Flow:
         num_running: its steps that have not ended, but for decoupled ones.
         num_streaming: its decoupled steps that have not ended.
         branched: a decoupled step has begun: what comes after it runs in flows below this one.
+        children: the flows below this one that are not over, in order.
     """
 
     tensors: dict[str, Tensor | None]
@@ -136,6 +145,12 @@ class _Flow:
     num_running: int = 0
     num_streaming: int = 0
     branched: bool = False
+    children: dict[_Flow, None] = field(default_factory=dict)
+
+    def with_all_below(self) -> Iterator[_Flow]:
+        yield self
+        for child in self.children:
+            yield from child.with_all_below()
 
     def get(self, name: str) -> Tensor | None:
         if name in self.tensors:
@@ -150,6 +165,11 @@ class _Flow:
         """Whether every tensor that it will ever see is known."""
         return not self.waiting and not self.num_running and (self.parent is None or self.parent.settled)
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes of it or of those below."""
+        return self.settled and not self.num_streaming and not self.children
+
 
 class _Run:
     """One request on its way through the graph."""
@@ -161,26 +181,32 @@ class _Run:
         self._config = config
         self._door = door
         self._lock = threading.Lock()
-        self._below = {step: _downstream(step, steps) for step in steps if step.decoupled}
-        later = {step for below in self._below.values() for step in below}
-        root = _Flow(
+        below = {step: _downstream(step, steps) for step in steps if step.decoupled}
+        self._below = {step: _of_one_flow(after, below) for step, after in below.items()}
+        self._root = _Flow(
             tensors={spec.name: inference.inputs.get(spec.name) for spec in config.inputs},
-            waiting=[step for step in steps if step not in later],
+            waiting=_of_one_flow(steps, below),
         )
-        self._flows = [root]
 
-    def advance(self) -> None:
-        """Start every step that can be started, and answer what is complete."""
-        with self._lock:
-            starting = [(flow, step) for flow in self._flows for step in self._startable(flow)]
-            self._answer()
-        for flow, step in starting:
-            self._start(flow, step)
+    def start(self) -> None:
+        """Start the steps that need nothing of others."""
+        self._advance(self._root)
 
     def cancel(self) -> None:
         """Cancel the steps that run."""
         for part in tuple(self._inference.parts):
             part.cancel()
+
+    def _advance(self, changed: _Flow) -> None:
+        """Start every step that can be started since a flow has changed, and answer what is complete."""
+        with self._lock:
+            if self._inference.ended:
+                return  # it has failed
+            flows = tuple(changed.with_all_below())
+            starting = [(flow, step) for flow in flows for step in self._startable(flow)]
+            self._answer(flows)
+        for flow, step in starting:
+            self._start(flow, step)
 
     def _startable(self, flow: _Flow) -> Iterator[_Step]:
         """Take the steps whose inputs are known out of `waiting`; one without a required one never runs."""
@@ -219,6 +245,7 @@ class _Run:
 
         part = Inference(request=request, on_response=on_response)
         self._inference.parts.append(part)
+        part.when_ended(self._inference.parts.remove)
         if self._inference.cancelled:
             part.cancel()
         try:
@@ -233,34 +260,29 @@ class _Run:
             self._fail(response.error)
             return
         with self._lock:
+            changed = flow
             if step.decoupled:
                 if response is not None:
-                    below = list(self._below[step])
-                    self._flows.append(_Flow(tensors=step.outputs(response), waiting=below, parent=flow))
+                    waiting = list(self._below[step])
+                    child = _Flow(tensors=step.outputs(response), waiting=waiting, parent=flow)
+                    flow.children[child] = None
+                    changed = flow if final else child
                 flow.num_streaming -= final
             else:
                 if response is not None or not flow.knows(step.makes[0]):
                     flow.tensors.update(step.outputs(response))
                 flow.num_running -= final
-        self.advance()
+        self._advance(changed)
 
-    def _answer(self) -> None:
+    def _answer(self, flows: Sequence[_Flow]) -> None:
         """Send what is complete, in the order of the flows; under the lock, so that the end comes last."""
-        responses = []
-        for flow in [flow for flow in self._flows if flow.settled]:
-            if not flow.branched:
-                responses.append(self._response(flow))
-                self._flows.remove(flow)
-        while over := [flow for flow in self._flows if self._is_over(flow)]:
-            self._flows = [flow for flow in self._flows if flow not in over]
+        responses = [self._response(flow) for flow in flows if flow.settled and not flow.branched]
+        for flow in reversed(flows):  # those below before those above
+            _let_go(flow)
         for number, response in enumerate(responses, start=1):
-            self._send(response, final=not self._flows and number == len(responses))
-        if not self._flows and not responses:
+            self._send(response, final=self._root.over and number == len(responses))
+        if self._root.over and not responses:
             self._send(None, final=True)
-
-    def _is_over(self, flow: _Flow) -> bool:
-        has_children = any(other.parent is flow for other in self._flows)
-        return flow.branched and flow.settled and not flow.num_streaming and not has_children
 
     def _response(self, flow: _Flow) -> InferenceResponse:
         wanted = self._inference.request.requested_outputs or [spec.name for spec in self._config.outputs]
@@ -271,7 +293,7 @@ class _Run:
                 "while no more ensemble steps can be made"
             )
             return InferenceResponse(error=InferenceError(text))
-        return InferenceResponse(outputs=tuple(outputs), parameters=_RESPONSE_PARAMETERS)
+        return InferenceResponse(outputs=tuple(outputs), parameters=_sequence(self._inference.request))
 
     def _send(self, response: InferenceResponse | None, *, final: bool) -> None:
         try:
@@ -284,6 +306,13 @@ class _Run:
         self.cancel()
 
 
+def _let_go(flow: _Flow) -> None:
+    """Forget a flow that is over, and those above that have waited for it alone."""
+    while flow.parent is not None and flow.over:
+        flow.parent.children.pop(flow, None)
+        flow = flow.parent
+
+
 def _downstream(step: _Step, steps: Sequence[_Step]) -> list[_Step]:
     """Return the steps that take, directly or not, what a step makes."""
     made = set(step.makes)
@@ -294,6 +323,21 @@ def _downstream(step: _Step, steps: Sequence[_Step]) -> list[_Step]:
             return found
         found += more
         made |= {name for other in more for name in other.makes}
+
+
+def _of_one_flow(steps: Sequence[_Step], below: Mapping[_Step, Sequence[_Step]]) -> list[_Step]:
+    """Leave out the steps that come after a decoupled one among these: they run in flows of their own."""
+    later = {step for before in steps for step in below.get(before, ())}
+    return [step for step in steps if step not in later]
+
+
+def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
+    """Return the parameters that Triton's answers of ensembles carry."""
+    return {
+        "sequence_id": request.correlation_id,
+        "sequence_start": RequestFlags.SEQUENCE_START in request.flags,
+        "sequence_end": RequestFlags.SEQUENCE_END in request.flags,
+    }
 
 
 def _within(config: ModelConfig, inference: Inference, error: GenserveError) -> InferenceError:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from genserve.backends.backend import Backend, Placement
-from genserve.config.model_config import InstanceGroup, ModelConfig
+from genserve.config.model_config import InstanceGroup
 from genserve.inference import Inference
 from genserve.schedulers.instance import Instance
 from genserve.schedulers.rate_limiter import ResourcePermit
 from genserve.schedulers.scheduler import Scheduler
 from genserve.statistics import ModelStatistics
 
-__all__ = ["Instances", "group_placements", "placements"]
+__all__ = ["Instances", "group_placements"]
 
 
 class Instances:
@@ -51,6 +51,9 @@ class Instances:
             )
             for number, placement in enumerate(placements)
         ]
+        for instance, permit in zip(self._instances, permits, strict=False):  # no limiter, no permits
+            permit.executor = instance.executor
+            instance.executor.blocked_by = permit.blocked_by
         self._executors = tuple(instance.executor for instance in self._instances)
         try:
             for instance in self._instances:
@@ -83,14 +86,8 @@ class Instances:
             permit.withdraw()
 
 
-def placements(config: ModelConfig) -> Iterator[Placement]:
-    """Yield where each instance of a normalised config runs, by Triton's names for them."""
-    for group in config.instance_groups:
-        yield from group_placements(group)
-
-
 def group_placements(group: InstanceGroup) -> Iterator[Placement]:
-    """Yield where each instance of one group runs."""
+    """Yield where each instance of a group of a normalised config runs, by Triton's names for them."""
     devices = group.gpus if group.kind == "KIND_GPU" else (None,)
     for number, device in enumerate(devices * max(1, group.count)):
         suffix = "" if device is None else f"_gpu{device}"

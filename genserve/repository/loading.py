@@ -11,7 +11,7 @@ from genserve.backends.backend import Backend, ModelSource, Placement
 from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
-from genserve.errors import RepositoryError
+from genserve.errors import RepositoryError, Status
 from genserve.inference import Door
 from genserve.metrics import Metrics
 from genserve.repository.ensemble import Ensemble
@@ -129,6 +129,7 @@ def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
             except OSError as error:
                 raise RepositoryError(
                     f"failed to open text file for read {path / spec.label_filename}: {error.strerror}",
+                    status=Status.INTERNAL,
                     remedy="write one label per line there, or leave `label_filename` out",
                 ) from error
     return labels

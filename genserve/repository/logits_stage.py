@@ -81,7 +81,7 @@ class LogitsStage:
             for row, token_ids in enumerate(_unpadded(inference))
         ]
         inference.started_ns = inference.submitted_ns
-        inference.when_ended(lambda: self._statistics.executed_alone(inference))
+        inference.when_ended(self._statistics.executed_alone)
         self._loop.submit_logits(requests)
 
         def cancel() -> None:

@@ -20,9 +20,9 @@ from genserve.config.schema import new_model_config
 from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.wiring import is_decoupled
+from genserve.repository.wiring import is_decoupled, wiring_faults
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "check_usable", "prepare"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,28 @@ class Prepared:
     def name(self) -> str:
         """Of the model."""
         return self.config.name
+
+
+def check_usable(
+    entry: ModelEntry,
+    entries: Mapping[str, ModelEntry],
+    *,
+    options: RepositoryOptions,
+    config_json: str = "",
+) -> None:
+    """Refuse a config that is wrong whatever the model's files say. The arguments are those of `prepare`.
+
+    Raises:
+        RepositoryError: its first error.
+    """
+    if config_json:
+        message = read_config_json(config_json, name=entry.name)
+        faults = _faults(message, entry, options=options, written=False, completed=False)
+    else:
+        faults = (*entry.parsed.faults, *wiring_faults(entry, entries))
+    error = first_error(fault for fault in faults if not fault.at_load)
+    if error is not None:
+        raise error
 
 
 def prepare(
@@ -66,6 +88,7 @@ def prepare(
         message.CopyFrom(read_config_json(config_json, name=entry.name))
     else:
         message.CopyFrom(entry.parsed.message)
+    message.name = message.name or entry.name
     deduce_backend(message, entry.path)
     versions: tuple[int, ...] = (1,)  # an ensemble needs no folders
     if message.platform != "ensemble" or entry.versions:
@@ -73,7 +96,7 @@ def prepare(
     if message.platform != "ensemble" and not options.strict_config:
         backend = find_backend(message.backend, backend_directory=options.backend_directory)
         backend.auto_complete(message, path=entry.path, version=versions[-1])
-    faults = [*_completed_faults(message, entry, options=options, written=not config_json)]
+    faults = [*_faults(message, entry, options=options, written=not config_json, completed=True)]
     faults += normalise(
         message, model_folder=entry.path, gpus=num_gpus(), strict_placement=options.strict_placement
     )
@@ -87,16 +110,16 @@ def prepare(
     return Prepared(config=model_config(message, name=entry.name), path=entry.path, versions=versions)
 
 
-def _completed_faults(
-    message: Any, entry: ModelEntry, *, options: RepositoryOptions, written: bool
+def _faults(
+    message: Any, entry: ModelEntry, *, options: RepositoryOptions, written: bool, completed: bool
 ) -> tuple[Fault, ...]:
-    """Return the faults of a completed config, with their places if the text is that of the folder."""
+    """Return the faults of a config, with their places if the text is that of the folder."""
     parsed = inspect_message(
         message,
         path=entry.parsed.path,
         folder=entry.path,
         backends=known_backends([options.backend_directory] if options.backend_directory else ()),
         places=entry.parsed.places if written else None,
-        completed=True,
+        completed=completed,
     )
     return parsed.faults

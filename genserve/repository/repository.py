@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from genserve.repository.check import model_faults
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.loading import Loader
 from genserve.repository.options import ControlMode, RepositoryOptions
-from genserve.repository.preparation import prepare
+from genserve.repository.preparation import check_usable, prepare
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
 from genserve.repository.stages import (
@@ -92,6 +93,7 @@ class Repository:
         self._locks: dict[str, threading.RLock] = {}        # of each model: one change of it at a time
         self._errors: dict[str, GenserveError] = {}
         self._wanted: list[str] | None = None       # None: `start` has not been called
+        self._asked: set[str] = set()               # what was loaded for its own sake, not as a step
         self._started = False
         self._fingerprints: dict[str, object] = {}          # of what is loaded
         self._polled: dict[str, object] = {}                # of what the last poll saw
@@ -148,7 +150,7 @@ class Repository:
             return [entry for entry in known if entry.state is ModelState.READY]
         names = {entry.name for entry in known}
         untouched = [IndexEntry(name=name) for name in self._entries if name not in names]
-        listed = [entry for entry in known if entry.version or not self._versions.states(entry.name)[1:]]
+        listed = [entry for entry in known if entry.name in self._entries]  # not what came with a load call
         return sorted([*listed, *untouched], key=lambda entry: (entry.name, entry.version or 0))
 
     def versions(self, name: str) -> list[int]:
@@ -184,6 +186,8 @@ class Repository:
             )
         states = self._versions.states(name)
         state = states[-1].state.lower() if states and states[-1].state else "not loaded"
+        if name in self._errors:
+            state = "unavailable"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
 
     def only_name(self) -> str:
@@ -237,19 +241,21 @@ class Repository:
         self._entries = self._scan()
         entry = self._entry_of_files(name, files, config) if files else self._entries.get(name)
         if entry is None:
-            text = f"failed to load '{name}', failed to poll from model repository"
-            raise InferenceError(text, status=Status.INTERNAL)
+            raise _not_polled(name, remedy="there is no folder of this name in the repository")
+        self._asked.add(name)
         self._load_with_steps(entry, config_json=config, again=bool(config or files))
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """Begin to unload a model; one that is not loaded is fine; see `Door`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
+        steps = {step for served in self._versions.of(name) for step in _steps(served)}
+        self._asked.discard(name)
         self._unload(name)
-        entry = self._entries.get(name)
-        if dependents and entry is not None and entry.config is not None:
-            for step in entry.config.ensemble_steps:
-                self._unload(step.model_name)
+        if dependents:
+            needed = {step for served in self._versions.served for step in _steps(served)}
+            for step in steps - needed - self._asked:
+                self._unload(step)
 
     # Its life.
 
@@ -264,6 +270,7 @@ class Repository:
             if name not in self._entries:
                 raise self._not_found(name)
         self._wanted = asked
+        self._asked.update(asked)
         owners = stage_owners(self._entries)
         entries = [self._entries[name] for name in self._wanted]
         alone = [entry for entry in entries if not entry.is_ensemble and entry.name not in owners]
@@ -297,7 +304,8 @@ class Repository:
         try:
             self._load_with_steps(entry)
         except GenserveError as error:
-            self._errors[entry.name] = error
+            cause = error.__cause__  # names file and line
+            self._errors[entry.name] = cause if isinstance(cause, ConfigError) else error
 
     def _load_with_steps(self, entry: ModelEntry, *, config_json: str = "", again: bool = False) -> None:
         """Load a model; an ensemble after those of its steps that do not answer yet."""
@@ -306,6 +314,7 @@ class Repository:
         with self._lock_of(entry.name):
             if not again and self._fingerprints.get(entry.name) == found and self._versions.of(entry.name):
                 return
+            self._refuse_unusable(entry, config_json)
             if entry.name in self.names:
                 fresh = self._load_or_note(entry, lambda: self._load_generation(entry))
             elif is_logits_stage(entry):
@@ -317,13 +326,21 @@ class Repository:
             for name in dict.fromkeys(served.name for served in fresh):
                 old = self._versions.put(name, [served for served in fresh if served.name == name])
                 self._retire(old, timeout_s=self.options.exit_timeout_s)
-            self._fingerprints[entry.name] = found
+            # A config of the call holds until the next one: that reads the folder again.
+            self._fingerprints[entry.name] = None if config_json else found
             self._errors.pop(entry.name, None)
 
     def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
         for step in entry.config.ensemble_steps if entry.config else ():
             if not self._versions.of(step.model_name) and step.model_name in self._entries:
                 yield self._entries[step.model_name]
+
+    def _refuse_unusable(self, entry: ModelEntry, config_json: str) -> None:
+        """Refuse a config that Triton does not even take up: the model gets no version in the index."""
+        try:
+            check_usable(entry, self._entries, options=self.options, config_json=config_json)
+        except RepositoryError as error:
+            raise _not_polled(entry.name, remedy=str(error)) from error
 
     def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[Served]]) -> list[Served]:
         """Run a load; if it fails, what served before goes on, and the index says why."""
@@ -372,15 +389,11 @@ class Repository:
     def _entry_of_files(self, name: str, files: Mapping[str, bytes], config: str) -> ModelEntry:
         """Write the files of a load call into a folder of their own, which takes the place of the model's."""
         if not config:
-            raise InferenceError(
-                f"failed to load '{name}', override model directory requires the 'config' parameter "
-                "to be set",
-                remedy="send the model's config as JSON along with its files",
-            )
+            raise _not_polled(name, remedy="send the model's config as JSON along with its files")
         self._scratch = self._scratch or TemporaryDirectory(prefix="genserve-")
         root = Path(self._scratch.name) / str(next(self._numbers))
         for path, content in files.items():
-            target = (root / name / path).resolve()
+            target = (root / name / path.removeprefix("file:")).resolve()
             if not target.is_relative_to(root.resolve() / name):
                 raise InferenceError(f"the file {path!r} would lie outside of the model's folder")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -393,28 +406,32 @@ class Repository:
         with self._lock_of(name):
             owners = stage_owners(self._entries)
             for model in (name, *(stage for stage, owner in owners.items() if owner == name)):
-                old = self._versions.put(model, ())
-                for served in old:
-                    self._versions.set_state(model, served.version, ModelState.UNLOADING)
-                self._retire(old, timeout_s=timeout_s, unloaded=True)
+                self._retire(self._versions.put(model, ()), timeout_s=timeout_s)
             self._fingerprints.pop(name, None)
 
-    def _retire(self, old: Sequence[Served], *, timeout_s: float | None, unloaded: bool = False) -> None:
+    def _retire(self, old: list[Served], *, timeout_s: float | None) -> None:
         """Let versions that nobody can find any more end their requests, on a thread, and close them."""
+        keys = [(served.name, served.version) for served in old]
+        self._note_gone(keys, ModelState.UNLOADING)
 
         def close() -> None:
-            for served in old:
-                served.close(timeout_s=self.options.exit_timeout_s if timeout_s is None else timeout_s)
-                if unloaded:
-                    self._versions.set_state(
-                        served.name, served.version, ModelState.UNAVAILABLE, reason="unloaded"
-                    )
+            while old:
+                old.pop().close(timeout_s=self.options.exit_timeout_s if timeout_s is None else timeout_s)
+            if self.live:
+                gc.collect()  # a model's weights are often in a cycle with it
+            self._note_gone(keys, ModelState.UNAVAILABLE, reason="unloaded")
             self._retiring.discard(thread)
 
         if old:
             thread = threading.Thread(target=close, name=f"unload-{old[0].name}")
             self._retiring.add(thread)
             thread.start()
+
+    def _note_gone(self, keys: Iterable[tuple[str, int]], state: ModelState, *, reason: str = "") -> None:
+        """Note where versions stand, but for those in whose place another answers."""
+        for name, version in keys:
+            if version not in self.versions(name):
+                self._versions.set_state(name, version, state, reason=reason)
 
     def _poll(self) -> None:
         """Follow the folders until the repository closes."""
@@ -454,15 +471,21 @@ class Repository:
 
 def _reason(error: Exception) -> str:
     """Return why a load failed, in Triton's form: its word for the code, and the message."""
-    if isinstance(error, InferenceError):
-        return f"{_STATUS_WORDS[error.status]}: {error.message}"
-    if isinstance(error, ConfigError):
-        return f"Invalid argument: {error.text}"
-    if isinstance(error, RepositoryError):
-        return f"Invalid argument: {error.message}"
+    if isinstance(error, InferenceError | RepositoryError):
+        text = error.text if isinstance(error, ConfigError) else error.message
+        return f"{_STATUS_WORDS[error.status]}: {text}"
     if isinstance(error, GenserveError):
         return f"Internal: {error.message}"
     return f"Internal: {type(error).__name__}: {error}"
+
+
+def _steps(served: Served) -> list[str]:
+    return [step.model_name for step in served.config.ensemble_steps]
+
+
+def _not_polled(name: str, *, remedy: str) -> InferenceError:
+    text = f"failed to load '{name}', failed to poll from model repository"
+    return InferenceError(text, status=Status.INTERNAL, remedy=remedy)
 
 
 def _not_explicit() -> InferenceError:

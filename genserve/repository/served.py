@@ -84,8 +84,10 @@ class Served:
         self._admission = Admission(config)
         self._cache = cache
         self._load = next(_LOADS)
+        self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
         self._num_pending = 0
         self._closing = False
 
@@ -118,22 +120,22 @@ class Served:
         """
         request = inference.request
         inference.batch_size = self._admission.check(request)
-        inference.inputs = self._admission.reshaped(request.inputs)
-        inference.model_name, inference.model_version = self.name, self.version
+        if self._reshapes_inputs:
+            inference.inputs = self._admission.reshaped(request.inputs)
+        inference.model_name, inference.model_version = self.config.name, self.version
         if self._reshapes_outputs:
             self._reshape_outputs(inference)
-        with self._idle:
+        with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._num_pending += 1
         if self._cache is not None and self._answer_from(self._cache, inference):
             return
-        inference.when_ended(lambda: self._ended(inference))
+        inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
-        except GenserveError as error:
-            inference.error = error
-            self._ended(inference)
+        except GenserveError:
+            self._leave()  # what is refused is not counted
             raise
 
     def close(self, *, timeout_s: float) -> None:
@@ -148,7 +150,7 @@ class Served:
         self._leave()
 
     def _leave(self) -> None:
-        with self._idle:
+        with self._lock:
             self._num_pending -= 1
             if self._closing and not self._num_pending:
                 self._idle.notify_all()

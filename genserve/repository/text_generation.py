@@ -88,7 +88,7 @@ class TextGeneration:
                 raise InvalidRequest("a streamed request has one text_input", field="stream")
             sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
             answer = _Answer(inference, sequences, ensemble=self.ensemble, streaming=streaming)
-            inference.when_ended(lambda: self._statistics.executed_alone(inference))
+            inference.when_ended(self._statistics.executed_alone)
             inference.when_cancelled(answer.cancel)
             answer.submit()
         except GenserveError as error:

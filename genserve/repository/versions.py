@@ -69,16 +69,20 @@ class Versions:
         served = self._routes.get((name, version))
         if served is not None:
             return served
-        if not self.states(name):
-            raise InferenceError(
-                f"Request for unknown model: '{name}' is not found", status=Status.NOT_FOUND
-            )
-        if version == -1:
-            raise InferenceError(
-                f"Request for unknown model: '{name}' has no available versions", status=Status.NOT_FOUND
-            )
-        text = f"Request for unknown model: '{name}' version {version} is not found"
-        raise InferenceError(text, status=Status.NOT_FOUND)
+        raise self._not_found(name, version)
+
+    def _not_found(self, name: str, version: int) -> InferenceError:
+        known = [entry.version for entry in self.states(name)]
+        start, status = f"Request for unknown model: '{name}'", Status.NOT_FOUND
+        if not known:
+            text = "is not found"
+        elif version == -1:
+            text = "has no available versions"
+        elif version in known:
+            text, status = f"version {version} is not at ready state", Status.UNAVAILABLE
+        else:
+            text = f"version {version} is not found"
+        return InferenceError(f"{start} {text}", status=status)
 
     def set_state(self, name: str, version: int, state: ModelState, *, reason: str = "") -> None:
         """Note where a version stands; routes stay as they are."""
@@ -92,6 +96,11 @@ class Versions:
         with self._lock:
             old = [served for (n, version), served in self._routes.items() if n == name and version != -1]
             routes = {key: served for key, served in self._routes.items() if key[0] != name}
+            self._entries = {
+                key: entry
+                for key, entry in self._entries.items()
+                if key[0] != name or entry.state is not ModelState.LOADING
+            }
             for served in sorted(fresh, key=lambda served: served.version):
                 routes[name, served.version] = routes[name, -1] = served
                 self._entries[name, served.version] = IndexEntry(

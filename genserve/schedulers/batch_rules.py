@@ -49,8 +49,16 @@ class Entry:
 def alike(config: ModelConfig) -> Alike:
     """Return what requests must have in common to share a batch.
 
-    The shapes of the inputs that may vary and are not ragged; if some are optional, which there are.
+    The shapes of the inputs that may vary and are not ragged; if some are optional, which there are; and the
+    shapes of the states that their sequences have come to.
     """
+    of_inputs = _alike_inputs(config)
+    if config.sequence_batching is None or not config.sequence_batching.states:
+        return of_inputs
+    return lambda sent: (of_inputs(sent), tuple(state.shape for state in (sent.states or {}).values()))
+
+
+def _alike_inputs(config: ModelConfig) -> Alike:
     enforced = [spec.name for spec in config.inputs if -1 in spec.dims and not spec.allow_ragged_batch]
     first = 1 if config.max_batch_size else 0  # the batch dimension may differ
     if any(spec.optional for spec in config.inputs):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from genserve.bell import Bell
 from genserve.errors import GenserveError
 from genserve.inference import Inference
 from genserve.schedulers.queue import ANY_INSTANCE, Plan, Queue, Refusal, stopping
@@ -49,9 +50,7 @@ class QueueScheduler:
         self._queue = queue
         self._permits = permits
         self._lock = threading.Lock()
-        self._bells = [threading.Lock() for _ in range(num_instances)]  # rung by a release
-        for bell in self._bells:
-            bell.acquire()
+        self._bells = [Bell() for _ in range(num_instances)]
         self._asleep: list[int] = []  # the last to come is the first to be woken: it is still warm
         self._alive = set(range(num_instances))
         self._closed = False
@@ -69,9 +68,10 @@ class QueueScheduler:
                 raise stopping(inference.request)
             instance = self._queue.add(inference, now_ns=time.monotonic_ns())
             self._arm()
-            if instance is not None and self._asleep:
-                self._ring(instance)
+            bell = None if instance is None else self._woken(instance)
         inference.when_cancelled(partial(self._cancel, inference))
+        if bell is not None:
+            bell.ring()  # the last: who is woken begins at once
 
     def take(self, instance: int) -> Sequence[Inference] | None:
         """Wait for the next batch."""
@@ -79,17 +79,23 @@ class QueueScheduler:
         is_held = permit is None
         while True:
             refused: list[Refusal] = []
+            batch: Sequence[Inference] = ()
+            bell: Bell | None = None
             with self._lock:
                 now_ns = time.monotonic_ns()
                 if self._armed_ns is not None and now_ns >= self._armed_ns:
                     refused = self._queue.expire(now_ns=now_ns)
                 plan = self._queue.plan(instance, now_ns=now_ns)
                 if plan.batch and is_held and not refused:
-                    return self._start(instance, plan, now_ns=now_ns)
+                    batch, bell = self._start(instance, plan, now_ns=now_ns)
                 is_over = self._closed and not self._queue
                 is_sleepy = not (refused or plan.batch or is_over)
                 if is_sleepy:
                     self._asleep.append(instance)
+            if bell is not None:
+                bell.ring()
+            if batch:
+                return batch
             _tell(refused)
             if permit is not None and not plan.batch:
                 permit.release()
@@ -131,14 +137,17 @@ class QueueScheduler:
         for inference in lost:
             inference.fail(error)
 
-    def _start(self, instance: int, plan: Plan, *, now_ns: int) -> Sequence[Inference]:
+    def _start(
+        self, instance: int, plan: Plan, *, now_ns: int
+    ) -> tuple[Sequence[Inference], Bell | None]:
+        """Return the batch, and the bell of who should look at what is left."""
         batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
         self._arm()
-        if self._queue and self._asleep:
-            self._ring(ANY_INSTANCE)  # for what is left
-        elif self._closed and not self._queue:
+        if self._queue:
+            return batch, self._woken(ANY_INSTANCE)
+        if self._closed:
             self._ring_all()
-        return batch
+        return batch, None
 
     def _cancel(self, inference: Inference) -> None:
         with self._lock:
@@ -166,27 +175,26 @@ class QueueScheduler:
 
     def _sleep(self, instance: int, *, until_ns: int | None) -> None:
         bell = self._bells[instance]
-        if until_ns is None:
-            bell.acquire()
-            return
-        if bell.acquire(timeout=max(0, until_ns - time.monotonic_ns()) / 1e9):
+        if bell.wait(None if until_ns is None else max(0, until_ns - time.monotonic_ns()) / 1e9):
             return
         with self._lock:
             if instance in self._asleep:
                 self._asleep.remove(instance)
                 return
-        bell.acquire()  # it was rung just now
+        bell.wait()  # it is being rung just now
 
-    def _ring(self, instance: int) -> None:
+    def _woken(self, instance: int) -> Bell | None:
+        """Return the bell of an instance that sleeps, to be rung outside of the lock; None: there is none."""
         if instance == ANY_INSTANCE:
-            self._bells[self._asleep.pop()].release()
-        elif instance in self._asleep:
-            self._asleep.remove(instance)
-            self._bells[instance].release()
+            return self._bells[self._asleep.pop()] if self._asleep else None
+        if instance not in self._asleep:
+            return None
+        self._asleep.remove(instance)
+        return self._bells[instance]
 
     def _ring_all(self) -> None:
         while self._asleep:
-            self._ring(ANY_INSTANCE)
+            self._bells[self._asleep.pop()].ring()
 
 
 def _tell(refused: Sequence[Refusal]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from genserve.config.model_config import RateLimiter as Claim
 from genserve.errors import RepositoryError
+from genserve.inference import Executor
 
 __all__ = ["Capacity", "RateLimiter", "ResourcePermit"]
 
@@ -74,11 +75,6 @@ class RateLimiter:
         self._count = itertools.count()
         self._turn = 0  # of whoever had the last
 
-    @property
-    def num_in_line(self) -> int:
-        """Instances that have work and wait for their resources."""
-        return len(self._line)
-
     def register(self, claim: Claim, *, device_id: int) -> ResourcePermit:
         """Return the permit of an instance that is to be loaded; `withdraw` it once the instance has gone.
 
@@ -114,6 +110,17 @@ class RateLimiter:
             self._take_back(permit)
             self._grant()
 
+    def _blockers(self, permit: ResourcePermit) -> list[ResourcePermit]:
+        with self._lock:
+            if permit.is_held:
+                return []
+            lacking = {place for place, count in permit.needs.items() if not self._is_free({place: count})}
+            ahead = itertools.takewhile(lambda other: other is not permit, (item[2] for item in self._line))
+            return [
+                *(other for other in self._permits if other.is_held and not lacking.isdisjoint(other.needs)),
+                *(other for other in ahead if not permit.needs.keys().isdisjoint(other.needs)),
+            ]
+
     def _take_back(self, permit: ResourcePermit) -> None:
         if permit.is_held:
             permit.is_held = False
@@ -144,6 +151,7 @@ class ResourcePermit:
         self.turn = 0
         self.is_held = False                        # written by the limiter, under its lock
         self.granted = threading.Semaphore(0)
+        self.executor: Executor | None = None       # the instance, once it is made
         self._limiter = limiter
         self._stride = stride
 
@@ -163,6 +171,11 @@ class ResourcePermit:
     def release(self) -> None:
         """Give it back, if it is held."""
         self._limiter._give_back(self)
+
+    def blocked_by(self) -> list[Executor]:
+        """Return the instances that keep this one from having it, now or if it asked."""
+        blockers = self._limiter._blockers(self)
+        return [permit.executor for permit in blockers if permit.executor is not None]
 
     def executed(self) -> None:
         """Count a turn; one in which there was nothing to execute any more is none."""

@@ -52,7 +52,7 @@ class SequenceQueue:
         self._slots = [self._make_slots(config, num_slots=num_slots) for _ in range(num_instances)]
         self._free = [(slot, instance) for slot in range(num_slots) for instance in range(num_instances)]
         self._backlog: dict[Sequence, None] = {}            # sequences without a slot, in order
-        self._open: dict[int | str, Sequence] = {}          # those that take more requests
+        self._open: dict[int | str, Sequence] = {}          # those that take more requests, by a client's id
         self._sequence_of: dict[Inference, Sequence] = {}   # of all that wait
         self._running: dict[Inference, Sequence] = {}
         self._watched: list[tuple[int, int, Sequence]] = []  # a heap, with each sequence once
@@ -84,20 +84,11 @@ class SequenceQueue:
             InferenceError: it has no correlation id, more than one row, or neither starts a sequence nor
                 belongs to one.
         """
+        is_alone = self._config.iterative and not inference.request.correlation_id
+        if is_alone:
+            inference.request = self._numbered(inference.request)
         self._check(inference)
-        request = inference.request
-        sequence = self._open.get(request.correlation_id)
-        if sequence is None:
-            if RequestFlags.SEQUENCE_START not in request.flags:
-                raise _no_start(request)
-            sequence = self._open_sequence(request.correlation_id)
-        elif RequestFlags.SEQUENCE_START in request.flags:
-            logger.warning(
-                "sequence %s for model '%s' has a conflict. The previous sequence did not end before this "
-                "sequence start. Previous sequence will be terminated early.",
-                request.correlation_id,
-                request.model_name,
-            )
+        sequence = self._begin(inference.request) if is_alone else self._joined(inference.request)
         self._append(sequence, inference, now_ns=now_ns)
         return sequence.instance
 
@@ -112,10 +103,7 @@ class SequenceQueue:
             sequence.waiting.popleft()
             sequence.running = inference
             self._running[inference] = sequence
-            if sequence.states is None or RequestFlags.SEQUENCE_START in inference.request.flags:
-                sequence.states = self._states.start()
-            inference.states = sequence.states
-            inference.inputs.update(self._controls.of(inference.request), **(sequence.states or {}))
+            inference.inputs.update(self._controls.of(inference.request), **(inference.states or {}))
             if not sequence.waiting and not sequence.is_over:
                 self._watch(sequence, due_ns=now_ns + self._max_idle_ns)
         return self._slots[instance].start(batch, sequences)
@@ -173,7 +161,7 @@ class SequenceQueue:
         strategy = self._config.strategy
         if isinstance(strategy, OldestStrategy):
             return OldestSlots(strategy, max_batch_size=config.max_batch_size, alike=self._alike)
-        return DirectSlots(strategy, num_slots=num_slots, controls=self._controls)
+        return DirectSlots(strategy, num_slots=num_slots, controls=self._controls, alike=self._alike)
 
     def _check(self, inference: Inference) -> None:
         request = inference.request
@@ -183,18 +171,35 @@ class SequenceQueue:
                 "requirements of sequence batcher"
             )
         if not request.correlation_id:
-            if not self._config.iterative:
-                raise InferenceError(
-                    f"inference request to model '{request.model_name}' must specify a non-zero or non-empty "
-                    "correlation ID"
-                )
-            request = inference.request = dataclasses.replace(
-                request, correlation_id=next(self._next_id), flags=RequestFlags.SEQUENCE_START
+            raise InferenceError(
+                f"inference request to model '{request.model_name}' must specify a non-zero or non-empty "
+                "correlation ID"
             )
         self._controls.check(request)
 
-    def _open_sequence(self, correlation_id: int | str) -> Sequence:
-        sequence = self._open[correlation_id] = Sequence(id=correlation_id)
+    def _numbered(self, request: InferenceRequest) -> InferenceRequest:
+        """Return a request as a sequence of its own; the model must not take it for one that a client has."""
+        number = next(number for number in self._next_id if number not in self._open)
+        return dataclasses.replace(request, correlation_id=number, flags=RequestFlags.SEQUENCE_START)
+
+    def _joined(self, request: InferenceRequest) -> Sequence:
+        """Return the sequence that a client means; a new one, if there is none and the request starts it."""
+        sequence = self._open.get(request.correlation_id)
+        if sequence is None:
+            if RequestFlags.SEQUENCE_START not in request.flags:
+                raise _no_start(request)
+            sequence = self._open[request.correlation_id] = self._begin(request)
+        elif RequestFlags.SEQUENCE_START in request.flags:
+            logger.warning(
+                "sequence %s for model '%s' has a conflict. The previous sequence did not end before this "
+                "sequence start. Previous sequence will be terminated early.",
+                request.correlation_id,
+                request.model_name,
+            )
+        return sequence
+
+    def _begin(self, request: InferenceRequest) -> Sequence:
+        sequence = Sequence(id=request.correlation_id)
         if self._free:
             sequence.slot, sequence.instance = heapq.heappop(self._free)
         else:
@@ -202,7 +207,7 @@ class SequenceQueue:
         return sequence
 
     def _append(self, sequence: Sequence, inference: Inference, *, now_ns: int) -> None:
-        sequence.waiting.append(Entry(inference=inference, added_ns=now_ns, alike=self._alike(inference)))
+        sequence.waiting.append(Entry(inference=inference, added_ns=now_ns))
         self._sequence_of[inference] = sequence
         if RequestFlags.SEQUENCE_END in inference.request.flags:
             self._take_no_more(sequence)
@@ -231,6 +236,7 @@ class SequenceQueue:
         if sequence.running is not None or sequence.instance is None:
             return
         if sequence.waiting:
+            self._give_states(sequence)
             self._slots[sequence.instance].ready(sequence, now_ns=now_ns)
         elif sequence.is_over or self._closed:
             self._take_no_more(sequence)
@@ -238,6 +244,15 @@ class SequenceQueue:
                 heapq.heappush(self._free, (sequence.slot, sequence.instance))
             sequence.instance = None
             self._fill_slots(now_ns=now_ns)
+
+    def _give_states(self, sequence: Sequence) -> None:
+        """Give the first request its states, which say with whom it can share a batch."""
+        inference = sequence.waiting[0].inference
+        if inference.states is not None:
+            return
+        if sequence.states is None or RequestFlags.SEQUENCE_START in inference.request.flags:
+            sequence.states = self._states.start()
+        inference.states = sequence.states
 
     def _fill_slots(self, *, now_ns: int) -> None:
         while self._backlog and self._free:

@@ -64,29 +64,36 @@ class Slots(Protocol):
 class DirectSlots:
     """A sequence stays at one row of the batch; empty rows below the last are filled with null requests."""
 
-    def __init__(self, strategy: DirectStrategy, *, num_slots: int, controls: SequenceControls) -> None:
+    def __init__(
+        self, strategy: DirectStrategy, *, num_slots: int, controls: SequenceControls, alike: Alike
+    ) -> None:
         self._strategy = strategy
+        self._alike = alike
         self._controls = controls
         self._ready: list[Sequence | None] = [None] * num_slots
 
     def ready(self, sequence: Sequence, *, now_ns: int) -> None:
         """Note it at its slot."""
-        self._ready[sequence.slot] = sequence
+        if self._ready[sequence.slot] is None:
+            head = sequence.waiting[0]
+            head.alike = self._alike(head.inference)
+            self._ready[sequence.slot] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
         """Clear its slot."""
         self._ready[sequence.slot] = None
 
     def plan(self, *, now_ns: int) -> Plan:
-        """Return the requests that are ready, if they are enough or have waited long enough."""
+        """Return what can share a batch with the oldest, if enough are ready or it has waited long enough."""
         heads = [sequence.waiting[0] for sequence in self._ready if sequence is not None]
         if not heads:
             return NOTHING_TO_DO
-        due_ns = min(head.added_ns for head in heads) + self._strategy.max_queue_delay_us * 1000
+        oldest = min(heads, key=lambda head: head.added_ns)
+        due_ns = oldest.added_ns + self._strategy.max_queue_delay_us * 1000
         are_enough = len(heads) / len(self._ready) >= self._strategy.minimum_slot_utilization
         if not are_enough and now_ns < due_ns:
             return Plan(until_ns=due_ns)
-        return Plan(tuple(head.inference for head in heads if head.alike == heads[0].alike))
+        return Plan(tuple(head.inference for head in heads if head.alike == oldest.alike))
 
     def start(self, batch: Ordered[Inference], sequences: Ordered[Sequence]) -> tuple[Inference, ...]:
         """Put each at its row."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from genserve.config.model_config import InitialState, StateSpec
 from genserve.data_type import DataType
-from genserve.errors import InvalidRequest, RepositoryError
+from genserve.errors import InvalidRequest, RepositoryError, Status
 from genserve.tensor import Tensor
 
 __all__ = ["SequenceStates"]
@@ -62,6 +62,7 @@ def _read(initial: InitialState, *, data_type: DataType, file: Path) -> Tensor:
     except OSError as error:
         raise RepositoryError(
             f"failed to open text file for read {file}: {error.strerror}",
+            status=Status.INTERNAL,
             remedy="put the file of `initial_state { data_file }` there",
         ) from None
     num_bytes = math.prod(initial.dims) * data_type.itemsize

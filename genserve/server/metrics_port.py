@@ -59,9 +59,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # the name that http.server calls
         # Other paths are empty, and fine, as they are on Triton's.
-        body = self._render() if self.path.partition("?")[0] == "/metrics" else b""
+        is_found = self.path.partition("?")[0] == "/metrics"
+        body = self._render() if is_found else b""
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.send_header("Content-Type", CONTENT_TYPE_LATEST if is_found else "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -517,7 +517,7 @@ def test_sequences_keep_their_states_apart(tmp_path):
     for step, (sequence, value) in enumerate([(1, 1), (2, 10), (1, 2), (2, 20), (2, 30)]):
         asked = ask({"x": np.full((1, 1), value, np.float32)}, sequence=sequence, start=step < 2)
         ended = threading.Event()
-        asked.inference.when_ended(ended.set)
+        asked.inference.when_ended(lambda _, ended=ended: ended.set())
         scheduler.submit(asked.inference)
         assert ended.wait(10)
         sums.append((sequence, asked.outputs()["sum"].item()))

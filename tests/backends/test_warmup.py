@@ -188,6 +188,24 @@ def test_answers_that_come_later_are_waited_for(tmp_path):
     assert len(ended) == 2
 
 
+@pytest.mark.parametrize(("let_go_after", "times"), [(3, 3), (10**9, 1000)])
+def test_an_iterative_request_is_executed_until_the_model_lets_it_go_or_is_warm(
+    tmp_path, let_go_after, times
+):
+    turns = []
+
+    def iterate(inference):
+        turns.append(inference)
+        if len(turns) < let_go_after:
+            inference.reschedule = True
+        else:
+            inference.send(InferenceResponse(), final=True)
+
+    config = model("batch_size: 1 " + one_input("zero_data: true"))
+    assert len(warmed(config, tmp_path, Recorder(iterate))) == times
+    assert turns[0].ended
+
+
 def test_a_graph_is_warmed_up_with_its_whole_batch(tmp_path):
     kind = (1, ["batch", 3])
     save_onnx(

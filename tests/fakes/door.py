@@ -90,7 +90,7 @@ class FakeDoor:
             if model.config.input(name) is None:
                 raise InferenceError(f"unexpected inference input '{name}' for model '{model.name}'")
         inference.model_name, inference.model_version = model.name, model.version
-        inference.when_ended(lambda: model.statistics.ended(inference))
+        inference.when_ended(model.statistics.ended)
         model.scheduler.submit(inference)
 
     @property

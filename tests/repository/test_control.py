@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import genserve
 from genserve.errors import InferenceError, Status
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
+from genserve.schedulers.rate_limiter import Capacity
 from tests.models import CONFIG, ask, value, write_model
 
 ENSEMBLE = """
@@ -107,6 +110,126 @@ def test_a_first_load_that_fails_says_why_in_the_index(tmp_path: Path) -> None:
         assert reason.startswith("Internal: ValueError: no weights")
 
 
+def test_a_config_that_makes_no_sense_gives_the_model_no_version(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", config=CONFIG + "max_batch_sise: 4")
+    with opened(tmp_path) as repository:
+        with pytest.raises(InferenceError, match="failed to load 'one', failed to poll") as caught:
+            repository.load("one")
+        assert caught.value.status is Status.INTERNAL
+        assert "config.pbtxt:" in caught.value.remedy
+        assert index(repository) == {"one": (None, "")}
+        with pytest.raises(InferenceError, match="'one' is not found"):
+            repository.find("one")
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "reason"),
+    [
+        (CONFIG, "1/model.py", "Unavailable: model.py is missing"),
+        (CONFIG.replace('"Y"', '"Y" label_filename: "l.txt"'), "l.txt", "Internal: failed to open text file"),
+        (CONFIG + 'default_model_filename: "m.zip"', "1/m.zip", "Unavailable: m.zip is missing"),
+    ],
+)
+def test_the_word_for_a_missing_file_is_triton_s(tmp_path: Path, config: str, file: str, reason: str) -> None:
+    folder = write_model(tmp_path, "one", config=config)
+    (folder / file).unlink(missing_ok=True)
+    with opened(tmp_path) as repository:
+        with pytest.raises(InferenceError):
+            repository.load("one")
+        assert index(repository)["one"][1].startswith(reason)
+        with pytest.raises(InferenceError, match="'one' version 1 is not at ready state") as caught:
+            repository.find("one", 1)
+        assert caught.value.status is Status.UNAVAILABLE
+
+
+def test_an_onnx_file_that_cannot_be_read_is_an_internal_error(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    folder = write_model(tmp_path, "one", config=CONFIG.replace("python", "onnxruntime"))
+    (folder / "1" / "model.onnx").write_bytes(b"none")
+    with opened(tmp_path) as repository:
+        with pytest.raises(InferenceError):
+            repository.load("one")
+        assert index(repository)["one"][1].startswith("Internal: onnx runtime error")
+
+
+def test_a_config_of_the_load_call_holds_until_the_next(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1)
+    config = {
+        "backend": "python",
+        "max_batch_size": 2,
+        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [1]}],
+        "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [1]}],
+    }
+    with opened(tmp_path, "one") as repository:
+        repository.load("one", config=json.dumps(config))
+        assert repository.find("one").config.max_batch_size == 2
+        repository.load("one")
+        assert repository.find("one").config.max_batch_size == 0
+
+
+def test_an_unloaded_model_is_let_go_of_even_where_it_is_in_a_circle(tmp_path: Path) -> None:
+    code = (
+        "import sys, weakref\n"
+        "class TritonPythonModel:\n"
+        "    def initialize(self, args):\n"
+        "        self.me = self\n"
+        "        sys.modules['genserve'].seen_by_a_test = weakref.ref(self)\n"
+        "    def execute(self, requests):\n"
+        "        return []\n"
+    )
+    write_model(tmp_path, "one", code=code)
+    with opened(tmp_path, "one") as repository:
+        model = vars(genserve).pop("seen_by_a_test")
+        assert model() is not None
+        gc.disable()  # so that nobody else finds it
+        try:
+            repository.unload("one")
+            until(lambda: index(repository)["one"] == ("UNAVAILABLE", "unloaded"))
+        finally:
+            gc.enable()
+        assert model() is None
+
+
+def test_a_version_that_gives_way_to_a_later_one_is_unloaded(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1)
+    with opened(tmp_path, "one") as repository:
+        write_model(tmp_path, "one", number=2, version=2)
+        repository.load("one")
+
+        def lines() -> list[tuple[int | None, str | None]]:
+            return [(entry.version, entry.state) for entry in repository.index()]
+
+        until(lambda: lines() == [(1, "UNAVAILABLE"), (2, "READY")])
+
+
+CALLS = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            [request] = requests
+            call = pb_utils.InferenceRequest(
+                model_name="two", requested_output_names=["Y"], inputs=request.inputs()
+            )
+            answer = call.exec()
+            return [pb_utils.InferenceResponse(answer.output_tensors(), answer.error())]
+"""
+LIMITED = "instance_group { count: %d kind: KIND_CPU rate_limiter { resources { name: 'r' count: 1 } } }"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_to_a_model_that_needs_what_the_caller_holds_fails(tmp_path: Path, count: int) -> None:
+    write_model(tmp_path, "one", code=CALLS, config=CONFIG + LIMITED % 1)
+    write_model(tmp_path, "two", config=CONFIG + LIMITED % count)
+    with opened(tmp_path, "one", "two", rate_limiter=True) as repository:
+        with pytest.raises(InferenceError, match="waits, directly or by way of other models"):
+            value(ask(repository, "one", X=[1]))
+        assert value(ask(repository, "two", X=[1])) == [2]
+    capacities = (Capacity(name="r", count=2),)
+    with opened(tmp_path, "one", "two", rate_limiter=True, resources=capacities) as repository:
+        assert value(ask(repository, "one", X=[1])) == [2]
+
+
 def test_nothing_is_lost_while_a_model_is_swapped_under_load(tmp_path: Path) -> None:
     write_model(tmp_path, "one", number=0)
     failures: list[BaseException] = []
@@ -183,12 +306,14 @@ def test_an_ensemble_brings_its_models_and_needs_them(tmp_path: Path) -> None:
         assert value(ask(repository, "both", X=[1])) == [12]
         repository.unload("two")
         assert not repository.is_ready("both")
-        with pytest.raises(InferenceError, match="in ensemble 'both'"):
+        with pytest.raises(InferenceError, match="model: 'both' has no available versions"):
             ask(repository, "both", X=[1])
         repository.load("two")
         assert value(ask(repository, "both", X=[1])) == [12]
         repository.unload("both", dependents=True)
-        until(lambda: {state for state, _ in index(repository).values()} == {"UNAVAILABLE"})
+        # "two" was asked for by itself, "one" only as a step.
+        until(lambda: [index(repository)[name][0] for name in ("both", "one")] == ["UNAVAILABLE"] * 2)
+        assert index(repository)["two"] == ("READY", "")
 
 
 def test_files_of_the_load_call_take_the_place_of_the_folder(tmp_path: Path) -> None:

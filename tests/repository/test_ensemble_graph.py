@@ -12,8 +12,8 @@ import pytest
 
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
-from genserve.repository.ensemble import Ensemble
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, OnResponse
+from genserve.repository.ensemble import Ensemble, _Flow
 from genserve.repository.served import Served
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
@@ -53,6 +53,16 @@ class FunctionDoor:
         inference.send(None, final=True)
 
 
+class HeldDoor:
+    """A door to models that answer when the test does it for them."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[Inference]] = {}
+
+    def submit(self, inference: Inference) -> None:
+        self.held.setdefault(inference.request.model_name, []).append(inference)
+
+
 def _response(arrays: dict[str, np.ndarray]) -> InferenceResponse:
     return InferenceResponse(outputs=tuple(Tensor(name, array) for name, array in arrays.items()))
 
@@ -87,18 +97,19 @@ def served(
     return Served(graph, config=config, version=1, statistics=statistics)
 
 
-def ask(model: Served, **arrays: np.ndarray) -> list[InferenceResponse | None]:
-    """All that comes, in order; `None` stands for an end that came alone."""
-    arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+def inference_of(on_response: OnResponse, **arrays: np.ndarray) -> Inference:
     request = InferenceRequest(
         model_name="e",
         id="7",
         inputs={name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()},
     )
-    inference = Inference(
-        request=request, on_response=lambda response, final: arrived.put((response, final))
-    )
-    model.submit(inference)
+    return Inference(request=request, on_response=on_response)
+
+
+def ask(model: Served, **arrays: np.ndarray) -> list[InferenceResponse | None]:
+    """All that comes, in order; `None` stands for an end that came alone."""
+    arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
+    model.submit(inference_of(lambda response, final: arrived.put((response, final)), **arrays))
     responses = []
     while True:
         response, final = arrived.get(timeout=10)
@@ -186,6 +197,71 @@ def test_a_decoupled_step_without_responses_ends_the_request_without_one():
         step("increase", {"a": "part"}, {"b": "y"}),
     )
     assert ask(ensemble, x=[1]) == [None]
+
+
+def test_what_a_response_costs_does_not_grow_with_those_on_their_way(monkeypatch):
+    door = HeldDoor()
+    ensemble = served(
+        door,
+        {"repeat": model("repeat", decoupled=True), "hold": model("hold")},
+        step("repeat", {"a": "x"}, {"b": "part"}),
+        step("hold", {"a": "part"}, {"b": "y"}),
+    )
+    arrived = []
+    inference = inference_of(lambda response, final: arrived.append(final), x=[1])
+    ensemble.submit(inference)
+    looks = []
+    settled = _Flow.settled
+    monkeypatch.setattr(_Flow, "settled", property(lambda flow: looks.append(flow) or settled.fget(flow)))
+    costs = []
+    for number in range(50):
+        looks.clear()
+        door.held["repeat"][0].send(_response({"b": np.float32([number])}), final=False)
+        costs.append(len(looks))
+    assert len(inference.parts) == 51
+    for part in door.held["hold"]:
+        looks.clear()
+        part.send(_response({"b": np.float32([0])}), final=True)
+        costs.append(len(looks))
+    assert max(costs) < 20
+    assert inference.parts == door.held["repeat"]
+    door.held["repeat"][0].send(None, final=True)
+    assert arrived == [False] * 50 + [True]
+
+
+def test_streams_of_streams_end_with_the_last_of_them():
+    door = FunctionDoor(
+        repeat=lambda t: [{"b": t["a"] * 10 + k} for k in range(3)],
+        increase=lambda t: [{"b": t["a"] + 1}],
+    )
+    ensemble = served(
+        door,
+        {"repeat": model("repeat", decoupled=True), "increase": model("increase")},
+        step("repeat", {"a": "x"}, {"b": "part"}),
+        step("repeat", {"a": "part"}, {"b": "smaller"}),
+        step("increase", {"a": "smaller"}, {"b": "y"}),
+    )
+    for _ in range(30):
+        responses = ask(ensemble, x=[0])
+        assert sorted(values(responses)) == [[10 * tens + ones + 1] for tens in range(3) for ones in range(3)]
+
+
+def test_no_step_begins_once_another_has_failed():
+    door = HeldDoor()
+    ensemble = served(
+        door,
+        {"fail": model("fail"), "slow": model("slow"), "last": model("last")},
+        step("fail", {"a": "x"}, {"b": "z"}),
+        step("slow", {"a": "x"}, {"b": "m"}),
+        step("last", {"a": "m"}, {"b": "y"}),
+        outputs=("y", "z"),
+    )
+    arrived = []
+    ensemble.submit(inference_of(lambda response, final: arrived.append(response.error.message), x=[1]))
+    door.held["fail"][0].fail(InferenceError("no luck"))
+    door.held["slow"][0].send(_response({"b": np.float32([1])}), final=True)
+    assert arrived == ["in ensemble 'e', no luck"]
+    assert "last" not in door.held
 
 
 def test_an_error_names_the_ensemble_and_keeps_its_code():

@@ -47,7 +47,7 @@ def test_a_broken_model_does_not_stop_a_good_one(copy):
     assert repository.get("tiny")
     with pytest.raises(ModelNotReady, match="unavailable"):
         repository.get("broken")
-    assert "nowhere" in repository.errors["broken"].message
+    assert "nowhere" in str(repository.errors["broken"])
     assert repository.state is ModelState.UNAVAILABLE
     repository.close()
 

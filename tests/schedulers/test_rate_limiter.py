@@ -8,7 +8,7 @@ from genserve.backends.backend import Placement
 from genserve.config.model_config import RateLimiter as Claim
 from genserve.config.model_config import Resource
 from genserve.errors import InferenceError, RepositoryError
-from genserve.inference import InferenceResponse
+from genserve.inference import Executor, InferenceResponse
 from genserve.schedulers.direct import DirectQueue
 from genserve.schedulers.instance import Instance
 from genserve.schedulers.queue_scheduler import QueueScheduler
@@ -228,10 +228,26 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
         )
         instance.started.result()
         running.append(instance)
-    while limiter.num_in_line < 2:
+    while len(limiter._line) < 2:
         pass  # both have found work
     blocker.release()
     for instance in running:
         instance.join()
     assert Counter(turns[:90])["often"] == pytest.approx(60, abs=2)
     assert Counter(turns) == {"often": 90, "seldom": 90}
+
+
+def test_it_tells_who_keeps_an_instance_from_its_resources():
+    limiter = RateLimiter([Capacity(name="r", count=2), Capacity(name="s", count=1)])
+    holder, first, second, other = (
+        limiter.register(claim(**needs), device_id=0)
+        for needs in ({"r": 1}, {"r": 2, "s": 1}, {"s": 1}, {"t": 0})
+    )
+    permits = {"holder": holder, "first": first, "second": second, "other": other}
+    for name, permit in permits.items():
+        permit.executor = Executor(name=name)
+    assert second.blocked_by() == []
+    assert [asks(holder), asks(first), asks(second)] == [True, False, False]
+    blocked_by = {name: permit.blocked_by() for name, permit in permits.items()}
+    names = {name: [executor.name for executor in blockers] for name, blockers in blocked_by.items()}
+    assert names == {"holder": [], "first": ["holder"], "second": ["first"], "other": []}

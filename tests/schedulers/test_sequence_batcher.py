@@ -221,6 +221,33 @@ def test_a_request_of_another_shape_stays_back_and_its_slot_is_null():
     assert queue.run() == [None, b]
 
 
+def test_the_oldest_request_says_which_shape_runs():
+    queue = desk()
+    a1, b = of(1, START), of(2, START, shape=(5,))
+    queue.add(a1, b)
+    assert queue.run() == [a1]
+    queue.pass_time(1)
+    a2 = of(1)
+    queue.add(a2)
+    assert [queue.run(), queue.run()] == [[None, b], [a2]]
+
+
+@STRATEGIES
+def test_sequences_whose_states_have_come_to_differ_in_shape_do_not_run_together(strategy, tmp_path):
+    queue = desk(strategy, path=tmp_path, states=(state("S", dims=(-1,)),))
+    a1, b1 = of(1, START), of(2, START)
+    queue.add(a1, b1)
+    assert queue.take() == [a1, b1]
+    a2 = of(1)
+    queue.add(a2)  # while the first runs: what its state will be is not known yet
+    a1.inference.states["S"] = Tensor("S", np.ones((1, 2), np.float32))
+    queue.finish([a1, b1])
+    b2, c1 = of(2), of(3, START)
+    queue.add(b2, c1)
+    assert [one for one in queue.run() if one] == [a2]
+    assert [one for one in queue.run() if one] == [b2, c1]
+
+
 def test_direct_waits_until_enough_slots_have_work_or_the_delay_is_over():
     queue = desk(DirectStrategy(minimum_slot_utilization=0.5, max_queue_delay_us=2000))
     a, b, c = (of(name, START) for name in "abc")
@@ -413,6 +440,19 @@ def test_an_iterative_request_runs_until_it_is_let_go_beside_others_at_other_ite
     assert iterate(queue, again=[]) == [long]
     assert iterate(queue, again=[]) == []
     assert long.error is None
+
+
+@STRATEGIES
+def test_the_ids_that_the_server_gives_are_not_those_of_clients(strategy):
+    queue = desk(strategy, iterative=True, max_batch_size=8)
+    named, unnamed, later = of(1, START), Asked(), of(2, START)
+    queue.add(named, unnamed, later)
+    everyone = [named, unnamed, later]
+    assert named.inference.request.correlation_id != unnamed.inference.request.correlation_id
+    assert set(iterate(queue, again=everyone)) == set(everyone)
+    assert set(iterate(queue, again=[unnamed])) == set(everyone)
+    assert unnamed in iterate(queue, again=[])
+    assert [one.error for one in everyone] == [None] * 3
 
 
 def test_an_iterative_request_gives_its_slot_to_the_next_when_it_is_let_go():

@@ -41,7 +41,7 @@ def run(door: FakeDoor, model: str, *, batch: int = 1) -> None:
     inference = Inference(request=request, on_response=lambda _response, final: final and ended.set())
     inference.batch_size = batch
     counted = threading.Event()
-    inference.when_ended(counted.set)
+    inference.when_ended(lambda _: counted.set())
     door.submit(inference)
     assert ended.wait(10)
     assert counted.wait(10)

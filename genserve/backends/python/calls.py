@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from genserve.backends.python.deadlock import hopeless
+from genserve.bell import Bell
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Door, Executor, Inference, InferenceRequest, InferenceResponse
 
@@ -31,28 +32,54 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
     Returns:
         The answer; failures of any kind are in its `error`.
     """
-    answered = threading.Lock()
-    answered.acquire()
-    responses: list[InferenceResponse] = []
-
-    def receive(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
-        if response is not None:
-            responses.append(response)
-        if final:
-            answered.release()
-
-    inference = Inference(request=request, on_response=receive)
+    answer = _Answer()
+    inference = Inference(request=request, on_response=answer.receive)
     wait = Wait(inference, executor)
     try:
         _submit(inference, door, decoupled=False)
-        while not answered.acquire(timeout=_LOOK_EVERY_S):
+        while not answer.wait():
             wait.look()
     except GenserveError as error:
+        _THREAD.bell = None  # it may still be rung for this call
         inference.cancel()
         return InferenceResponse(error=error)
     finally:
         wait.end()
-    return _only(responses)
+    return _only(answer.responses)
+
+
+class _Thread(threading.local):
+    """What a thread keeps from call to call: it waits for one at a time."""
+
+    bell: Bell | None = None
+
+
+_THREAD = _Thread()
+
+
+class _Answer:
+    """The answer to one call, for the thread that made it."""
+
+    __slots__ = ("_bell", "_ended", "responses")
+
+    def __init__(self) -> None:
+        self.responses: list[InferenceResponse] = []
+        self._ended = False
+        bell = _THREAD.bell
+        if bell is None:
+            bell = _THREAD.bell = Bell()
+        self._bell = bell
+
+    def receive(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
+        if response is not None:
+            self.responses.append(response)
+        if final:
+            self._ended = True
+            self._bell.ring()
+
+    def wait(self) -> bool:
+        """Wait for the end, for a while; whether it is there."""
+        return self._bell.wait(None if self._ended else _LOOK_EVERY_S)
 
 
 def call_async(
@@ -240,7 +267,8 @@ def _no_instance(inference: Inference) -> InferenceError:
     return _call_error(
         name,
         "every instance that could run the request waits, directly or by way of other models, for this very "
-        f"request. Raise the count in the instance_group of model '{name}', or break the circle of calls.",
+        f"request. Raise the count in the instance_group of model '{name}', or the resources that there are "
+        "for its rate_limiter, or break the circle of calls.",
         status=Status.UNAVAILABLE,
     )
 
@@ -267,6 +295,7 @@ def _watch(
     wait = Wait(inference, executor)
 
     def look() -> None:
+        nonlocal next_look
         if answer.done():
             return
         try:
@@ -275,15 +304,16 @@ def _watch(
             fail(error)
             inference.cancel()
         else:
-            loop.call_later(_LOOK_EVERY_S, look)
+            next_look = loop.call_later(_LOOK_EVERY_S, look)
 
     def ended(answer: asyncio.Future[Any]) -> None:
+        next_look.cancel()  # or it would keep the answer until then
         wait.end()
         if answer.cancelled():
             inference.cancel()
 
     answer.add_done_callback(ended)
-    loop.call_later(_LOOK_EVERY_S, look)
+    next_look = loop.call_later(_LOOK_EVERY_S, look)
 
 
 def _tell(answer: asyncio.Future[T], value: Callable[[], T]) -> None:

@@ -13,7 +13,8 @@ def stuck(inference: Inference) -> bool:
     """Whether an inference waits, by way of others, for itself.
 
     It is stuck iff every executor that could run it waits for something stuck, or a part of it is stuck.
-    An executor that is free, or that executes without waiting, is never stuck, however slow it is.
+    An executor that is free, or that executes without waiting, is never stuck, however slow it is; one that
+    needs a resource is stuck iff all that keep it from the resource are.
     """
     return inference in _stuck_from(inference)
 
@@ -37,7 +38,10 @@ def _stuck_from(inference: Inference) -> set[Inference | Executor]:
 
 def _is_held(node: Inference | Executor, found: set[Inference | Executor]) -> bool:
     if isinstance(node, Executor):
-        return bool(node.executing) and any(other in found for other in tuple(node.waiting_for))
+        if node.executing:
+            return any(other in found for other in tuple(node.waiting_for))
+        blockers = node.blocked_by()
+        return bool(blockers) and all(other in found for other in blockers)
     if node.ended:
         return False
     if any(part in found for part in tuple(node.parts)):
@@ -54,7 +58,7 @@ def _reachable(inference: Inference) -> set[Inference | Executor]:
             continue
         seen.add(node)
         if isinstance(node, Executor):
-            todo += tuple(node.waiting_for)
+            todo += [*tuple(node.waiting_for), *node.blocked_by()]
         else:
             todo += [*tuple(node.parts), *node.executors]
     return seen

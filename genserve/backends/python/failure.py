@@ -10,6 +10,8 @@ from genserve.backends.python.host import HOST_NAME
 
 __all__ = ["failure_text"]
 
+_SHOWN = "genserve.backends.python.pb_utils.config"
+
 
 def failure_text(error: BaseException) -> str:
     """Return `ValueError: boom`, and below it where, the innermost frame first.
@@ -30,8 +32,9 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _foreign(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames that are not ours: those of pb_utils are C++ in Triton, and not shown."""
+    """Yield the frames that are not ours. Those of pb_utils are C++ in Triton, and not shown, but for one."""
     while step is not None:
-        if not step.tb_frame.f_globals.get("__name__", "").startswith("genserve."):
+        name = step.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith("genserve.") or name == _SHOWN:
             yield step.tb_frame, step.tb_lineno
         step = step.tb_next

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from genserve.backends.python.channel import Channel, portable_error, portable_request, portable_response
 from genserve.backends.python.host import Host
@@ -23,6 +25,12 @@ from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
 
 __all__ = ["ModelSetup", "run_model"]
+
+logger = logging.getLogger(__name__)
+
+_ENDS_WITHIN_S = 30.0  # once the server is gone
+
+_Asked: TypeAlias = list[tuple[int, InferenceRequest]]  # the requests of a batch, by their numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +62,9 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host, log_lev
         return
     elsewhere.model = model
     channel.send(("started", None, model.says_ready))
-    while (asked := elsewhere.work.get()) is not None:
-        batch = [elsewhere.inference(number, request) for number, request in asked]
-        error: InferenceError | None = None
-        try:
-            model.execute(batch)
-        except InferenceError as raised:
-            error = raised
-        rescheduled = [number for (number, _), one in zip(asked, batch, strict=True) if one.reschedule]
-        channel.send(("executed", error, rescheduled))
+    while (work := elsewhere.work.get()) is not None:
+        channel.send(("executed", *elsewhere.execute(model, *work)))
+        del work  # not kept alive while it waits for the next one
     model.close()
 
 
@@ -70,13 +72,28 @@ class _Elsewhere:
     """The server, as its model's process sees it."""
 
     def __init__(self, channel: Channel) -> None:
-        self.work: SimpleQueue[list[tuple[int, InferenceRequest]] | None] = SimpleQueue()
+        self.work: SimpleQueue[tuple[int, _Asked] | None] = SimpleQueue()
         self.door = _RemoteDoor(channel)
         self.model: PythonModel | None = None
         self._channel = channel
         self._inferences: dict[int, Inference] = {}
 
-    def inference(self, number: int, request: InferenceRequest) -> Inference:
+    def execute(
+        self, model: PythonModel, number: int, asked: _Asked
+    ) -> tuple[int, InferenceError | None, list[int]]:
+        """Execute a batch; return its number, what the model raised, and what is to be executed again."""
+        batch = [self._inference(*one) for one in asked]
+        error: InferenceError | None = None
+        try:
+            model.execute(batch)
+        except InferenceError as raised:
+            error = portable_error(raised)
+            for inference in batch:
+                inference.fail(error)  # whoever still has its sender can say no more
+        rescheduled = [of for (of, _), inference in zip(asked, batch, strict=True) if inference.reschedule]
+        return number, error, rescheduled
+
+    def _inference(self, number: int, request: InferenceRequest) -> Inference:
         known = self._inferences.get(number)
         if known is not None:
             known.inputs, known.reschedule = dict(request.inputs), False
@@ -92,24 +109,35 @@ class _Elsewhere:
         return made
 
     def read(self) -> None:
-        try:
-            while True:
-                match self._channel.receive():
-                    case ("execute", asked):
-                        self.work.put(asked)
-                    case ("cancel", number):
-                        if inference := self._inferences.get(number):
-                            inference.cancel()
-                    case ("answer", number, response, final):
-                        self.door.answer(number, response, final=final)
-                    case ("reply", number, reply):
-                        self.door.reply(number, reply)
-                    case ("is_ready", number):
-                        threading.Thread(target=self._say_ready, args=[number], daemon=True).start()
-                    case ("close",):
-                        self.work.put(None)
-        except (EOFError, OSError):
-            self.work.put(None)  # the server is gone
+        """Handle what the server says until it is gone; the process does not outlive it for long."""
+        while True:
+            try:
+                message = self._channel.receive()
+            except (EOFError, OSError):
+                break
+            try:
+                self._handle(message)
+            except Exception:  # it concerns one message: the others are waited for
+                logger.exception("a message (%s) of the server failed", message[0])
+        self.work.put(None)
+        time.sleep(_ENDS_WITHIN_S)
+        os._exit(1)  # the model is stuck, and nobody is left to kill it
+
+    def _handle(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("execute", number, asked):
+                self.work.put((number, asked))
+            case ("cancel", number):
+                if inference := self._inferences.get(number):
+                    inference.cancel()
+            case ("answer", number, response, final):
+                self.door.answer(number, response, final=final)
+            case ("reply", number, reply):
+                self.door.reply(number, reply)
+            case ("is_ready", number):
+                threading.Thread(target=self._say_ready, args=[number], daemon=True).start()
+            case ("close",):
+                self.work.put(None)
 
     def _say_ready(self, number: int) -> None:
         assert self.model is not None  # or it would not be asked
@@ -132,7 +160,7 @@ class _RemoteDoor(Door):
         try:
             self._wait(number, ("call", number, portable_request(inference.request)))
         except GenserveError:
-            del self._calls[number]
+            self._calls.pop(number, None)
             raise
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:

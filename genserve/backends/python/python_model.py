@@ -80,10 +80,10 @@ class PythonModel:
             if not hasattr(self._model, "execute"):
                 raise _BrokenContract(f"Python model {self._path} does not implement `execute` method.")
             returned = self._model.execute(requests)
-            if asyncio.iscoroutine(returned):
-                self._run(returned, requests)
-            else:
+            if isinstance(returned, list) or not asyncio.iscoroutine(returned):
                 self._take_returned(returned, requests)
+            else:
+                self._run(returned, requests)
         except (Exception, SystemExit) as error:
             raise self._failed(error, requests) from error
 

@@ -92,7 +92,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
             if name == "config":
                 config = _load_parameter(name, parameter, "string_param")
             elif name.startswith("file:"):
-                files[name] = _load_parameter(name, parameter, "bytes_param")
+                files[name.removeprefix("file:")] = _load_parameter(name, parameter, "bytes_param")
             else:
                 raise InferenceError(f"unrecognized load parameter '{name}'.")
         await asyncio.to_thread(self._models.load, request.model_name, config=config, files=files or None)

@@ -57,7 +57,7 @@ async def repository_load(call: Call) -> Answer:
         if name == "config":
             config = value
         elif name.startswith("file:"):
-            files[name.removeprefix("file:")] = await beside(len(value), _decoded, name, value)
+            files[name] = await beside(len(value), _decoded, name, value)
         else:
             text = "unexpected error on creating Triton parameter"
             raise InferenceError(
@@ -71,8 +71,7 @@ async def repository_unload(call: Call) -> Answer:
     """Begin to unload a model."""
     _refuse_repository(call)
     given = _members(_members(await call.json()).get("parameters"))
-    dependents = given.get("unload_dependents", False)
-    checked(dependents, Kind.BOOLEAN, doing="Unable to parse 'unload_dependents'")
+    dependents = given.get("unload_dependents") is True  # anything else is passed over, as in Triton
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
     return Answer()
 

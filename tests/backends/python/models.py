@@ -17,7 +17,7 @@ from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest
 from genserve.metrics import Metrics
-from genserve.repository.instances import Instances, placements
+from genserve.repository.instances import Instances, group_placements
 from genserve.schedulers.choice import make_scheduler
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
@@ -129,7 +129,7 @@ class Models:
             metrics=self.metrics,
         )
         shared = backend.load(source)
-        places = tuple(placements(config))
+        places = tuple(place for group in config.instance_groups for place in group_placements(group))
         instances = Instances(
             lambda placement: backend(source, shared, placement),
             placements=places,

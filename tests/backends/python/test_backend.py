@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from google.protobuf import text_format
 
 from genserve.backends.python.backend import PythonBackend, python_based
+from genserve.backends.python.pb_utils import config
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError
 from tests.backends.python.models import HEADER, floats
@@ -24,9 +27,9 @@ COMPLETES = """
 COMPLETING = "class TritonPythonModel:\n    @staticmethod\n    def auto_complete_config(c):"
 
 
-def completed(models, source, config="", **files):
-    models.write("m", source, config, **files)
-    message = text_format.Parse(f'name: "m" {config}', new_model_config())
+def completed(models, source, text="", **files):
+    models.write("m", source, text, **files)
+    message = text_format.Parse(f'name: "m" {text}', new_model_config())
     PythonBackend.auto_complete(message, path=models.root / "m", version=1)
     return message
 
@@ -73,14 +76,16 @@ def test_a_model_that_completes_nothing_is_not_imported_for_it(models):
         (
             f"{COMPLETING}\n        c.set_max_batch_size(1)",
             "ValueError: configuration specified max_batch_size 8, but in auto-complete-config function for "
-            "model 'm' specified max_batch_size 1\n\nAt:\n  {path}(22): auto_complete_config\n",
+            "model 'm' specified max_batch_size 1\n\nAt:\n"
+            "  {config}: set_max_batch_size\n  {path}(22): auto_complete_config\n",
         ),
     ],
 )
 def test_a_model_that_cannot_complete_says_why(models, source, text):
     with pytest.raises(InferenceError) as raised:
         completed(models, source, "max_batch_size: 8")
-    assert raised.value.message == text.format(path=models.root / "m" / "1" / "model.py")
+    message = re.sub(re.escape(config.__file__) + r"\(\d+\)", "CONFIG", raised.value.message)
+    assert message == text.format(path=models.root / "m" / "1" / "model.py", config="CONFIG")
 
 
 def test_a_config_that_is_none_is_refused(models):

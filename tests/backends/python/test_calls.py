@@ -65,6 +65,23 @@ return [sent.ctypes.data, y.as_numpy().ctypes.data] == pointers.as_numpy().tolis
     assert shown(models, body) == "True"
 
 
+def test_tensors_of_a_call_are_gone_without_a_garbage_collection(models):
+    models.add("double", DOUBLE)
+    body = """\
+import gc, weakref
+sent = np.arange(5, dtype=np.float32)
+held = weakref.ref(sent)
+gc.disable()
+try:
+    for array in (sent, np.zeros(1, np.float32)):  # with the second, the instance has let go of the first
+        assert not ask("double", pb_utils.Tensor("X", array)).exec().has_error()
+    del sent, array
+    return held() is None
+finally:
+    gc.enable()"""
+    assert shown(models, body) == "True"
+
+
 def test_everything_that_was_asked_reaches_the_target(models):
     models.add(
         "target",
@@ -138,6 +155,23 @@ async def both():
     return [float(response.output_tensors()[0].as_numpy()[0]) for response in responses]
 return asyncio.run(both())"""
     assert shown(models, body) == "[2.0, 4.0]"
+
+
+def test_nothing_looks_at_an_async_call_that_is_answered(models):
+    models.add("target", DOUBLE)
+    body = """\
+looks = []
+class Loop(asyncio.SelectorEventLoop):
+    def call_later(self, *args, **fields):
+        looks.append(super().call_later(*args, **fields))
+        return looks[-1]
+async def later(**fields):
+    await ask("target", x).async_exec(**fields)
+for fields in ({}, {"decoupled": True}):
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(later(**fields))
+return [look.cancelled() for look in looks]"""
+    assert shown(models, body) == "[True, True]"
 
 
 def test_an_async_execute_awaits_its_calls(models):
@@ -376,4 +410,4 @@ return texts, ready"""
         ],
         [True, True, False, False],
     ))  # fmt: skip
-    assert models.loaded == [("target", "{}", {"file:1/model.py": b""}), ("target", True)]
+    assert models.loaded == [("target", "{}", {"1/model.py": b""}), ("target", True)]

@@ -123,3 +123,16 @@ def test_an_inference_whose_part_runs_is_not_stuck():
     ensemble = inference(parts=[step])
     waits(one, ensemble)
     assert not stuck(ensemble)
+
+
+def test_a_call_to_an_instance_that_lacks_what_the_caller_holds_is_hopeless():
+    caller, target = executor("caller"), executor("target")
+    executing(caller, inference())
+    call = inference(target)
+    waits(caller, call)
+    target.blocked_by = lambda: [caller]
+    assert hopeless(call)
+    slow = executor("slow")
+    executing(slow, inference())
+    target.blocked_by = lambda: [caller, slow]  # who may leave enough of it
+    assert not stuck(call)

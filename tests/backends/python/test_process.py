@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 import os
+import threading
+import weakref
 
 import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
+from genserve.backends.python.host import Host
+from genserve.backends.python.process import ModelProcess
+from genserve.backends.python.process_side import ModelSetup
 from genserve.errors import InferenceError
+from genserve.inference import Inference, InferenceRequest
+from genserve.tensor import Tensor
 from tests.backends.python.models import declared, floats
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
@@ -216,3 +225,125 @@ def test_it_says_itself_whether_it_is_ready(models):
     assert not models.is_ready("m")
     assert models.infer("m", floats(1)).array
     assert models.is_ready("m")
+
+
+ECHO = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [answer(tensor(request).as_numpy()) for request in requests]
+"""
+
+
+def test_a_response_that_cannot_be_delivered_harms_no_other_request(models, caplog):
+    models.add("m", ECHO, PROCESS)
+
+    def refuse(response, final):
+        raise ValueError("no room")
+
+    request = InferenceRequest(model_name="m", inputs={"X": Tensor("X", floats(1))})
+    models.submit(Inference(request=request, on_response=refuse))
+    assert models.infer("m", floats(2)).array == [2]
+    assert "no room" in caplog.text
+
+
+def test_a_failure_of_the_door_reaches_the_model(models):
+    class Broken:
+        def load(self, name, *, config, files):
+            raise OSError("disk is full")
+
+    models.load = Broken().load
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                try:
+                    pb_utils.load_model("other")
+                except pb_utils.TritonModelException as error:
+                    return [answer(np.array([str(error)], dtype=object))]
+        """,
+        PROCESS,
+    )
+    assert b"message: OSError: disk is full" in models.infer("m", floats(1)).array[0]
+
+
+def test_requests_of_a_batch_that_failed_are_forgotten_on_both_sides(models):
+    models.add(
+        "m",
+        """
+        import gc
+        class TritonPythonModel:
+            def execute(self, requests):
+                if tensor(requests[0]).as_numpy()[0]:
+                    raise ValueError("boom")
+                gc.collect()
+                return [answer(np.array([sum(type(o).__name__ == "Inference" for o in gc.get_objects())]))]
+        """,
+        PROCESS,
+    )
+    sent = floats(1)
+    kept = weakref.ref(sent)
+    assert models.infer("m", sent).error
+    del sent
+    assert models.infer("m", floats(0)).array == [1]
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_model_may_be_closed_while_its_process_starts_again(models):
+    models.add(
+        "m",
+        """
+        import os
+        class TritonPythonModel:
+            def execute(self, requests):
+                os._exit(3)
+        """,
+        PROCESS,
+    )
+    [first] = multiprocessing.active_children()
+    assert models.infer("m", floats(1)).error
+    while not (again := [process for process in multiprocessing.active_children() if process is not first]):
+        pass
+    closing = threading.Thread(target=models.stop, args=["m"], daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not again[0].is_alive()
+
+
+def test_a_process_that_does_not_end_is_killed(models):
+    source = """
+    import signal
+    class TritonPythonModel:
+        def initialize(self, args):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        def finalize(self):
+            threading.Event().wait()
+    """
+    folder = models.write("m", source)
+    setup = ModelSetup(path=folder / "model.py", folders=(folder,), arguments={}, iterative=False)
+    model = ModelProcess(setup, host=Host(model="m", instance="m_0", folder=folder), ends_within_s=0)
+    [process] = multiprocessing.active_children()
+    model.close()
+    assert not process.is_alive()
+
+
+def test_a_process_that_died_is_seen_even_if_what_it_forked_lives(models):
+    models.add(
+        "m",
+        """
+        import os, time
+        class TritonPythonModel:
+            def execute(self, requests):
+                if not os.fork():
+                    while not os.path.exists(pb_utils.get_model_dir() + "/end"):
+                        time.sleep(0.01)
+                os._exit(3)
+        """,
+        PROCESS,
+    )
+    try:
+        assert models.infer("m", floats(1)).error.message == "Stub process 'm_0' is not healthy."
+    finally:
+        (models.root / "m" / "1" / "end").touch()

@@ -551,4 +551,4 @@ def test_no_thread_is_left_behind(models):
     models.infer("m", floats(1))
     models.infer("m", floats(1)).wait()
     models.stop("m")
-    assert not [thread for thread in threading.enumerate() if "m_0" in thread.name]
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]

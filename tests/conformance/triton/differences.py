@@ -240,6 +240,37 @@ DIFFERENCES = (
         ),
     ),
     Difference(
+        exchanges=r"control/load_with_config",
+        reason="a load without a config reads that of the folder: there, that of the call before stays",
+        answer=_answers(
+            *(None,) * 4, _outputs("cold", _output("COUNT", "INT32", [3, 1], [1, 1, 1]))
+        ),
+    ),
+    Difference(
+        exchanges=r"infer_json/sibling_modules",
+        reason="a module beside model.py is one, whichever way it is imported: there, its state is doubled",
+        answer=_answers(
+            _outputs("imports", _output("Y", "INT32", [1], [12]), _output("SAME", "BOOL", [1], [True]))
+        ),
+    ),
+    Difference(
+        exchanges=r"statistics/a_failure_of_the_model",
+        reason="a request that a model answers with an error has failed: there, it counts as a success",
+        counts=_counts(fails=_failed()),
+    ),
+    Difference(
+        exchanges=r"statistics/a_failure_of_an_ensemble",
+        reason="a request that a model answers with an error has failed, in its ensemble too, and once",
+        counts=_counts(
+            fails=_failed(),
+            ensemble_fails={
+                "metric nv_inference_request_failure reason=OTHER version=1": 1,
+                "version 1: fail": 1,
+            },
+            identity_string=_executed(**{"batches of 1": 1}),
+        ),
+    ),
+    Difference(
         exchanges=r"cache/other_parameters_are_a_hit",
         reason="parameters belong to the key of the cache: they change what a model answers",
         answer=_answers(None, _outputs("cached", _output("COUNT", "INT32", [1, 1], [2]))),

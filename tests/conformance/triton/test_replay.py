@@ -13,6 +13,9 @@ from tests.conformance.triton.replay import mismatches
 from tests.conformance.triton.runs import MODELS
 from tests.conformance.triton.scenarios import TOPICS
 
+# The models' own warnings are theirs.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+
 _RECORDED = [(topic, exchange) for topic in load_topics() for exchange in topic.exchanges]
 
 

@@ -493,7 +493,7 @@ def test_the_repository_is_listed_and_controlled(server, triton, stub):
     ready = stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True)).models
     assert {line.state for line in ready} == {"READY"}
     triton.load_model("batched", config="{}", files={"file:1/model.py": b"pass"})
-    assert server.door.loaded[-1] == ("batched", "{}", {"file:1/model.py": b"pass"})
+    assert server.door.loaded[-1] == ("batched", "{}", {"1/model.py": b"pass"})
     triton.unload_model("batched", unload_dependents=True)
     assert server.door.unloaded[-1] == ("batched", True)
     with pytest.raises(InferenceServerException, match="failed to load 'zzz', failed to poll"):

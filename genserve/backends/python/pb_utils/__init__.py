@@ -114,7 +114,10 @@ def get_model_dir() -> str:
 
 
 def _named(tensors: list[Tensor], name: str) -> Tensor | None:
-    return next((tensor for tensor in tensors if tensor.name() == name), None)
+    for tensor in tensors:
+        if tensor._wrapped.name == name:
+            return tensor
+    return None
 
 
 for _name in ("triton_python_backend_utils", "c_python_backend_utils"):

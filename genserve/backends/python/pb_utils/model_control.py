@@ -29,8 +29,9 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
             "contents"
         )
     host, door = _here()
+    by_path = files and {name.removeprefix("file:"): content for name, content in files.items()}
     try:
-        door.load(model_name, config=config, files=files)
+        door.load(model_name, config=config, files=by_path)
     except GenserveError as error:
         raise _refused("Failed to load model", error.message, host) from error
 

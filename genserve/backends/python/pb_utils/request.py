@@ -99,20 +99,21 @@ class InferenceRequest:
             raise TritonModelException(f"Input tensor {of}")
         if "" in requested_output_names:
             raise TritonModelException(f"Requested output name {of}")
-        names = [tensor._wrapped.name for tensor in inputs]
-        if len(set(names)) < len(names):
+        self._inputs: list[Tensor] | None = list(inputs)
+        tensors = {tensor._wrapped.name: tensor._wrapped for tensor in self._inputs}
+        if len(tensors) < len(self._inputs):
+            names = [tensor._wrapped.name for tensor in self._inputs]
             twice = next(name for name in names if names.count(name) > 1)
             raise TritonModelException(f"input '{twice}' already exists in request")
-        self._inputs: list[Tensor] | None = list(inputs)
         self._asked = inner.InferenceRequest(
             model_name=model_name,
             model_version=model_version,
             id=request_id,
-            inputs={tensor._wrapped.name: tensor._wrapped for tensor in self._inputs},
+            inputs=tensors,
             requested_outputs=tuple(requested_output_names),
             parameters=checked_parameters(parameters) if parameters else {},
             correlation_id=correlation_id,
-            flags=RequestFlags(flags),
+            flags=RequestFlags(flags) if flags else RequestFlags.NONE,
             timeout_us=timeout,
         )
         self._requested = self._asked.requested_outputs

@@ -118,7 +118,8 @@ def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, i
     """Return parameters as they may be sent.
 
     Raises:
-        TritonModelException: a key that is no string, a value that is not a boolean, integer or string.
+        TritonModelException: a key that is no string, a value that is not a boolean, integer or string, or
+            an integer that no protocol can send.
     """
     for key, value in parameters.items():
         if not isinstance(key, str):
@@ -126,6 +127,10 @@ def checked_parameters(parameters: Mapping[str, inner.Parameter]) -> dict[str, i
         if not isinstance(value, (bool, int, str)):
             raise TritonModelException(
                 f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise TritonModelException(
+                f"Expect parameters values of type int to fit in 64 bits with their sign: '{key}' does not"
             )
     return dict(parameters)
 

@@ -42,11 +42,8 @@ class Tensor:
             data_type = DataType.of_numpy(numpy_array.dtype)
         except KeyError:
             raise TritonModelException("NumPy dtype is not supported.") from None
-        if data_type is not DataType.BYTES and numpy_array.dtype != data_type.numpy:  # big-endian
-            raise TritonModelException("NumPy dtype is not supported.")
-        array = _as_held(numpy_array, data_type)
         self._given = numpy_array if data_type is DataType.BYTES else None
-        self._wrapped = inner.Tensor(name, array, data_type=data_type)
+        self._wrapped = inner.Tensor(name, _as_held(numpy_array, data_type), data_type=data_type)
 
     @classmethod
     def _of(cls, wrapped: inner.Tensor) -> Tensor:

@@ -147,6 +147,14 @@ def test_a_response_of_nothing_is_refused():
             InferenceResponse(**wrong)
 
 
+@pytest.mark.parametrize("make", [request, InferenceResponse])
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 1 << 20000], ids=["above", "below", "far"])
+def test_a_parameter_that_no_protocol_can_send_is_refused(make, number):
+    with pytest.raises(pb_utils.TritonModelException, match="64 bits with their sign: 'a' does not"):
+        make(parameters={"a": number})
+    assert make(parameters={"a": -(2**63)}).parameters().endswith("9223372036854775808}")
+
+
 def test_codes_have_the_numbers_of_triton():
     words = "UNKNOWN INTERNAL NOT_FOUND INVALID_ARG UNAVAILABLE UNSUPPORTED ALREADY_EXISTS CANCELLED"
     assert [int(getattr(TritonError, word)) for word in words.split()] == list(range(8))

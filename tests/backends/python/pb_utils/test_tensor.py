@@ -129,6 +129,7 @@ def test_a_scalar_has_no_dimensions():
         ),
         (lambda: Tensor.from_dlpack("x", torch.zeros(1, dtype=torch.complex64)), "Unsupported triton dtype."),
         (lambda: Tensor.from_dlpack("x", np.zeros(1, complex)), "Unsupported triton dtype."),
+        (lambda: Tensor.from_dlpack("x", np.zeros(1, ">f4")), "Unsupported triton dtype."),
     ],
 )
 def test_what_is_no_tensor_is_refused_in_the_words_of_triton(make, text):

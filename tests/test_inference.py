@@ -1,0 +1,54 @@
+"""An inference by itself: how it ends, and what it lets go of then."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+
+from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.tensor import Tensor
+
+
+def inference(on_response=lambda response, final: None, **inputs) -> Inference:
+    return Inference(request=InferenceRequest(model_name="m", inputs=inputs), on_response=on_response)
+
+
+def test_who_waits_for_the_end_is_told_though_the_requester_fails():
+    def fail(response, final):
+        raise ValueError("no place")
+
+    one, ended = inference(fail), []
+    one.when_ended(ended.append)
+    with pytest.raises(ValueError, match="no place"):
+        one.send(InferenceResponse(), final=True)
+    assert ended == [one]
+
+
+def test_one_that_has_ended_cannot_be_cancelled_any_more():
+    one, cancelled = inference(), []
+    one.when_cancelled(lambda: cancelled.append("before"))
+    one.send(None, final=True)
+    one.when_cancelled(lambda: cancelled.append("after"))
+    one.cancel()
+    assert (cancelled, one.cancelled) == ([], False)
+
+
+def test_what_it_held_is_gone_without_a_garbage_collection():
+    gc.disable()
+    try:
+        array = np.zeros(1_000_000, np.float32)
+        alive = weakref.ref(array)
+        one = inference(X=Tensor("X", array))
+        one.when_cancelled(partial(id, one))
+        one.when_ended(partial(max, one, key=id))
+        one.send(InferenceResponse(), final=True)
+        one.when_cancelled(partial(id, one))  # the answer may come before `submit` returns
+        del array
+        del one
+        assert alive() is None
+    finally:
+        gc.enable()
