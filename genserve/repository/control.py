@@ -260,7 +260,7 @@ class ModelControl:
             self._retiring.discard(thread)
 
         if old:
-            thread = threading.Thread(target=close, name=f"unload-{old[0].name}")
+            thread = threading.Thread(target=close, name=f"unload-{old[0].name}", daemon=True)
             self._retiring.add(thread)
             thread.start()
 

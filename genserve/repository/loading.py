@@ -115,6 +115,7 @@ class Loader:
             placements=[placement for _, placement in groups_and_places],
             scheduler=scheduler,
             statistics=statistics,
+            exit_timeout_s=self.options.exit_timeout_s,
             permits=permits,
         )
 

@@ -92,7 +92,7 @@ class Served:
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
-        self._num_pending = 0
+        self._pending: set[Inference] = set()
         self._closing = False
 
     @property
@@ -113,7 +113,7 @@ class Served:
     @property
     def num_pending(self) -> int:
         """Requests accepted and not ended."""
-        return self._num_pending
+        return len(self._pending)
 
     def submit(self, inference: Inference) -> None:
         """Check a request and run it.
@@ -130,7 +130,7 @@ class Served:
         with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
-            self._num_pending += 1
+            self._pending.add(inference)
         if self._reshapes_outputs:
             self._reshape_outputs(inference)
         if self._cache is not None and self._answer_from(self._cache, inference):
@@ -138,28 +138,32 @@ class Served:
         inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
-        except Closed as error:  # by the end of an unload that took too long; not to be asked again elsewhere
-            self._leave()
-            raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
-        except GenserveError:
-            self._leave()  # what is refused is not counted
+        except GenserveError as error:
+            if inference.ended:
+                return  # this version was closed meanwhile, and has told it
+            self._leave(inference)  # what is refused is not counted
+            if isinstance(error, Closed):  # not to be asked again elsewhere, as what was never taken is
+                raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
             raise
 
     def close(self, *, timeout_s: float) -> None:
-        """Take no more, wait until what was accepted has ended, and close the runner."""
+        """Take no more, wait until what was accepted has ended, fail what has not, and close the runner."""
         with self._idle:
             self._closing = True
-            self._idle.wait_for(lambda: not self._num_pending, timeout=timeout_s)
+            self._idle.wait_for(lambda: not self._pending, timeout=timeout_s)
+            late = tuple(self._pending)
+        for inference in late:
+            inference.fail(_unloaded(self.name))
         self.runner.close()
 
     def _ended(self, inference: Inference) -> None:
         self.statistics.ended(inference)
-        self._leave()
+        self._leave(inference)
 
-    def _leave(self) -> None:
+    def _leave(self, inference: Inference) -> None:
         with self._lock:
-            self._num_pending -= 1
-            if self._closing and not self._num_pending:
+            self._pending.discard(inference)
+            if self._closing and not self._pending:
                 self._idle.notify_all()
 
     def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
@@ -171,7 +175,7 @@ class Served:
         if kept is not None:
             inference.send(kept, final=True)
             self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
-            self._leave()
+            self._leave(inference)
             return True
         answer = inference.on_response
 
@@ -194,3 +198,11 @@ class Served:
             answer(response and self._admission.reshaped_response(response), final)
 
         inference.on_response = reshape
+
+
+def _unloaded(model: str) -> InferenceError:
+    return InferenceError(
+        f"model '{model}' was unloaded before this request has ended",
+        status=Status.UNAVAILABLE,
+        remedy="send it again once the model is ready; an unload waits for --exit-timeout-secs",
+    )
