@@ -24,8 +24,8 @@ class LiveServer:
             ),
             on_ready=ready.put,
         )
-        self._thread = threading.Thread(target=self.server.serve_until_stopped)
-        self._thread.start()
+        self.thread = threading.Thread(target=self.server.serve_until_stopped)
+        self.thread.start()
         self.info = ready.get(timeout=60)
         self.url = self.info.url
         self.grpc_url = self.info.grpc_address
@@ -40,7 +40,7 @@ class LiveServer:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self._thread.join()
+        self.thread.join()
 
     def __enter__(self) -> Self:
         return self

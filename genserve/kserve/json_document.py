@@ -7,6 +7,7 @@ parser that Triton itself uses: its texts and offsets are the ones that clients 
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import Any, TypeAlias
 
 import orjson
@@ -18,6 +19,8 @@ __all__ = ["JsonText", "Kind", "Members", "checked", "member", "read_json", "rea
 
 JsonText: TypeAlias = bytes | bytearray | memoryview
 
+# Beyond 64 bits a whole number is a double, or too big; Python's own have no end.
+_NUMBERS = rapidjson.NM_NATIVE | rapidjson.NM_NAN
 _FAILED = "failed to parse the request JSON buffer"
 
 
@@ -44,7 +47,7 @@ def read_json(text: JsonText) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return _read_slowly(text, rapidjson.loads)
+        return _read_slowly(text, partial(rapidjson.loads, number_mode=_NUMBERS))
 
 
 def read_pairs(text: JsonText) -> Any:
@@ -53,7 +56,7 @@ def read_pairs(text: JsonText) -> Any:
     Raises:
         InferenceError: INTERNAL, it is not JSON.
     """
-    return _read_slowly(text, _PairDecoder())
+    return _read_slowly(text, _PairDecoder(number_mode=_NUMBERS))
 
 
 def checked(value: Any, kind: Kind, *, doing: str = "") -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from genserve.errors import InferenceError
+from genserve.kserve.leading_number import leading_number
 
 __all__ = ["read_version"]
 
-# As C's `strtol` reads a number: what follows it does not count, and Triton looks at no more.
-_NUMBER = re.compile(r"\s*([+-]?\d+)")
+_MAX = 2**63 - 1
 
 
 def read_version(text: str) -> int:
@@ -20,13 +18,13 @@ def read_version(text: str) -> int:
     """
     if not text:
         return -1
-    found = _NUMBER.match(text)
-    if found is None:
+    version = leading_number(text)
+    if version is None or abs(version) > _MAX:
         raise InferenceError(
             f"failed to get model version from specified version string '{text}' (details: stol), "
             "version should be an integral value > 0"
         )
-    if (version := int(found[1])) < 0:
+    if version < 0:
         raise InferenceError(
             f"invalid model version specified '{text}' , version should be an integral value > 0"
         )

@@ -6,12 +6,12 @@ same text when it was started without `--trace-config`. The settings that need n
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from genserve.errors import InferenceError, Status
+from genserve.kserve.leading_number import leading_number
 
 __all__ = ["TraceSettings", "Value"]
 
@@ -26,7 +26,6 @@ _DEFAULTS: Mapping[str, Value] = {
     "trace_mode": "triton",
 }
 _MAX = 2**32 - 1
-_NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 
 class TraceSettings:
@@ -88,10 +87,9 @@ def _level(levels: Sequence[str]) -> Value:
 
 
 def _number(name: str, text: str) -> str:
-    found = _NUMBER.match(text)
-    if found is None:
+    number = leading_number(text)
+    if number is None:
         raise InferenceError(f"Unable to parse '{name}', got: {text}")
-    number = int(found[1])
     if name == "trace_count" and number < -1:
         raise InferenceError(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
     if not -1 <= number <= _MAX or (number < 0 and name != "trace_count"):

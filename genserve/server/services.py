@@ -20,6 +20,7 @@ from genserve.metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
 from genserve.request import Message, SamplingParams
+from genserve.server.readiness import Readiness
 from genserve.settings import ServerSettings
 
 __all__ = ["Open", "Services", "SharedServices"]
@@ -46,22 +47,24 @@ class Services:
     shared_memory: SharedMemory = field(init=False)
     trace_settings: TraceSettings = field(default_factory=TraceSettings)
     log_settings: LogSettings = field(init=False)
+    readiness: Readiness = field(init=False)
     _outbox: EventLoopOutbox | None = None
     _kserve_outbox: KServeOutbox | None = None
 
     def __post_init__(self) -> None:
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
+        self.readiness = Readiness(self.repository)
         self.log_settings = LogSettings(verbose_level=self.settings.log_verbose)
 
-    @property
-    def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         """Whether requests are taken, and every model that was to be loaded answers.
 
         Without `strict_readiness` it is enough that the server has tried to load them.
         """
-        state = self.repository.state
-        enough = state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
-        return enough and not self.draining
+        if self.draining:
+            return False
+        state = await self.readiness.state()
+        return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
     def kserve_outbox(self) -> KServeOutbox:
         """Return where responses to the requests of the event loop go; it runs this call."""

@@ -296,6 +296,47 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
     client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
 
 
+@pytest.mark.parametrize(("size", "status"), [(2**20, 500), (2**20 + 1, 400)])
+def test_a_compressed_body_is_read_up_to_the_limit(tmp_path: Path, size: int, status: int) -> None:
+    copy_models(("pass",), tmp_path)
+    compressor = zlib.compressobj(wbits=31)
+    body = compressor.compress(bytes(size)) + compressor.flush()
+    with LiveKServe(tmp_path, http_max_input_size=2**20) as live:
+        url = f"{live.url}/v2/models/pass/infer"
+        answer = httpx2.post(url, content=body, headers={"Content-Encoding": "gzip"})
+        cut = httpx2.post(url, content=body[:-1], headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == status
+    assert ("exceeds the maximum allowed input size" in answer.json()["error"]) is (status == 400)
+    assert cut.status_code == 400
+    if status == 500:
+        assert "the body is not gzip" in cut.json()["error"]
+
+
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "text"),
+    [
+        (f"pass/versions/{MANY}/infer", "", "failed to get model version from specified version string"),
+        ("pass/infer", MANY, "inference header size should be in range"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_refused(server, path: str, header: str, text: str) -> None:
+    headers = {"Inference-Header-Content-Length": header} if header else {}
+    answer = httpx2.post(f"{server.url}/v2/models/{path}", content=b"{}", headers=headers)
+    assert (answer.status_code, answer.json()["error"][: len(text)]) == (400, text)
+
+
+@pytest.mark.parametrize("before", ["", "NaN,"])
+def test_a_number_of_thousands_of_digits_is_no_data(server, before: str) -> None:
+    entry = {"name": "X", "shape": [1], "datatype": "INT32", "data": [0]}
+    body = json.dumps({"inputs": [entry]}).replace("[0]", f"[{before}-{MANY}]").encode()
+    for how, content in (("infer", body), ("generate", b'{"X": %s}' % MANY.encode())):
+        answer = httpx2.post(f"{server.url}/v2/models/pass/{how}", content=content)
+        assert "Number too big to be stored in double. at " in answer.json()["error"]
+
+
 @pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [1] * 100, [2**40, 2**40]])
 def test_a_shape_that_no_array_has_is_refused(server, shape: list[int]) -> None:
     entry = {"name": "INPUT0", "shape": shape, "datatype": "FP32"}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import httpx2
 import numpy as np
 import pytest
 import tritonclient.grpc as client
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from genserve.errors import GenserveError, InferenceError
 from genserve.server.serve import Server
@@ -87,6 +90,54 @@ def test_a_model_that_fails_at_the_start_ends_the_server_unless_it_may_not(repos
             assert triton.is_server_ready()
         states = {line.name: line.state for line in server.info.versions}
         assert states == {"broken": "UNAVAILABLE", "double": "READY"}
+
+
+SLOW = """
+import threading
+from pathlib import Path
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.folder = Path(args["model_repository"])
+
+    def is_ready(self):
+        (self.folder / "asked").touch()
+        while not (self.folder / "go").exists():
+            threading.Event().wait(0.01)
+        return True
+"""
+
+
+@pytest.mark.parametrize("route", ["/v2/health/ready", "/health", "/v2/models/slow/ready"])
+def test_a_model_that_ponders_whether_it_is_ready_holds_up_nobody_else(repository, route):
+    folder = with_model(repository, "slow", SLOW) / "slow"
+    with LiveServer(repository) as server, ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(httpx2.get, server.url + route), None
+        while not (folder / "asked").exists():
+            pass
+        second = pool.submit(_health, server.info.grpc_address)
+        assert httpx2.get(f"{server.url}/v2/health/live").status_code == 200
+        assert not first.done()
+        (folder / "go").touch()
+        assert first.result().status_code == 200
+        assert second.result() == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_model_that_never_says_whether_it_is_ready_is_not(repository, monkeypatch):
+    monkeypatch.setattr("genserve.server.readiness._WITHIN_S", 0.05)
+    folder = with_model(repository, "slow", SLOW) / "slow"
+    with LiveServer(repository) as server:
+        assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 400
+        assert httpx2.get(f"{server.url}/v2/models/slow/ready").status_code == 400
+        assert httpx2.get(f"{server.url}/v2/models/double/ready").status_code == 200
+        assert _health(server.info.grpc_address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        (folder / "go").touch()
+
+
+def _health(address):
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
 
 
 def test_with_explicit_control_nothing_is_loaded_that_was_not_asked_for(repository):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import string
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
+from urllib.parse import quote, unquote
 
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -18,10 +22,16 @@ from genserve.server.services import Services
 
 __all__ = ["Administration", "abort", "method"]
 
+logger = logging.getLogger(__name__)
+
 # The methods have the protocol's names, which are not Python's.
 # ruff: noqa: N802
 
 _REMEDY = "genserve-remedy"     # trailing metadata of an error
+# Bytes on the wire, where gRPC quotes what is not printable; clients take 8 KiB of trailing metadata.
+_MAX_DETAILS = 4096
+_MAX_REMEDY = 1024
+_UNQUOTED = string.punctuation.replace("%", "") + " "
 _LOG_CHOICES = {bool: "bool_param", int: "uint32_param", str: "string_param"}
 _LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
 
@@ -30,8 +40,17 @@ async def abort(context: Any, error: GenserveError) -> None:
     """End a call with an error, its remedy in the trailing metadata."""
     if error.remedy:
         remedy = " ".join(error.remedy.split()).encode("ascii", "replace").decode()
-        context.set_trailing_metadata(((_REMEDY, remedy),))
-    await context.abort(status_code(error), error.message)
+        context.set_trailing_metadata(((_REMEDY, remedy[:_MAX_REMEDY]),))
+    await context.abort(status_code(error), _details(error))
+
+
+def _details(error: GenserveError) -> str:
+    """Return the text of an error, cut where the headers of HTTP/2 would have no room for it."""
+    encoded = quote(error.message, safe=_UNQUOTED, errors="replace")
+    if len(encoded) > _MAX_DETAILS:
+        logger.error("an error that is cut for gRPC: %s", error.message)
+        encoded = re.sub("%.?$", "", encoded[:_MAX_DETAILS])
+    return unquote(encoded, errors="ignore")
 
 
 def method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:

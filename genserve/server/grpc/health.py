@@ -20,23 +20,32 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._watched: Any = None       # what watchers saw last
+        self._next_look = 0.0           # time of the event loop
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
         """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
-        return health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthCheckResponse(status=await self._status())
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Say it, and say it again whenever it has changed, until the server drains."""
         last = None
         while True:
-            if (status := self._status) != last:
-                yield health_pb2.HealthCheckResponse(status=status)
-                last = status
+            await self._look()
+            if self._watched != last:
+                last = self._watched
+                yield health_pb2.HealthCheckResponse(status=last)
             if self._services.draining:
                 return
             await asyncio.sleep(_WATCH_S)
 
-    @property
-    def _status(self) -> Any:
+    async def _look(self) -> None:
+        """Bring what is watched up to date: one look for all watchers."""
+        now = asyncio.get_running_loop().time()
+        if self._watched is None or now >= self._next_look or self._services.draining:
+            self._next_look = now + _WATCH_S
+            self._watched = await self._status()
+
+    async def _status(self) -> Any:
         statuses = health_pb2.HealthCheckResponse
-        return statuses.SERVING if self._services.ready else statuses.NOT_SERVING
+        return statuses.SERVING if await self._services.is_ready() else statuses.NOT_SERVING

@@ -8,6 +8,7 @@ from tritonclient.grpc import service_pb2
 
 from genserve.inference import Inference, InferenceResponse
 from genserve.kserve.requested_output import prepared
+from genserve.server.beside import beside, work_of
 from genserve.server.grpc.infer_request import GrpcRequest
 from genserve.server.grpc.parameters import SHARED_MEMORY, write_parameter
 from genserve.tensor import Tensor
@@ -21,12 +22,22 @@ def empty_response(request: GrpcRequest) -> Any:
     return service_pb2.ModelInferResponse(model_name=inference.model_name, id=inference.id)
 
 
-def write_response(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
+async def write_response(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
     """Return a `ModelInferResponse` of a response without an error.
 
     Raises:
         InferenceError: an output cannot be given as it was requested.
     """
+    work = sum(_writing(output, request) for output in response.outputs)
+    return await beside(work, _written, response, request=request, inference=inference)
+
+
+def _writing(output: Tensor, request: GrpcRequest) -> int:
+    requested = request.outputs.get(output.name)
+    return work_of(output, copied=requested is None or not requested.classification)
+
+
+def _written(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
     message = empty_response(request)
     message.model_version = str(inference.model_version)
     for name, value in response.parameters.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from genserve.kserve.model_version import read_version
 from genserve.kserve.models import ServedModel
 from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.statistics import find_for_statistics, statistics_json
+from genserve.server.beside import ONE_BY_ONE, beside
 from genserve.server.grpc.administration import Administration, abort, method
 from genserve.server.grpc.infer_request import GrpcRequest, read_request
 from genserve.server.grpc.infer_response import write_response
@@ -49,14 +49,13 @@ class Service(Administration):
     @method
     async def ServerReady(self, request: Any, context: Any) -> Any:
         """Whether every model that was to be loaded answers."""
-        return service_pb2.ServerReadyResponse(ready=self._services.ready)
+        return service_pb2.ServerReadyResponse(ready=await self._services.is_ready())
 
     @method
     async def ModelReady(self, request: Any, context: Any) -> Any:
         """Whether a model answers; false, too, for one that there is not."""
         version = read_version(request.version)
-        # A Python model may take its time to find out.
-        ready = await asyncio.to_thread(self._models.is_ready, request.name, version)
+        ready = await self._services.readiness.of_model(request.name, version)
         return service_pb2.ModelReadyResponse(ready=ready)
 
     @method
@@ -90,12 +89,12 @@ class Service(Administration):
     @method
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """Run a model that gives one response; cancelled when the client leaves."""
-        asked, running = self._submit(request, context, streams=False)
+        asked, running = await self._submit(request, context, streams=False)
         with running:
             response = await running.single()
         if response.error is not None:
             raise response.error
-        return write_response(response, request=asked, inference=running.inference)
+        return await write_response(response, request=asked, inference=running.inference)
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         """Run many requests, of any models; cancelled when the client leaves."""
@@ -109,7 +108,7 @@ class Service(Administration):
         except GenserveError as error:
             await abort(context, error)
 
-    def _submit(
+    async def _submit(
         self, message: Any, context: Any, *, streams: bool
     ) -> tuple[GrpcRequest, RunningInference]:
         if self._services.draining:
@@ -122,7 +121,9 @@ class Service(Administration):
                 status=Status.UNSUPPORTED,
                 remedy="call ModelStreamInfer, or POST /v2/models/NAME/generate_stream over HTTP",
             )
-        request = read_request(
+        request = await beside(
+            _reading(message),
+            read_request,
             message,
             model=model,
             shared_memory=self._services.shared_memory,
@@ -140,3 +141,9 @@ class Service(Administration):
         return {
             name: value for name, value in metadata if isinstance(value, str) and self._forwarded.search(name)
         }
+
+
+def _reading(message: Any) -> int:
+    """Return how much work it is to read a `ModelInferRequest`: numbers in raw form are only looked at."""
+    one_by_one = any(spec.datatype == "BYTES" or spec.HasField("contents") for spec in message.inputs)
+    return message.ByteSize() * ONE_BY_ONE if one_by_one else 0

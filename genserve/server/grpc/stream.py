@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 from tritonclient.grpc import service_pb2
@@ -18,7 +18,7 @@ from genserve.server.grpc.infer_response import empty_response, write_response
 __all__ = ["InferStream", "Submit"]
 
 # Begins the inference that a `ModelInferRequest` asks for.
-Submit: TypeAlias = Callable[[Any], tuple[GrpcRequest, RunningInference]]
+Submit: TypeAlias = Callable[[Any], Awaitable[tuple[GrpcRequest, RunningInference]]]
 
 _FINAL = "triton_final_response"
 
@@ -65,7 +65,7 @@ class InferStream:
         end: GenserveError | None = None
         try:
             async for message in messages:
-                self._begin(message)
+                await self._begin(message)
             while self._tasks:
                 await asyncio.wait(self._tasks)
         except Exception as error:
@@ -73,9 +73,9 @@ class InferStream:
         finally:
             self._outgoing.put_nowait(end)
 
-    def _begin(self, message: Any) -> None:
+    async def _begin(self, message: Any) -> None:
         try:
-            request, running = self._submit(message)
+            request, running = await self._submit(message)
         except Exception as error:
             refused = failure(error, doing=f"a request to model '{message.model_name}'")
             self._take_turn(_refusal(message, refused))
@@ -102,7 +102,7 @@ class InferStream:
 
     async def _single(self, request: GrpcRequest, running: RunningInference) -> Any:
         with running:
-            return self._message(await running.single(), request, running, final=True)
+            return await self._message(await running.single(), request, running, final=True)
 
     async def _forward(self, request: GrpcRequest, running: RunningInference) -> None:
         final = False
@@ -110,9 +110,10 @@ class InferStream:
             while not final:
                 response, final = await running.responses.next()
                 if response is not None or request.empty_final_response:
-                    self._outgoing.put_nowait(self._message(response, request, running, final=final))
+                    message = await self._message(response, request, running, final=final)
+                    self._outgoing.put_nowait(message)
 
-    def _message(
+    async def _message(
         self,
         response: InferenceResponse | None,
         request: GrpcRequest,
@@ -124,7 +125,7 @@ class InferStream:
         message = empty_response(request)
         if response is not None and error is None:
             try:
-                message = write_response(response, request=request, inference=running.inference)
+                message = await write_response(response, request=request, inference=running.inference)
             except Exception as unwritable:
                 error = failure(unwritable, doing=f"writing a response of model '{request.model.name}'")
         if error is not None and self._ends_at_error:

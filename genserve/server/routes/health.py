@@ -19,10 +19,10 @@ async def health(services: SharedServices) -> JSONResponse:
     """200 if every model answers and the server does not drain, else 503 with the reason."""
     if services.draining:
         return JSONResponse({"status": "draining"}, status_code=503)
-    state = services.repository.state
-    if state is ModelState.READY:
+    state = await services.readiness.state()
+    if state == ModelState.READY:
         return JSONResponse({"status": "ok"})
-    status = "loading" if state is ModelState.LOADING else "failed"
+    status = "loading" if state == ModelState.LOADING else "failed"
     return JSONResponse({"status": status}, status_code=503)
 
 

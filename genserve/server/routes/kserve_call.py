@@ -14,9 +14,11 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Door, InferenceRequest, Parameter
 from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
+from genserve.kserve.model_version import read_version
 from genserve.kserve.outbox import EventLoopOutbox
 from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.status import status_of
+from genserve.server.beside import beside
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
@@ -69,8 +71,8 @@ class Call:
 
     @property
     def version(self) -> int:
-        """The version that is asked for; -1: the latest."""
-        return int(self.names["version"] or -1)
+        """The version that is asked for; -1: the latest. Raises InferenceError."""
+        return read_version(self.names.get("version", ""))
 
     def header(self, name: bytes) -> str | None:
         """Return the value of a header, by its name in lower case."""
@@ -119,7 +121,7 @@ class Call:
     async def json(self) -> Any:
         """Return the parsed body; None: it is empty. Raises InferenceError."""
         body = await self.body(limit=self.services.settings.http_max_input_size)
-        return read_json(body) if body else None
+        return await beside(len(body), read_json, body) if body else None
 
     def start(self, request: InferenceRequest) -> WatchedInference:
         """Submit a request to its model; raises what `Door.submit` raises."""

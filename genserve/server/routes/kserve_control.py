@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from genserve.errors import InferenceError, Status
 from genserve.kserve.json_document import Kind, checked
+from genserve.server.beside import beside
 from genserve.server.routes.kserve_call import Answer, Call, json_answer
 
 __all__ = [
@@ -56,7 +57,7 @@ async def repository_load(call: Call) -> Answer:
         if name == "config":
             config = value
         elif name.startswith("file:"):
-            files[name.removeprefix("file:")] = _decoded(name, value)
+            files[name.removeprefix("file:")] = await beside(len(value), _decoded, name, value)
         else:
             text = "unexpected error on creating Triton parameter"
             raise InferenceError(

@@ -11,6 +11,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.kserve.failure import failure
 from genserve.kserve.generate import event_of, generated, read_generate_body
+from genserve.server.beside import ONE_BY_ONE, beside, work_of
 from genserve.server.routes.kserve_call import Answer, Call, WatchedInference, error_json
 
 __all__ = ["generate", "generate_stream"]
@@ -27,7 +28,7 @@ async def generate(call: Call) -> Answer:
     The status is that of the first response, and 400 for any error, as Triton has it.
     """
     with await _start(call) as running:
-        told = [_tell(response, running.inference) async for response in running.responses]
+        told = [await _tell(response, running.inference) async for response in running.responses]
     failed = bool(told) and told[0][1]
     body = told[0][0] if len(told) == 1 else orjson.dumps({"error": _NOT_ONE})
     return Answer(body, status_code=400 if failed else 200)
@@ -50,7 +51,7 @@ class EventStream:
         with self._running as running:
             try:
                 async for response in running.responses:
-                    text, failed = _tell(response, running.inference)
+                    text, failed = await _tell(response, running.inference)
                     await self._send_event(text, send, status=400 if failed else 200)
             except asyncio.CancelledError:
                 error = InferenceError("the server has stopped", status=Status.UNAVAILABLE)
@@ -69,13 +70,15 @@ class EventStream:
 async def _start(call: Call) -> WatchedInference:
     model = call.services.repository.find(call.model, call.version)
     body = await call.body(limit=call.services.settings.http_max_input_size)
-    return call.start(read_generate_body(body, model=model, version=call.version))
+    work = len(body) * ONE_BY_ONE
+    return call.start(await beside(work, read_generate_body, body, model=model, version=call.version))
 
 
-def _tell(response: InferenceResponse, inference: Inference) -> tuple[bytes, bool]:
+async def _tell(response: InferenceResponse, inference: Inference) -> tuple[bytes, bool]:
     """Return a response as JSON, and whether it is an error."""
     try:
-        return generated(response, inference=inference), False
+        work = sum(work_of(tensor, copied=False) for tensor in response.outputs)
+        return await beside(work, generated, response, inference=inference), False
     except Exception as error:
         told = failure(error, doing=f"writing a response of model '{inference.model_name}'")
         return orjson.dumps(error_json(told)), True

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceResponse
 from genserve.kserve.infer_answer import InferAnswer, answer_of
 from genserve.kserve.infer_body import InferBody, read_infer_body, read_raw_body
+from genserve.kserve.leading_number import leading_number
 from genserve.kserve.models import ServedModel
+from genserve.server.beside import ONE_BY_ONE, beside, work_of
 from genserve.server.routes.kserve_call import Answer, Call, error_answer, too_large
 
 __all__ = ["infer"]
 
-T = TypeVar("T")
-
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_LENGTH = re.compile(r"\s*([+-]?\d+)")
-# More than this is parsed, written and compressed beside the event loop: it takes milliseconds.
-_MUCH_JSON_BYTES = 256 * 1024
 _MAX_BODY_BYTES = 2**31 - 1
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
@@ -46,8 +41,8 @@ async def infer(call: Call) -> Answer:
         first = await running.single()
     if first.error is not None:
         raise first.error
-    answer = await _beside(
-        _is_much(first, asked), answer_of, first, inference=running.inference, asked=asked, model=model
+    answer = await beside(
+        _writing(first, asked), answer_of, first, inference=running.inference, asked=asked, model=model
     )
     return await _respond(answer, accepted=call.header(b"accept-encoding"))
 
@@ -56,9 +51,10 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBo
     limit = call.services.settings.http_max_input_size
     text = call.header(_HEADER_LENGTH.lower().encode())
     given = None if text is None else _header_length(text)
-    body = await call.body(limit=limit if given is None else _MAX_BODY_BYTES, offset=max(given or 0, 0))
+    body_limit = limit if given is None else _MAX_BODY_BYTES
+    body = await call.body(limit=body_limit, offset=max(given or 0, 0))
     if encoding in _WINDOW_BITS:
-        body = await run_in_threadpool(_decompressed, body, encoding)
+        body = await run_in_threadpool(_decompressed, body, encoding, limit=body_limit)
     length = len(body) if given is None else given
     if not 0 <= length <= len(body):
         raise InferenceError(
@@ -70,8 +66,9 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBo
     parameters = call.forwarded_headers()
     if not length:
         return read_raw_body(body, model=model, version=version, parameters=parameters)
-    return await _beside(
-        length > _MUCH_JSON_BYTES,
+    has_strings = any(spec.data_type == DataType.BYTES.config_name for spec in model.config.inputs)
+    return await beside(
+        length + (len(body) - length) * (ONE_BY_ONE if has_strings else 1),
         read_infer_body,
         body[:length],
         body[length:],
@@ -85,7 +82,7 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferBo
 async def _respond(answer: InferAnswer, *, accepted: str | None) -> Answer:
     body, headers = answer.body, []
     if accepted is not None and (encoding := _preferred(accepted)):
-        body = await _beside(len(body) > _MUCH_JSON_BYTES, _compressed, body, encoding)
+        body = await beside(len(body), _compressed, body, encoding)
         headers.append((b"content-encoding", encoding.encode()))
     if answer.header_length is None:
         return Answer(body, headers=headers)
@@ -93,40 +90,35 @@ async def _respond(answer: InferAnswer, *, accepted: str | None) -> Answer:
     return Answer(body, content_type=b"application/octet-stream", headers=headers)
 
 
-async def _beside(much: bool, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:  # noqa: FBT001
-    """Call a function, on another thread where it has much to do."""
-    if much:
-        return await run_in_threadpool(function, *args, **kwargs)
-    return function(*args, **kwargs)
-
-
-def _is_much(response: InferenceResponse, asked: InferBody) -> bool:
-    if not asked.outputs and asked.binary:
-        return False
-    return sum(_json_bytes(tensor, asked) for tensor in response.outputs) > _MUCH_JSON_BYTES
-
-
-def _json_bytes(tensor: Any, asked: InferBody) -> int:
-    requested = asked.outputs.get(tensor.name)
-    return 0 if requested is not None and requested.binary else int(tensor.array.nbytes)
+def _writing(response: InferenceResponse, asked: InferBody) -> int:
+    """Return how much work it is to write a response."""
+    work = 0
+    for tensor in response.outputs:
+        requested = asked.outputs.get(tensor.name)
+        copied = asked.binary if requested is None else requested.binary or requested.target is not None
+        work += work_of(tensor, copied=copied)
+    return work
 
 
 def _header_length(text: str) -> int:
     """Read a length as Triton does, which passes over what follows the number."""
-    found = _LENGTH.match(text)
-    if found is None:
+    length = leading_number(text)
+    if length is None:
         raise InferenceError(f"Unable to parse {_HEADER_LENGTH}, got: {text}")
-    return int(found[1])
+    return length
 
 
-def _decompressed(body: memoryview, encoding: str) -> memoryview:
+def _decompressed(body: memoryview, encoding: str, *, limit: int) -> memoryview:
+    """Return what was compressed, writable; raises InferenceError, also for more than `limit` bytes."""
+    decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
-        text = decompressor.decompress(body, _MAX_BODY_BYTES)
-        if not decompressor.eof:
-            raise zlib.error
+        text = decompressor.decompress(body, limit + 1)
     except zlib.error:
-        raise InferenceError(f"the body is not {encoding}, as its Content-Encoding says") from None
+        text = b""
+    if len(text) > limit:
+        raise too_large(len(text), limit=limit)
+    if not decompressor.eof:
+        raise InferenceError(f"the body is not {encoding}, as its Content-Encoding says")
     return memoryview(bytearray(text))
 
 

@@ -28,12 +28,12 @@ async def server_live(_call: Call) -> Answer:
 
 async def server_ready(call: Call) -> Answer:
     """200 if the server answers requests, else 400."""
-    return Answer(status_code=200 if call.services.ready else 400, content_type=_TEXT)
+    return Answer(status_code=200 if await call.services.is_ready() else 400, content_type=_TEXT)
 
 
 async def model_ready(call: Call) -> Answer:
     """200 if the model answers, else 400."""
-    if call.services.repository.is_ready(call.model, call.version):
+    if await call.services.readiness.of_model(call.model, call.version):
         return Answer(content_type=_TEXT)
     return message_answer("Model version not ready", status_code=400)
 
@@ -61,5 +61,4 @@ async def model_config(call: Call) -> Answer:
 async def statistics(call: Call) -> Answer:
     """Say what one model has done, or all of them."""
     name = call.names.get("model", "")
-    version = int(call.names.get("version") or -1)
-    return json_answer(statistics_json(find_for_statistics(call.services.repository, name, version)))
+    return json_answer(statistics_json(find_for_statistics(call.services.repository, name, call.version)))

@@ -61,6 +61,11 @@ def unwritable(inference: Inference) -> None:
     inference.send(InferenceResponse(parameters={"n": 2**70}), final=True)
 
 
+def fail_at_length(inference: Inference) -> None:
+    """Fail with as long a text as X says."""
+    raise InferenceError("ß%\n" * int(inference.inputs["X"].array[0]), remedy="x" * 20000)
+
+
 class Blocking:
     """A model that waits until it is let go, or its request is cancelled; it tells how each one ended."""
 
@@ -92,6 +97,7 @@ def all_models() -> list[FakeModel]:
         fake_model("fail", fail_with_status, data_type="TYPE_STRING"),
         fake_model("silent", silent),
         fake_model("unwritable", unwritable),
+        fake_model("fail_at_length", fail_at_length, data_type="TYPE_INT32", dims=(1,)),
         fake_model("unwritable_stream", unwritable, decoupled=True),
         counts,
         *(fake_model(f"id_{word}", data_type=f"TYPE_{word}") for word in DATA_TYPES),

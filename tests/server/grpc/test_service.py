@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Iterator
 from multiprocessing import shared_memory
 from uuid import uuid4
@@ -306,6 +307,18 @@ def test_the_remedy_of_an_error_is_in_the_trailing_metadata(stub):
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(message)
     assert ("genserve-remedy", "be ? better") in caught.value.trailing_metadata()
+
+
+def test_a_long_text_of_an_error_is_cut_and_keeps_its_code(stub):
+    def ask(count: int) -> tuple[grpc.StatusCode, str]:
+        message = request("fail_at_length", shape=(1,), data=struct.pack("<i", count), datatype="INT32")
+        return refusal(stub.ModelInfer, message)
+
+    assert ask(100) == (grpc.StatusCode.INVALID_ARGUMENT, "ß%\n" * 100)
+    code, text = ask(10000)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(text) > 900
+    assert ("ß%\n" * 10000).startswith(text)
 
 
 def test_a_decoupled_model_needs_a_stream(stub):

@@ -64,8 +64,8 @@ class InferenceResponse:
     def _unwrapped(self, requested: Sequence[str]) -> inner.InferenceResponse:
         if self._error is not None:
             return inner.InferenceResponse(error=inference_error(self._error))
-        outputs = [tensor._wrapped for tensor in self._tensors if tensor._wrapped.name in requested]
-        return inner.InferenceResponse(outputs=tuple(outputs), parameters=self._parameters)
+        outputs = tuple(tensor._wrapped for tensor in self._tensors if tensor._wrapped.name in requested)
+        return inner.InferenceResponse(outputs=outputs, parameters=self._parameters)
 
     def output_tensors(self) -> list[Tensor]:
         """The tensors; of an answer to a BLS call, none if it has an error."""

@@ -1,0 +1,63 @@
+"""Messages with much in them are read and written beside the event loop."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+import genserve.tensor
+from genserve.server.beside import beside, work_of
+from genserve.tensor import Tensor
+from tests.live import LiveServer
+from tests.server.live_kserve import copy_models
+
+
+async def test_much_work_is_done_on_another_thread():
+    here = threading.get_ident()
+    assert await beside(100, threading.get_ident) == here
+    assert await beside(10**7, threading.get_ident) != here
+
+
+def test_strings_are_more_work_than_numbers_and_copies_the_least():
+    numbers = Tensor("Y", np.zeros(10000, np.float32))
+    strings = Tensor("Y", np.array([b""] * 10000, object))
+    long = Tensor("Y", np.array([b"a" * 10**6], object))
+    assert work_of(numbers, copied=True) < work_of(numbers, copied=False) == 40000
+    assert work_of(strings, copied=True) > 256 * 1024
+    assert work_of(long, copied=True) == 10**6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    copy_models(("identity_string",), Path(folder))
+    with LiveServer(folder) as live:
+        yield live
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_many_strings_keep_neither_protocol_from_its_event_loop(server, monkeypatch, protocol):
+    threads = set()
+
+    def note(function):
+        def noted(*args, **kwargs):
+            threads.add(threading.current_thread())
+            return function(*args, **kwargs)
+
+        return noted
+
+    for name in ("_split_strings", "_join_strings"):
+        monkeypatch.setattr(genserve.tensor, name, note(getattr(genserve.tensor, name)))
+    library = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
+    address = {"http": f"127.0.0.1:{server.port}", "grpc": server.info.grpc_address}[protocol]
+    x = library.InferInput("X", [20000], "BYTES")
+    x.set_data_from_numpy(np.array([b"a"] * 20000, object))
+    with library.InferenceServerClient(address) as client:
+        assert len(client.infer("identity_string", [x]).as_numpy("Y")) == 20000
+    assert threads
+    assert server.thread not in threads
