@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from genserve.backends.backend import Backend, Placement
@@ -14,6 +16,8 @@ from genserve.statistics import ModelStatistics
 
 __all__ = ["Instances", "group_placements"]
 
+logger = logging.getLogger(__name__)
+
 
 class Instances:
     """Instances, each on a thread of its own, that pull from one scheduler; a `Runner`."""
@@ -25,6 +29,7 @@ class Instances:
         placements: Sequence[Placement],
         scheduler: Scheduler,
         statistics: ModelStatistics,
+        exit_timeout_s: float,
         permits: Sequence[ResourcePermit] = (),
     ) -> None:
         """Start every instance, and wait until all have started.
@@ -34,12 +39,14 @@ class Instances:
             placements: one for each instance.
             scheduler: closed with this.
             statistics: to count executions in.
+            exit_timeout_s: how long a close waits for the model's code.
             permits: of the rate limiter, which the scheduler asks for; withdrawn with the instances.
 
         Raises:
             Exception: what the first instance that did not start raised; the others are closed again.
         """
         self._scheduler = scheduler
+        self._exit_timeout_s = exit_timeout_s
         self._permits = permits
         self._instances = [
             Instance(
@@ -78,12 +85,15 @@ class Instances:
         self._scheduler.submit(inference)
 
     def close(self) -> None:
-        """Close the scheduler, and then each instance on its thread."""
+        """Fail what waits, and close each instance on its thread; one that is stuck is left behind."""
         self._scheduler.close()
-        for instance in self._instances:
-            instance.join()
-        for permit in self._permits:
-            permit.withdraw()
+        until_s = time.monotonic() + self._exit_timeout_s
+        for number, instance in enumerate(self._instances):
+            if not instance.join(max(0.0, until_s - time.monotonic())):
+                name = instance.placement.name
+                logger.error("instance %s is left behind: the model's code does not come to an end", name)
+            elif self._permits:
+                self._permits[number].withdraw()
 
 
 def group_placements(group: InstanceGroup) -> Iterator[Placement]:

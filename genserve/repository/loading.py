@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from genserve.backends.backend import Backend, ModelSource, Placement
 from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
-from genserve.errors import RepositoryError, Status
+from genserve.errors import RepositoryError
 from genserve.inference import Door
 from genserve.metrics import Metrics
 from genserve.repository.ensemble import Ensemble
@@ -20,12 +21,15 @@ from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import Prepared
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Runner, Served
+from genserve.repository.upload import Upload
 from genserve.repository.versions import Versions
 from genserve.schedulers.choice import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.statistics import ModelStatistics
 
 __all__ = ["Loader"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +43,13 @@ class Loader:
     cache: ResponseCache | None
     rate_limiter: RateLimiter | None
 
-    def load(self, model: Prepared, version: int) -> Served:
+    def load(self, model: Prepared, version: int, *, upload: Upload | None = None) -> Served:
         """Load one version, warmed up and ready to answer.
+
+        Args:
+            model: prepared.
+            version: the number of a folder.
+            upload: the folder that the model is from, if a load call brought it.
 
         Raises:
             Exception: any that the model's own code raised; GenserveError for what is known.
@@ -60,6 +69,7 @@ class Loader:
             statistics=statistics,
             cache=self.cache if config.response_cache else None,
             labels=_labels(config, model.path),
+            upload=upload,
             load_s=time.monotonic() - started_s,
         )
 
@@ -93,14 +103,19 @@ class Loader:
             (group, place) for group in config.instance_groups for place in group_placements(group)
         ]
         permits = self._permits(groups_and_places)
-        scheduler = make_scheduler(
-            config, num_instances=len(groups_and_places), path=model.path, permits=permits
-        )
+        try:
+            scheduler = make_scheduler(
+                config, num_instances=len(groups_and_places), path=model.path, permits=permits
+            )
+        except RepositoryError:
+            _withdraw(permits)
+            raise
         return Instances(
             start,
             placements=[placement for _, placement in groups_and_places],
             scheduler=scheduler,
             statistics=statistics,
+            exit_timeout_s=self.options.exit_timeout_s,
             permits=permits,
         )
 
@@ -113,10 +128,14 @@ class Loader:
             for group, place in places:
                 permits.append(self.rate_limiter.register(group.rate_limiter, device_id=place.device_id))
         except RepositoryError:
-            for permit in permits:
-                permit.withdraw()
+            _withdraw(permits)
             raise
         return permits
+
+
+def _withdraw(permits: Iterable[ResourcePermit]) -> None:
+    for permit in permits:
+        permit.withdraw()
 
 
 def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
@@ -127,9 +146,6 @@ def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
             try:
                 labels[spec.name] = (path / spec.label_filename).read_text(encoding="utf-8").splitlines()
             except OSError as error:
-                raise RepositoryError(
-                    f"failed to open text file for read {path / spec.label_filename}: {error.strerror}",
-                    status=Status.INTERNAL,
-                    remedy="write one label per line there, or leave `label_filename` out",
-                ) from error
+                file = path / spec.label_filename
+                logger.warning("%s cannot be read, and classes have no labels: %s", file, error.strerror)
     return labels

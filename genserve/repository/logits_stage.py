@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.errors import GenserveError, InvalidRequest
+from genserve.errors import Closed, GenserveError, InvalidRequest
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.loop import EngineLoop
@@ -118,8 +119,8 @@ class _Rows:
                 return
         rows = [logits for logits in self._logits if logits is not None]
         logits = rows[0][np.newaxis] if len(rows) == 1 else np.stack(rows)
-        if not self._inference.ended:
-            outputs = (Tensor("logits", logits[:, np.newaxis, :]),)
+        outputs = (Tensor("logits", logits[:, np.newaxis, :]),)
+        with suppress(Closed):  # it may have been cancelled while the step ran
             self._inference.send(InferenceResponse(outputs=outputs), final=True)
 
 

@@ -31,7 +31,7 @@ class RepositoryOptions:
     backend_directory: Path | None = None   # of python-based backends
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     load_threads: int = 4                   # models that load at the same time
-    exit_timeout_s: float = 30.0            # how long an unload waits for requests
+    exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code
     max_queue: int = 256                    # requests that may wait for a slot of a generation model
     rate_limiter: bool = False              # instances share the resources that their groups name
     resources: tuple[Capacity, ...] = ()    # of the rate limiter; empty: what one instance needs at most

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
-from genserve.errors import Closed, GenserveError
+from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.repository.admission import Admission
 from genserve.repository.response_cache import ResponseCache
+from genserve.repository.upload import Upload
 from genserve.statistics import ModelStatistics
 
 __all__ = ["Runner", "Served"]
@@ -62,6 +63,7 @@ class Served:
         statistics: ModelStatistics,
         cache: ResponseCache | None = None,
         labels: Mapping[str, Sequence[str]] | None = None,
+        upload: Upload | None = None,
         load_s: float = 0.0,
     ) -> None:
         """Serve by a runner.
@@ -73,6 +75,7 @@ class Served:
             statistics: to be counted in.
             cache: where answers are kept; None: nowhere.
             labels: of the classes, by output name.
+            upload: the folder that the model is from, which lasts as long as this.
             load_s: how long the load took.
         """
         self.config = config
@@ -84,11 +87,12 @@ class Served:
         self._admission = Admission(config)
         self._cache = cache
         self._load = next(_LOADS)
+        self._upload = upload
         self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
         self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
-        self._num_pending = 0
+        self._pending: set[Inference] = set()
         self._closing = False
 
     @property
@@ -109,7 +113,7 @@ class Served:
     @property
     def num_pending(self) -> int:
         """Requests accepted and not ended."""
-        return self._num_pending
+        return len(self._pending)
 
     def submit(self, inference: Inference) -> None:
         """Check a request and run it.
@@ -123,36 +127,43 @@ class Served:
         if self._reshapes_inputs:
             inference.inputs = self._admission.reshaped(request.inputs)
         inference.model_name, inference.model_version = self.config.name, self.version
-        if self._reshapes_outputs:
-            self._reshape_outputs(inference)
         with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
-            self._num_pending += 1
+            self._pending.add(inference)
+        if self._reshapes_outputs:
+            self._reshape_outputs(inference)
         if self._cache is not None and self._answer_from(self._cache, inference):
             return
         inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
-        except GenserveError:
-            self._leave()  # what is refused is not counted
+        except GenserveError as error:
+            if inference.ended:
+                return  # this version was closed meanwhile, and has told it
+            self._leave(inference)  # what is refused is not counted
+            if isinstance(error, Closed):  # not to be asked again elsewhere, as what was never taken is
+                raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
             raise
 
     def close(self, *, timeout_s: float) -> None:
-        """Take no more, wait until what was accepted has ended, and close the runner."""
+        """Take no more, wait until what was accepted has ended, fail what has not, and close the runner."""
         with self._idle:
             self._closing = True
-            self._idle.wait_for(lambda: not self._num_pending, timeout=timeout_s)
+            self._idle.wait_for(lambda: not self._pending, timeout=timeout_s)
+            late = tuple(self._pending)
+        for inference in late:
+            inference.fail(_unloaded(self.name))
         self.runner.close()
 
     def _ended(self, inference: Inference) -> None:
         self.statistics.ended(inference)
-        self._leave()
+        self._leave(inference)
 
-    def _leave(self) -> None:
+    def _leave(self, inference: Inference) -> None:
         with self._lock:
-            self._num_pending -= 1
-            if self._closing and not self._num_pending:
+            self._pending.discard(inference)
+            if self._closing and not self._pending:
                 self._idle.notify_all()
 
     def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
@@ -164,7 +175,7 @@ class Served:
         if kept is not None:
             inference.send(kept, final=True)
             self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
-            self._leave()
+            self._leave(inference)
             return True
         answer = inference.on_response
 
@@ -172,7 +183,9 @@ class Served:
             started_ns = time.monotonic_ns()
             if response is not None and response.error is None:
                 cache.put(key, response)
-            self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + time.monotonic_ns() - started_ns)
+            if final:
+                insert_ns = time.monotonic_ns() - started_ns
+                self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + insert_ns)
             answer(response, final)
 
         inference.on_response = keep
@@ -185,3 +198,11 @@ class Served:
             answer(response and self._admission.reshaped_response(response), final)
 
         inference.on_response = reshape
+
+
+def _unloaded(model: str) -> InferenceError:
+    return InferenceError(
+        f"model '{model}' was unloaded before this request has ended",
+        status=Status.UNAVAILABLE,
+        remedy="send it again once the model is ready; an unload waits for --exit-timeout-secs",
+    )

@@ -29,7 +29,14 @@ from genserve.repository.wiring import generation_stages
 from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["generation_models", "is_logits_stage", "load_generation", "load_logits_stage", "stage_owners"]
+__all__ = [
+    "generation_models",
+    "is_logits_stage",
+    "load_generation",
+    "load_logits_stage",
+    "owned_stages",
+    "stage_owners",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,11 @@ def stage_owners(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
         for stage in ("logits", "decoder"):
             owners.setdefault(stages[stage].name, name)
     return owners
+
+
+def owned_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+    """Return the stages that are loaded with an ensemble; of any other model, none."""
+    return list((generation_stages(entry, entries) or {}).values())
 
 
 def is_logits_stage(entry: ModelEntry) -> bool:

@@ -56,9 +56,6 @@ class DirectQueue:
         """Nothing expires."""
         return []
 
-    def close(self, *, now_ns: int) -> None:
-        """Nothing is waited for."""
-
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
         """Any instance executes anything."""
         lost = list(self._waiting) if instance == ANY_INSTANCE else []

@@ -119,9 +119,6 @@ class DynamicQueue:
                 refused.append(Refusal(inference, _timeout()))
         return refused
 
-    def close(self, *, now_ns: int) -> None:
-        """What waits runs when it would have anyway."""
-
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
         """Any instance executes anything."""
         lost = list(self._level_of) if instance == ANY_INSTANCE else []

@@ -64,9 +64,10 @@ class Instance:
         is_ready = getattr(self._backend, "is_ready", None)
         return is_ready is None or bool(is_ready())
 
-    def join(self) -> None:
-        """Wait until it has closed, after its scheduler was."""
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has closed, after its scheduler was; False: it has not in this time."""
+        self._thread.join(timeout_s)
+        return not self.alive
 
     def _run(self) -> None:
         CURRENT_EXECUTOR.set(self.executor)

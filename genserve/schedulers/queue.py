@@ -72,9 +72,6 @@ class Queue(Protocol):
     def expire(self, *, now_ns: int) -> list[Refusal]:
         """Take out what has waited for too long."""
 
-    def close(self, *, now_ns: int) -> None:
-        """Expect no more: wait for nothing that has not come."""
-
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
         """Take out what only this instance could have executed: it is gone. ANY_INSTANCE: everything."""
 

@@ -118,11 +118,13 @@ class QueueScheduler:
         _tell(refused)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more, and fail what waits."""
         with self._lock:
             self._closed = True
-            self._queue.close(now_ns=time.monotonic_ns())
+            lost = self._queue.abandon(ANY_INSTANCE, now_ns=time.monotonic_ns())
             self._ring_all()
+        for inference in lost:
+            inference.fail(stopping(inference.request))
 
     def abandon(self, instance: int, error: GenserveError) -> None:
         """Fail what only this instance could have executed; without any left, everything that waits."""

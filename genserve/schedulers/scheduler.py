@@ -31,16 +31,17 @@ class Scheduler(Protocol):
         """
 
     def take(self, instance: int) -> Sequence[Inference] | None:
-        """Wait for the next batch for an instance, by number; None: closed, and nothing waits any more.
+        """Wait for the next batch for an instance, by number; None: closed.
 
-        Cancelled and timed-out inferences are ended here and never in a batch.
+        What is cancelled or timed out while it waits is ended, and never in a batch. What is cancelled once
+        it is in one is executed: the model may ask whether it was.
         """
 
     def done(self, instance: int, batch: Sequence[Inference]) -> None:
         """Note that `execute` has returned: an iterative request is queued again, a sequence goes on."""
 
     def close(self) -> None:
-        """Accept no more; `take` hands out what waits, and then None."""
+        """Accept no more, and fail what waits; from now on there is nothing to `take`."""
 
     def abandon(self, instance: int, error: GenserveError) -> None:
         """Note that an instance has died: what only it could have executed fails.

@@ -59,7 +59,6 @@ class SequenceQueue:
         self._count = itertools.count()
         self._next_id = itertools.count(1)
         self._gone: set[int] = set()                        # instances that died
-        self._closed = False
 
     def __len__(self) -> int:
         """Inferences that wait."""
@@ -139,18 +138,12 @@ class SequenceQueue:
             refused += (Refusal(inference, _late_sequence()) for inference, _ in late)
         return refused
 
-    def close(self, *, now_ns: int) -> None:
-        """Let go of the sequences whose next request will not come."""
-        self._closed = True
-        for sequence in list(self._open.values()):
-            self._go_on(sequence, now_ns=now_ns)
-
     def abandon(self, instance: int, *, now_ns: int) -> list[Inference]:
         """Take out the sequences that have a slot of this instance."""
         self._gone.update(range(len(self._slots)) if instance == ANY_INSTANCE else (instance,))
         self._free = [(slot, owner) for slot, owner in self._free if owner not in self._gone]
         heapq.heapify(self._free)
-        sequences = {*self._open.values(), *self._sequence_of.values()}
+        sequences = {*self._open.values(), *self._sequence_of.values(), *self._running.values()}
         lost: list[Refusal] = []
         for sequence in sequences:
             if instance in (ANY_INSTANCE, sequence.instance):
@@ -238,8 +231,7 @@ class SequenceQueue:
         if sequence.waiting:
             self._give_states(sequence)
             self._slots[sequence.instance].ready(sequence, now_ns=now_ns)
-        elif sequence.is_over or self._closed:
-            self._take_no_more(sequence)
+        elif sequence.is_over:
             if sequence.instance not in self._gone:
                 heapq.heappush(self._free, (sequence.slot, sequence.instance))
             sequence.instance = None

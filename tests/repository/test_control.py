@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import genserve
 from genserve.errors import InferenceError, Status
+from genserve.inference import Inference, InferenceRequest
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
 from genserve.schedulers.rate_limiter import Capacity
+from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
 
 ENSEMBLE = """
@@ -126,7 +130,6 @@ def test_a_config_that_makes_no_sense_gives_the_model_no_version(tmp_path: Path)
     ("config", "file", "reason"),
     [
         (CONFIG, "1/model.py", "Unavailable: model.py is missing"),
-        (CONFIG.replace('"Y"', '"Y" label_filename: "l.txt"'), "l.txt", "Internal: failed to open text file"),
         (CONFIG + 'default_model_filename: "m.zip"', "1/m.zip", "Unavailable: m.zip is missing"),
     ],
 )
@@ -370,3 +373,120 @@ def test_the_state_is_that_of_all_models(tmp_path: Path) -> None:
         assert repository.state is ModelState.UNAVAILABLE
         assert set(repository.errors) == {"bad"}
         assert value(ask(repository, "one", X=[1])) == [2]
+
+
+def test_an_answer_of_the_cache_is_of_the_code_that_is_loaded(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1, config=CONFIG + "response_cache { enable: true }")
+    with opened(tmp_path, "one", cache_bytes=2**20) as repository:
+        assert value(ask(repository, "one", X=[1])) == [2]
+        write_model(tmp_path, "one", number=5, config=CONFIG + "response_cache { enable: true }")
+        repository.load("one")
+        assert value(ask(repository, "one", X=[1])) == [6]
+
+
+def test_a_version_that_another_has_replaced_is_not_ready_in_the_index(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", version=1)
+    with opened(tmp_path, "one") as repository:
+        write_model(tmp_path, "one", version=2)
+        repository.load("one")
+        assert repository.versions("one") == [2]
+        until(
+            lambda: [(line.version, line.state) for line in repository.index()]
+            == [(1, "UNAVAILABLE"), (2, "READY")]
+        )
+
+
+WAITS = """
+    import threading
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            for request in requests:
+                while not request.is_cancelled():
+                    threading.Event().wait(0.01)
+            return [pb_utils.InferenceResponse([]) for _ in requests]
+"""
+
+
+def test_a_load_before_the_unload_has_ended_leaves_the_model_ready(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", code=WAITS)
+    with opened(tmp_path, "one") as repository:
+        ended = threading.Event()
+        request = InferenceRequest(model_name="one", inputs={"X": Tensor("X", np.ones(1, np.float32))})
+        inference = Inference(request=request, on_response=lambda response, final: ended.set())
+        repository.submit(inference)
+        repository.unload("one")
+        assert index(repository)["one"][0] == "UNLOADING"
+        write_model(tmp_path, "one", number=3)
+        repository.load("one")
+        inference.cancel()
+        assert ended.wait(30)
+        until(lambda: not [t for t in threading.enumerate() if t.name == "unload-one"])
+        assert index(repository)["one"][0] == "READY"
+        assert value(ask(repository, "one", X=[1])) == [4]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/one", "a\\b", "a\0b", ".hidden", "x" * 300])
+def test_a_name_that_no_model_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path) as repository, pytest.raises(InferenceError, match="cannot be the name of a model"):
+        repository.load(name, config="{}", files={"1/model.py": b""})
+
+
+@pytest.mark.parametrize("path", ["", ".", "../x", "/etc/x", "1/../../x", "a\0b", "x" * 300])
+def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+    with opened(tmp_path) as repository, pytest.raises(InferenceError, match="outside of the model's folder"):
+        repository.load("one", config="{}", files={path: b""})
+
+
+def test_paths_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as repository, pytest.raises(InferenceError, match="cannot be written"):
+        repository.load("one", config="{}", files={"a": b"", "a/b": b""})
+
+
+def test_the_files_of_a_load_call_go_with_their_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "one")
+    code = (folder / "1" / "model.py").read_bytes()
+    config = '{"backend": "python", "input": [], "output": []}'
+    uploads = Path(tempfile.gettempdir())
+    before = set(uploads.glob("genserve-*"))
+    with opened(tmp_path, "one") as repository:
+        for _ in range(3):
+            repository.load("one", config=config, files={"1/model.py": code})
+        repository.unload("one")
+        until(lambda: index(repository)["one"][0] == "UNAVAILABLE")
+        gc.collect()
+        assert set(uploads.glob("genserve-*")) == before
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [1], "label_filename": "../../x"}]',
+        '"default_model_filename": "/etc/passwd"',
+    ],
+)
+def test_a_config_of_a_load_call_names_no_files_elsewhere(tmp_path: Path, field: str) -> None:
+    write_model(tmp_path, "one")
+    with opened(tmp_path) as repository, pytest.raises(InferenceError) as caught:
+        repository.load("one", config='{"backend": "python", "input": [], FIELD}'.replace("FIELD", field))
+    assert "is not in the folder of model 'one'" in str(caught.value)
+
+
+def test_a_label_file_that_is_missing_leaves_classes_without_labels(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", config=CONFIG.replace('name: "Y"', 'name: "Y" label_filename: "l.txt"'))
+    with opened(tmp_path, "one") as repository:
+        assert repository.find("one").labels == {}
+        assert value(ask(repository, "one", X=[1])) == [2]
+
+
+def test_a_broken_model_that_is_taken_away_is_no_error_any_more_and_may_come_back(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    broken = write_model(tmp_path, "bad", code="raise ValueError")
+    with opened(tmp_path, mode=ControlMode.POLL, poll_s=0.02) as repository:
+        assert repository.state is ModelState.UNAVAILABLE
+        broken.rename(tmp_path / ".away")
+        until(lambda: repository.state is ModelState.READY)
+        write_model(tmp_path / ".away" / "..", ".away", number=3)
+        (tmp_path / ".away").rename(broken)
+        until(lambda: repository.is_ready("bad"))

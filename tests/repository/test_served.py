@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from pathlib import Path
 
 import numpy as np
 
+from genserve.backends.backend import Placement
+from genserve.config.model_config import DynamicBatching, ModelConfig
 from genserve.errors import Status
-from genserve.inference import Inference, InferenceRequest
+from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.repository.instances import Instances
+from genserve.repository.served import Served
+from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.queue import stopping
+from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
 from tests.repository.test_control import opened
@@ -58,3 +66,86 @@ def test_inputs_are_gone_without_a_garbage_collection(tmp_path: Path) -> None:
             assert gone.wait(5)
         finally:
             gc.enable()
+
+
+class Stuck:
+    """A model that hangs in its code until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.executing, self.may_go_on, self.closed = (threading.Event() for _ in range(3))
+        self.num_executed = 0
+
+    def execute(self, batch) -> None:
+        self.num_executed += len(batch)
+        self.executing.set()
+        assert self.may_go_on.wait(30)
+        for inference in batch:
+            inference.send(None, final=True)  # nobody waits for it any more
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Requester:
+    """Notes what came, and waits for the end."""
+
+    def __init__(self, served: Served) -> None:
+        self.responses: list[InferenceResponse | None] = []
+        self._ended = threading.Event()
+        request = InferenceRequest(model_name="m", inputs={})
+        served.submit(Inference(request=request, on_response=self._take))
+
+    def _take(self, response: InferenceResponse | None, final: bool) -> None:
+        self.responses.append(response)
+        if final:
+            self._ended.set()
+
+    def error(self):
+        assert self._ended.wait(30)
+        [response] = self.responses
+        return response.error
+
+
+def test_what_has_not_ended_when_an_unload_stops_waiting_fails_and_a_stuck_instance_is_left_behind(
+    tmp_path: Path, caplog
+) -> None:
+    model, statistics = Stuck(), ModelStatistics()
+    config = ModelConfig(name="m", dynamic_batching=DynamicBatching())
+    instances = Instances(
+        lambda placement: model,
+        placements=[Placement(name="m_0", kind="CPU")],
+        scheduler=make_scheduler(config, num_instances=1, path=tmp_path),
+        statistics=statistics,
+        exit_timeout_s=0,
+    )
+    served = Served(instances, config=config, version=1, statistics=statistics)
+    running = Requester(served)
+    assert model.executing.wait(30)
+    waiting = Requester(served)
+    with caplog.at_level(logging.ERROR):
+        served.close(timeout_s=0)
+    assert "instance m_0 is left behind" in caplog.text
+    for requester in (running, waiting):
+        assert requester.error().message == "model 'm' was unloaded before this request has ended"
+        assert requester.error().status is Status.UNAVAILABLE
+    assert (statistics.fail.count, served.num_pending) == (2, 0)
+    model.may_go_on.set()
+    assert model.closed.wait(30)
+    assert model.num_executed == 1
+
+
+def test_a_request_that_meets_the_unload_is_told_once() -> None:
+    class Closing:
+        """Refuses what comes, since the model was unloaded just before."""
+
+        def submit(self, inference: Inference) -> None:
+            served.close(timeout_s=0)
+            raise stopping(inference.request)
+
+        def close(self) -> None:
+            pass
+
+    statistics = ModelStatistics()
+    served = Served(Closing(), config=ModelConfig(name="m"), version=1, statistics=statistics)
+    assert Requester(served).error().status is Status.UNAVAILABLE
+    assert (statistics.fail.count, served.num_pending) == (1, 0)

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from genserve.config.to_json import config_json
 from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.tensor import Tensor
 
@@ -212,4 +214,22 @@ def test_a_logits_stage_alone_has_an_engine_of_its_own(tiny_repository: Path, tm
     repository.start()
     [response] = asked(repository, "alone", input_ids=np.array([[1, 2, 3]], dtype=np.int64))
     assert of(response, "logits").shape[:2] == (1, 1)
+    repository.close()
+
+
+def test_a_decoder_that_is_edited_is_loaded_anew(tiny_repository: Path, tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    shutil.copytree(tiny_repository, root)
+    options = RepositoryOptions(control_mode=ControlMode.EXPLICIT)
+    repository = Repository([root], options=options)
+    repository.start(["tiny"])
+    before = repository.get("tiny")
+    repository.load("tiny")
+    assert repository.get("tiny") is before
+    path = root / "tiny_decoder" / "1" / "model.py"
+    path.write_text(path.read_text() + "# edited\n")
+    repository.load("tiny_decoder")
+    assert repository.get("tiny") is not before
+    with pytest.raises(InferenceError, match="cannot be loaded with another config"):
+        repository.load("tiny", config=config_json(repository.find("tiny").config.message))
     repository.close()

@@ -233,17 +233,44 @@ def test_when_one_of_two_instances_dies_the_other_goes_on(start):
     assert sorted(map(str, messages)) == ["None"] * 5 + ["SystemExit: 3"]
 
 
-def test_what_waits_at_the_close_is_executed_and_what_comes_later_is_refused(start):
-    scheduler, model = direct(), Model(is_shut=True)
+@pytest.mark.parametrize("make", [direct, dynamic])
+def test_what_waits_at_the_close_fails_and_what_comes_later_is_refused(start, make):
+    scheduler, model = make(), Model(is_shut=True)
     start(scheduler, model)
-    calls = [Call(scheduler) for _ in range(3)]
+    running = Call(scheduler)
+    assert model.has_batch.acquire(timeout=30)
+    waiting = [Call(scheduler, "x") for _ in range(2)]
     scheduler.close()
+    for error in (call.wait() for call in waiting):
+        assert error.message.startswith("[request id: x] Server is stopping")
+        assert error.status is Status.UNAVAILABLE
     with pytest.raises(InferenceError, match=r"^\[request id: x\] Server is stopping") as refusal:
         Call(scheduler, "x")
     assert refusal.value.status is Status.UNAVAILABLE
     model.is_shut = False
     model.gate.release()
-    assert [call.wait() for call in calls] == [None] * 3
+    assert running.wait() is None
+
+
+def test_an_iterative_request_that_runs_at_the_close_is_not_executed_again(start, tmp_path):
+    class Endless(Model):
+        """Never lets a request go."""
+
+        def execute(self, batch):
+            self.has_batch.release()
+            self.gate.acquire()
+            for inference in batch:
+                inference.reschedule = True
+
+    config = ModelConfig(name="m", sequence_batching=SequenceBatching(iterative=True))
+    queue = SequenceQueue(config, num_instances=1, path=tmp_path)
+    scheduler, model = QueueScheduler(queue, num_instances=1), Endless()
+    start(scheduler, model)
+    call = Call(scheduler)
+    assert model.has_batch.acquire(timeout=30)
+    scheduler.close()
+    model.gate.release()
+    assert call.wait() is not None
 
 
 def test_a_sequence_that_waits_for_a_slot_gets_that_of_an_idle_one_while_the_instance_sleeps(start, tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -164,7 +165,6 @@ def test_an_instance_holds_its_permit_from_the_take_until_it_is_done():
     permits[1].ask()
     assert not permits[1].granted.acquire(blocking=False)
     scheduler.done(0, batch)
-    scheduler.close()
     scheduler.abandon(0, InferenceError("it is gone"))
     assert permits[1].granted.acquire(blocking=False)
     permits[1].release()
@@ -204,21 +204,23 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
             turns.append(self.name)
             for inference in batch:
                 inference.send(InferenceResponse(), final=True)
+                ended.release()
 
         def close(self):
             pass
 
+    ended = threading.Semaphore(0)
     turns: list[str] = []
     limiter = RateLimiter()
     blocker = limiter.register(claim(r=1), device_id=0)
     blocker.acquire()
-    running = []
+    running, schedulers = [], []
     for name, priority in (("often", 1), ("seldom", 2)):
         permit = limiter.register(claim(priority, r=1), device_id=0)
         scheduler = QueueScheduler(DirectQueue(), num_instances=1, permits=[permit])
         for _ in range(90):
             scheduler.submit(Asked().inference)
-        scheduler.close()
+        schedulers.append(scheduler)
         instance = Instance(
             lambda name=name: Noting(name),
             number=0,
@@ -231,6 +233,10 @@ def test_busy_instances_of_two_models_take_turns_by_priority():
     while len(limiter._line) < 2:
         pass  # both have found work
     blocker.release()
+    for _ in range(180):
+        assert ended.acquire(timeout=30)
+    for scheduler in schedulers:
+        scheduler.close()
     for instance in running:
         instance.join()
     assert Counter(turns[:90])["often"] == pytest.approx(60, abs=2)

@@ -293,6 +293,7 @@ def _watch(
     """Look at the wait for an answer until it is there."""
     loop = answer.get_loop()
     wait = Wait(inference, executor)
+    next_look: asyncio.TimerHandle
 
     def look() -> None:
         nonlocal next_look

@@ -6,23 +6,16 @@ from collections.abc import Iterator
 
 from genserve.inference import Executor, Inference
 
-__all__ = ["hopeless", "stuck"]
-
-
-def stuck(inference: Inference) -> bool:
-    """Whether an inference waits, by way of others, for itself.
-
-    It is stuck iff every executor that could run it waits for something stuck, or a part of it is stuck.
-    An executor that is free, or that executes without waiting, is never stuck, however slow it is; one that
-    needs a resource is stuck iff all that keep it from the resource are.
-    """
-    return inference in _stuck_from(inference)
+__all__ = ["hopeless"]
 
 
 def hopeless(inference: Inference) -> bool:
     """Whether an inference is stuck, and it or a part of it has no executor yet.
 
-    Of a ring of waiting inferences these are the ones to fail: the others then end by themselves.
+    It is stuck, as it waits for itself by way of others, iff every executor that could run it waits for
+    something stuck, or a part of it is stuck. An executor that is free, or that executes without waiting, is
+    never stuck, however slow it is. Of a ring of waiting inferences the hopeless ones are those to fail: the
+    others then end by themselves.
     """
     found = _stuck_from(inference)
     return any(part in found and not part.started_ns for part in _with_parts(inference))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
+import weakref
+from functools import partial
 from pathlib import Path
 
+from genserve.backends.python.host import HOST_NAME, Host
+from genserve.backends.python.model_file import ModelFile
 from genserve.errors import RepositoryError
 from genserve.generation.decoding_loops import DecodeFunction
 
@@ -16,27 +18,33 @@ __all__ = ["load_decode"]
 def load_decode(path: Path, *, name: str) -> DecodeFunction:
     """Return `TritonPythonModel().decode` of a decoder stage's model.py.
 
-    The file is imported as a module of its own, named after the model, so that a debugger and a
-    traceback show it as it is on disk.
+    The file is imported as those of other python models are, and forgotten once nobody has `decode` any more.
 
     Raises:
         RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`.
     """
     if not path.is_file():
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
-    module_name = f"genserve_model_repository.{name}"
-    spec = spec_from_file_location(module_name, path)
-    assert spec is not None  # as for every file that ends in .py
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[module_name] = module
+    host = Host(model=name, instance=name, folder=path.parent)
+    file = ModelFile(path, model=name, folders=(path.parent, path.parent.parent), names={HOST_NAME: host})
+    host.package = file.package
     try:
-        spec.loader.exec_module(module)
-        model = module.TritonPythonModel()
-    except Exception as error:
+        # A callable of our own, which tells by its end that nobody can call the file's any more.
+        decode: DecodeFunction = partial(_decode_of(file, path))
+    except BaseException:
+        file.forget()
+        raise
+    weakref.finalize(decode, file.forget).atexit = False
+    return decode
+
+
+def _decode_of(file: ModelFile, path: Path) -> DecodeFunction:
+    try:
+        model = file.load().TritonPythonModel()
+    except (Exception, SystemExit) as error:
         raise RepositoryError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-    decode = getattr(model, "decode", None)
-    if not inspect.iscoroutinefunction(decode):
+    decode: DecodeFunction | None = getattr(model, "decode", None)
+    if decode is None or not inspect.iscoroutinefunction(decode):
         raise RepositoryError(
             f"{path}: TritonPythonModel has no coroutine `decode`",
             remedy="write `async def decode(self, sequence)`; model_repository/smollm2_decoder shows one",

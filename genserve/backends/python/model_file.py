@@ -86,7 +86,7 @@ class ModelFile:
             sys.meta_path.remove(self._finder)
             sys.meta_path.remove(self._public_names)
             self._public_names.forget()
-        for name in [name for name in sys.modules if f"{name}.".startswith(f"{self.package}.")]:
+        for name in [name for name in list(sys.modules) if f"{name}.".startswith(f"{self.package}.")]:
             del sys.modules[name]
 
     def _load_module(self, module: ModuleType, code: CodeType) -> None:

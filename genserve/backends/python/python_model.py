@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -53,6 +54,7 @@ class PythonModel:
         self._host = host
         self._iterative = iterative
         self._loop: EventLoop | None = None
+        self._lock = threading.Lock()  # of the loop, which any thread may be the first to need
         self._file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
         self._path = path
         host.package = self._file.package
@@ -90,16 +92,16 @@ class PythonModel:
     @property
     def says_ready(self) -> bool:
         """Whether the model has something to say on whether it is ready."""
-        return hasattr(self._model, "is_ready")
+        return "is_ready" in dir(self._model)
 
     def is_ready(self) -> bool:
         """Whether the model says that it is; one that has nothing to say is. From any thread."""
-        if not self.says_ready:
-            return True
+        if self._host.phase is Phase.CLOSING:
+            return False
         try:
-            answer = self._model.is_ready()
+            answer = self._model.is_ready() if self.says_ready else True
             if asyncio.iscoroutine(answer):
-                answer = self._event_loop().submit(answer).result(_READY_WITHIN_S)
+                answer = self._awaited(answer, within_s=_READY_WITHIN_S)
         except Exception:
             logger.exception("is_ready of %s failed", self._host.instance)
             return False
@@ -111,8 +113,10 @@ class PythonModel:
         Modules refer to themselves: what they hold goes with the next garbage collection.
         """
         self._host.phase = Phase.CLOSING
-        if self._loop is not None:
-            self._loop.close()
+        with self._lock:
+            loop = self._loop
+        if loop is not None:
+            loop.close()
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
@@ -144,10 +148,18 @@ class PythonModel:
 
         copy_context().run(start).add_done_callback(ended)
 
+    def _awaited(self, coroutine: Coroutine[Any, Any, Any], *, within_s: float) -> Any:
+        future = self._event_loop().submit(coroutine)
+        try:
+            return future.result(within_s)
+        finally:
+            future.cancel()  # if it is not done in time
+
     def _event_loop(self) -> EventLoop:
-        if self._loop is None:
-            self._loop = EventLoop(self._host.instance)
-        return self._loop
+        with self._lock:
+            if self._loop is None:
+                self._loop = EventLoop(self._host.instance)
+            return self._loop
 
     def _take_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
         responses = [None] * len(requests) if returned is None else self._checked(returned, requests)

@@ -57,7 +57,7 @@ async def repository_load(call: Call) -> Answer:
         if name == "config":
             config = value
         elif name.startswith("file:"):
-            files[name] = await beside(len(value), _decoded, name, value)
+            files[name.removeprefix("file:")] = await beside(len(value), _decoded, name, value)
         else:
             text = "unexpected error on creating Triton parameter"
             raise InferenceError(

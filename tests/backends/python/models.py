@@ -135,6 +135,7 @@ class Models:
             placements=places,
             scheduler=make_scheduler(config, num_instances=len(places), path=self.root / name),
             statistics=ModelStatistics(),
+            exit_timeout_s=30,
         )
         self._models[name], self.configs[name] = instances, config
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import sys
+
 import pytest
 
 from genserve.backends.python.decoding import load_decode
@@ -37,3 +40,33 @@ def test_a_model_py_that_cannot_decode_is_refused_with_the_reason(tmp_path, sour
     with pytest.raises(RepositoryError, match=words) as raised:
         load_decode(path, name="broken")
     assert str(path) in raised.value.message
+
+
+DECODES = """
+from rules import rule
+class TritonPythonModel:
+    async def decode(self, sequence):
+        from later import late
+        return rule, late
+"""
+
+
+def decoded(decode):
+    with pytest.raises(StopIteration) as ended:
+        decode(None).send(None)
+    return ended.value.value
+
+
+def test_each_decoder_stage_sees_the_modules_beside_it_until_it_is_gone(tmp_path):
+    stages = []
+    for name in ("one", "two"):
+        folder = tmp_path / name / "1"
+        folder.mkdir(parents=True)
+        (folder / "model.py").write_text(DECODES)
+        (folder / "later.py").write_text(f"late = {name!r}")
+        (tmp_path / name / "rules.py").write_text(f"rule = {name!r}")
+        stages.append(load_decode(folder / "model.py", name="stage"))
+    assert [decoded(stage) for stage in stages] == [("one", "one"), ("two", "two")]
+    stages.clear()
+    gc.collect()
+    assert not [name for name in sys.modules if name.startswith("_genserve_stage_")]

@@ -290,26 +290,41 @@ def test_requests_of_a_batch_that_failed_are_forgotten_on_both_sides(models):
     assert kept() is None
 
 
-def test_a_model_may_be_closed_while_its_process_starts_again(models):
-    models.add(
-        "m",
-        """
-        import os
-        class TritonPythonModel:
-            def execute(self, requests):
-                os._exit(3)
-        """,
-        PROCESS,
-    )
-    [first] = multiprocessing.active_children()
-    assert models.infer("m", floats(1)).error
-    while not (again := [process for process in multiprocessing.active_children() if process is not first]):
-        pass
-    closing = threading.Thread(target=models.stop, args=["m"], daemon=True)
+def started(models, source, *, arguments, **limits):
+    folder = models.write("m", source)
+    setup = ModelSetup(path=folder / "model.py", folders=(folder,), arguments=arguments, iterative=False)
+    return ModelProcess(setup, host=Host(model="m", instance="m_0", folder=folder), **limits)
+
+
+def test_a_model_may_be_closed_while_its_process_is_started_again(models):
+    starts, go_on = threading.Semaphore(0), threading.Event()
+
+    class Arguments(dict):
+        def __reduce__(self):  # called as the process is started
+            starts.release()
+            go_on.wait(20)
+            return dict, ()
+
+    source = """
+    import os
+    class TritonPythonModel:
+        def execute(self, requests):
+            os._exit(3)
+    """
+    go_on.set()
+    model = started(models, source, arguments=Arguments())
+    starts.acquire()
+    go_on.clear()
+    request = InferenceRequest(model_name="m", inputs={})
+    with pytest.raises(InferenceError, match="is not healthy"):
+        model.execute([Inference(request=request, on_response=lambda response, final: None)])
+    starts.acquire()
+    closing = threading.Thread(target=model.close, daemon=True)
     closing.start()
+    go_on.set()
     closing.join(20)
     assert not closing.is_alive()
-    assert not again[0].is_alive()
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_that_does_not_end_is_killed(models):
@@ -321,9 +336,7 @@ def test_a_process_that_does_not_end_is_killed(models):
         def finalize(self):
             threading.Event().wait()
     """
-    folder = models.write("m", source)
-    setup = ModelSetup(path=folder / "model.py", folders=(folder,), arguments={}, iterative=False)
-    model = ModelProcess(setup, host=Host(model="m", instance="m_0", folder=folder), ends_within_s=0)
+    model = started(models, source, arguments={}, ends_within_s=0)
     [process] = multiprocessing.active_children()
     model.close()
     assert not process.is_alive()

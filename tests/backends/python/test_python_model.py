@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -492,6 +495,7 @@ def test_finalize_is_called_and_its_failure_is_only_logged(models, caplog):
         ("async def is_ready(self): return True", True),
         ("def is_ready(self): raise ValueError", False),
         ("def is_ready(self): return 1", False),
+        ("is_ready = property(lambda self: 1 / 0)", False),
     ],
 )
 def test_a_model_may_say_whether_it_is_ready(models, method, ready):
@@ -552,3 +556,35 @@ def test_no_thread_is_left_behind(models):
     models.infer("m", floats(1)).wait()
     models.stop("m")
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]
+
+
+def test_threads_that_ask_at_once_whether_a_model_is_ready_share_its_event_loop(models):
+    source = """
+    class TritonPythonModel:
+        async def is_ready(self):
+            self.threads = getattr(self, "threads", set()) | {threading.get_ident()}
+            return len(self.threads) == 1
+    """
+    models.add("m", source)
+    at_once = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: at_once.wait() >= 0 and models.is_ready("m"), range(8)))
+    assert all(answers)
+    models.stop("m")
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-m_0")]
+
+
+def test_what_a_model_holds_is_freed_once_it_is_unloaded(models):
+    source = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.weights = np.zeros(1)
+        async def execute(self, requests):
+            return [answer(self.weights) for request in requests]
+    """
+    models.add("m", source)
+    weights = weakref.ref(models.infer("m", floats(1)).array)
+    assert weights() is not None
+    models.stop("m")
+    gc.collect()
+    assert weights() is None

@@ -1,0 +1,300 @@
+"""Control: brings models up, swaps them, takes them away."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from genserve.config.fault import first_error
+from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
+from genserve.repository.check import model_faults
+from genserve.repository.index import ModelEntry, fingerprint, scan
+from genserve.repository.loading import Loader
+from genserve.repository.options import RepositoryOptions
+from genserve.repository.preparation import check_usable, prepare
+from genserve.repository.served import Served
+from genserve.repository.stages import (
+    generation_models,
+    is_logits_stage,
+    load_generation,
+    load_logits_stage,
+    owned_stages,
+    stage_owners,
+)
+from genserve.repository.upload import Upload
+from genserve.repository.versions import ModelState, Versions
+
+__all__ = ["ModelControl"]
+
+logger = logging.getLogger(__name__)
+
+_STATUS_WORDS = {
+    Status.UNKNOWN: "Unknown",
+    Status.INTERNAL: "Internal",
+    Status.NOT_FOUND: "Not found",
+    Status.INVALID_ARG: "Invalid argument",
+    Status.UNAVAILABLE: "Unavailable",
+    Status.UNSUPPORTED: "Unsupported",
+    Status.ALREADY_EXISTS: "Already exists",
+    Status.CANCELLED: "Cancelled",
+}
+
+
+class ModelControl:
+    """Loads and unloads; a model is changed by one call at a time, whoever calls.
+
+    Attributes:
+        entries: the folders as they were seen last; replaced, never changed.
+        errors: why a model that was to be loaded at the start, or since by polling, is not.
+    """
+
+    def __init__(
+        self, roots: Iterable[Path], *, options: RepositoryOptions, versions: Versions, loader: Loader
+    ) -> None:
+        """Read the folders; nothing is loaded yet.
+
+        Raises:
+            RepositoryError: a root is not a folder.
+        """
+        self.errors: dict[str, GenserveError] = {}
+        self._roots = tuple(roots)
+        self._options = options
+        self._versions = versions
+        self._loader = loader
+        self._locks: dict[str, threading.RLock] = {}    # of each model
+        self._asked: set[str] = set()                   # what was loaded for its own sake, not as a step
+        self._traces: dict[str, object] = {}            # of the folders of what is loaded
+        self._polled: dict[str, object] = {}            # of all folders, as the last poll saw them
+        self._retiring: set[threading.Thread] = set()
+        self._closed = False
+        self.entries: Mapping[str, ModelEntry] = {}
+        self.rescan()
+
+    def rescan(self) -> None:
+        """Read the folders again."""
+        directory = self._options.backend_directory
+        self.entries = scan(
+            self._roots,
+            config_name=self._options.config_name,
+            backend_folders=[directory] if directory else (),
+        )
+
+    def load(self, name: str, *, config_json: str, files: Mapping[str, bytes] | None) -> None:
+        """Load a model, or load it anew if its folder has changed.
+
+        Args:
+            name: of the model.
+            config_json: in place of its config; empty: its own.
+            files: in place of its folder; None: its own.
+
+        Raises:
+            InferenceError: it cannot be loaded; what served before goes on.
+        """
+        self.rescan()
+        self._asked.add(name)
+        if files:
+            if not config_json:
+                raise _not_polled(name, remedy="send the model's config as JSON along with its files")
+            upload = Upload(name, files)
+            entry: ModelEntry | None = scan([upload.root])[name]
+        else:
+            upload, entry = None, self.entries.get(name)
+        if entry is None:
+            raise _not_polled(name, remedy="there is no folder of this name in the repository")
+        self._load_with_steps(entry, config_json=config_json, upload=upload)
+
+    def load_noted(self, entry: ModelEntry, *, asked: bool = True) -> None:
+        """Load a model; if it fails, note it in `errors`."""
+        if asked:
+            self._asked.add(entry.name)
+        try:
+            self._load_with_steps(entry)
+        except GenserveError as error:
+            cause = error.__cause__  # names file and line
+            self.errors[entry.name] = cause if isinstance(cause, ConfigError) else error
+
+    def unload(self, name: str, *, dependents: bool) -> None:
+        """Begin to unload a model, and with `dependents` the steps that nothing else needs."""
+        steps = {step for served in self._versions.of(name) for step in _steps(served)}
+        self._asked.discard(name)
+        self._unload(name)
+        if dependents:
+            needed = {step for served in self._versions.served for step in _steps(served)}
+            for step in steps - needed - self._asked:
+                self._unload(step)
+
+    def note_folders(self) -> None:
+        """Remember how the folders are now: what changes from here on, `follow_folders` follows."""
+        self._polled = {name: self._trace(entry) for name, entry in self.entries.items()}
+
+    def follow_folders(self) -> None:
+        """Load what is new or has changed, unload what is gone."""
+        before = self.entries
+        self.rescan()
+        for name in before.keys() - self.entries.keys():
+            self._unload(name)
+            self._polled.pop(name, None)
+        for name, entry in self.entries.items():
+            trace = self._trace(entry)
+            if trace != self._polled.get(name):
+                self._polled[name] = trace
+                self.load_noted(entry)
+
+    def close(self) -> None:
+        """Unload everything, and wait for it."""
+        self._closed = True
+        for name in dict.fromkeys(served.name for served in self._versions.served):
+            self._unload(name, timeout_s=0)
+        for thread in list(self._retiring):
+            thread.join()
+
+    def _load_with_steps(
+        self, entry: ModelEntry, *, config_json: str = "", upload: Upload | None = None
+    ) -> None:
+        """Load a model; an ensemble after those of its steps that do not answer yet."""
+        entry = self.entries.get(stage_owners(self.entries).get(entry.name, ""), entry)
+        trace = self._trace(entry)
+        with self._lock_of(entry.name):
+            is_as_loaded = self._traces.get(entry.name) == trace and bool(self._versions.of(entry.name))
+            if is_as_loaded and not config_json:
+                return
+            self._refuse_unusable(entry, config_json)
+            fresh = self._load_or_note(entry, self._load_of(entry, config_json, upload))
+            for name in dict.fromkeys(served.name for served in fresh):
+                old = self._versions.put(name, [served for served in fresh if served.name == name])
+                self._retire(old, timeout_s=self._options.exit_timeout_s)
+            # A config of the call holds until the next one: that reads the folder again.
+            self._traces[entry.name] = None if config_json else trace
+            self.errors.pop(entry.name, None)
+
+    def _load_of(
+        self, entry: ModelEntry, config_json: str, upload: Upload | None
+    ) -> Callable[[], list[Served]]:
+        """Return what loads a model: an engine and its stages, or versions with instances."""
+        max_queue, metrics = self._options.max_queue, self._loader.metrics
+        is_chain = entry.name in generation_models(self.entries)
+        if (is_chain or is_logits_stage(entry)) and config_json:
+            raise InferenceError(
+                f"model '{entry.name}' cannot be loaded with another config: it runs in a text engine",
+                status=Status.UNSUPPORTED,
+                remedy="change its config.pbtxt, and load it again",
+            )
+        if is_chain:
+            return lambda: load_generation(entry, self.entries, max_queue=max_queue, metrics=metrics)
+        if is_logits_stage(entry):
+            return lambda: [load_logits_stage(entry, max_queue=max_queue, metrics=metrics)]
+        for step in self._missing_steps(entry):
+            self._load_with_steps(step)
+        return lambda: self._load_versions(entry, config_json, upload)
+
+    def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
+        for step in entry.config.ensemble_steps if entry.config else ():
+            if not self._versions.of(step.model_name) and step.model_name in self.entries:
+                yield self.entries[step.model_name]
+
+    def _refuse_unusable(self, entry: ModelEntry, config_json: str) -> None:
+        """Refuse a config that Triton does not even take up: the model gets no version in the index."""
+        try:
+            check_usable(entry, self.entries, options=self._options, config_json=config_json)
+        except RepositoryError as error:
+            raise _not_polled(entry.name, remedy=str(error)) from error
+
+    def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[Served]]) -> list[Served]:
+        """Run a load; if it fails, what served before goes on, and the index says why."""
+        version = (entry.versions or (1,))[-1]
+        serves = bool(self._versions.of(entry.name))
+        if not serves:
+            self._versions.set_state(entry.name, version, ModelState.LOADING)
+        try:
+            return load()
+        except Exception as error:
+            if not isinstance(error, GenserveError):
+                logger.exception("model %s failed to load", entry.name)
+            reason = _reason(error)
+            if not serves:
+                self._versions.set_state(entry.name, version, ModelState.UNAVAILABLE, reason=reason)
+            text = f"version {version} is at UNAVAILABLE state: {reason};\n"
+            remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
+            raise InferenceError(f"load failed for model '{entry.name}': {text}", remedy=remedy) from error
+
+    def _load_versions(self, entry: ModelEntry, config_json: str, upload: Upload | None) -> list[Served]:
+        if not config_json:
+            # Not the config's own faults: `prepare` judges it once it is completed.
+            faults = model_faults(entry, self.entries)
+            error = first_error(fault for fault in faults if fault not in entry.parsed.faults)
+            if error is not None:
+                raise error
+        model = prepare(entry, self.entries, options=self._options, config_json=config_json)
+        fresh: list[Served] = []
+        try:
+            for version in model.versions:
+                fresh.append(self._loader.load(model, version, upload=upload))
+        except BaseException:
+            for served in fresh:
+                served.close(timeout_s=0)
+            raise
+        return fresh
+
+    def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
+        with self._lock_of(name):
+            owners = stage_owners(self.entries)
+            for model in (name, *(stage for stage, owner in owners.items() if owner == name)):
+                self._retire(self._versions.put(model, ()), timeout_s=timeout_s)
+            self._traces.pop(name, None)
+            self.errors.pop(name, None)
+
+    def _retire(self, old: list[Served], *, timeout_s: float | None) -> None:
+        """Let versions that nobody can find any more end their requests, on a thread, and close them."""
+        keys = [(served.name, served.version) for served in old]
+        self._note_gone(keys, ModelState.UNLOADING)
+
+        def close() -> None:
+            while old:
+                old.pop().close(timeout_s=self._options.exit_timeout_s if timeout_s is None else timeout_s)
+            if not self._closed:
+                gc.collect()  # a model's weights are often in a cycle with it
+            self._note_gone(keys, ModelState.UNAVAILABLE, reason="unloaded")
+            self._retiring.discard(thread)
+
+        if old:
+            thread = threading.Thread(target=close, name=f"unload-{old[0].name}", daemon=True)
+            self._retiring.add(thread)
+            thread.start()
+
+    def _note_gone(self, keys: Iterable[tuple[str, int]], state: ModelState, *, reason: str = "") -> None:
+        """Note where versions stand, but for those in whose place another answers."""
+        for name, version in keys:
+            if version not in [served.version for served in self._versions.of(name)]:
+                self._versions.set_state(name, version, state, reason=reason)
+
+    def _trace(self, entry: ModelEntry) -> object:
+        """Return what changes when a model's files do; those of its stages are a generation model's too."""
+        stages = owned_stages(entry, self.entries)
+        return [fingerprint(model.path) for model in (entry, *stages)]
+
+    def _lock_of(self, name: str) -> threading.RLock:
+        return self._locks.setdefault(name, threading.RLock())
+
+
+def _reason(error: Exception) -> str:
+    """Return why a load failed, in Triton's form: its word for the code, and the message."""
+    if isinstance(error, InferenceError | RepositoryError):
+        text = error.text if isinstance(error, ConfigError) else error.message
+        return f"{_STATUS_WORDS[error.status]}: {text}"
+    if isinstance(error, GenserveError):
+        return f"Internal: {error.message}"
+    return f"Internal: {type(error).__name__}: {error}"
+
+
+def _steps(served: Served) -> list[str]:
+    return [step.model_name for step in served.config.ensemble_steps]
+
+
+def _not_polled(name: str, *, remedy: str) -> InferenceError:
+    text = f"failed to load '{name}', failed to poll from model repository"
+    return InferenceError(text, status=Status.INTERNAL, remedy=remedy)
+
+

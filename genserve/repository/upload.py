@@ -1,0 +1,66 @@
+"""Upload: the files that a load call brings, in a folder that lasts as long as the model they are of."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from tempfile import mkdtemp
+
+from genserve.errors import InferenceError
+
+__all__ = ["Upload", "check_model_name"]
+
+_MAX_NAME_BYTES = 255  # of a file, on nearly every file system
+
+
+class Upload:
+    """A folder of one model; it is removed once nobody holds this any more.
+
+    Attributes:
+        root: the folder that holds the model's.
+    """
+
+    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Write the files.
+
+        Args:
+            name: of the model, see `check_model_name`.
+            files: by their path in the model's folder: `1/model.py`.
+
+        Raises:
+            InferenceError: a path is none, or leads out of the folder, or two exclude each other.
+        """
+        self.root = Path(mkdtemp(prefix="genserve-"))
+        weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        for path, content in files.items():
+            _check_path(path)
+            target = self.root / name / path
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+            except OSError as error:
+                raise InferenceError(f"the file {path!r} cannot be written: {error.strerror}") from error
+
+
+def check_model_name(name: str) -> None:
+    """Raise InferenceError for what cannot be the name of a model's folder."""
+    if not _is_part(name) or name.startswith(".") or "/" in name or "\\" in name:
+        raise InferenceError(
+            f"{name!r} cannot be the name of a model",
+            remedy="a model has the name of its folder in the repository",
+        )
+
+
+def _check_path(path: str) -> None:
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or not all(map(_is_part, pure.parts)):
+        raise InferenceError(
+            f"the file {path!r} would lie outside of the model's folder",
+            remedy="name it as it lies in the folder of the model: file:1/model.py",
+        )
+
+
+def _is_part(name: str) -> bool:
+    return name not in ("", ".", "..") and "\0" not in name and len(name.encode()) <= _MAX_NAME_BYTES
