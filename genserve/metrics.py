@@ -7,7 +7,8 @@ no request can make a new series.
 from __future__ import annotations
 
 import threading
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
@@ -29,7 +30,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._lock = threading.Lock()
-        self._collectors: dict[type[Collector], Collector] = {}
+        self._collectors: dict[object, Collector] = {}
         model = ("model",)
         self.requests = Counter(
             "genserve_requests",
@@ -78,15 +79,18 @@ class Metrics:
             registry=self.registry,
         )
 
-    def collector(self, kind: type[C]) -> C:
-        """Return the registry's one collector of a kind, made when it is first asked for."""
+    def collector(self, kind: Callable[[CollectorRegistry], C]) -> C:
+        """Return the registry's one collector of a kind, made when it is first asked for.
+
+        Args:
+            kind: a class, constructed with the registry.
+        """
         with self._lock:
             found = self._collectors.get(kind)
             if found is None:
-                found = self._collectors[kind] = kind()
+                found = self._collectors[kind] = kind(self.registry)
                 self.registry.register(found)
-        assert isinstance(found, kind)  # as it was put
-        return found
+        return cast(C, found)
 
     def for_model(self, name: str) -> GenerationMetrics:
         """Return the series of one model, looked up once."""

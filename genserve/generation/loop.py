@@ -282,7 +282,7 @@ class EngineLoop:
             self._metrics.first_token(seconds=now - ticket.submitted_s)
         if content.finish_reason is not None:
             seconds, num_tokens = now - ticket.submitted_s, sequence.num_new_tokens
-            logger.info("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)
+            logger.debug("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)
             self._metrics.request_finished(
                 content.finish_reason,
                 seconds=seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ LOG_FORMATS = {
 class LogSettings:
     """The settings of one server, with Triton's names and defaults. Safe from any thread.
 
-    A change acts on the logger `genserve`: the least severe class that is on decides what is written.
+    They act on the logger `genserve`, from the start: the least severe class that is on decides what is
+    written. A format acts on the handlers of the root logger, once it is asked for.
     """
 
     def __init__(self, *, verbose_level: int = 0) -> None:
@@ -34,6 +36,7 @@ class LogSettings:
             "log_verbose_level": verbose_level,
             "log_format": "default",
         }
+        _set_level(self._values)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -62,15 +65,22 @@ class LogSettings:
             )
         with self._lock:
             self._values |= {name: value for name, value in changes.items() if name in self._values}
-            _apply(self._values)
+            _set_level(self._values)
+            if "log_format" in changes:
+                _set_format(wanted)
             return dict(self._values)
 
 
-def _apply(values: Mapping[str, Any]) -> None:
+def _set_level(values: Mapping[str, Any]) -> None:
     logging.getLogger("genserve").setLevel(_level(values))
-    line, time = LOG_FORMATS[values["log_format"]]
+
+
+def _set_format(name: str) -> None:
+    formatter = logging.Formatter(*LOG_FORMATS[name])
+    if name == "ISO8601":
+        formatter.converter = time.gmtime  # which is what its Z says
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter(line, time))
+        handler.setFormatter(formatter)
 
 
 def _level(values: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -17,8 +18,16 @@ from genserve.server.address import address_of
 __all__ = ["MetricsPort"]
 
 
+# A scraper needs one connection, for a moment.
+_MAX_CONNECTIONS = 32
+_PATIENCE_S = 10
+
+
 class MetricsPort:
-    """Answers `GET /metrics`, on a thread: it tells of the server even while the event loop is busy."""
+    """Answers `GET /metrics`, on a thread: it tells of the server even while the event loop is busy.
+
+    Whoever reaches the port is answered: like Triton's, it asks for no key.
+    """
 
     def __init__(self, render: Callable[[], bytes], *, host: str, port: int) -> None:
         """Listen.
@@ -53,6 +62,8 @@ class MetricsPort:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = _PATIENCE_S  # between two reads, or writes
+
     def __init__(self, render: Callable[[], bytes], *arguments: object) -> None:
         self._render = render
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -76,5 +87,22 @@ def _server(host: str) -> type[ThreadingHTTPServer]:
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
         allow_reuse_address = True
+
+        def __init__(self, *arguments: Any) -> None:
+            self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+            super().__init__(*arguments)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            """Answer a connection on a thread of its own, or close it where there are too many."""
+            if self._free.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self._free.release()
 
     return Server

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +36,27 @@ def test_the_least_severe_class_that_is_on_decides(logger, changes: dict[str, ob
     settings = LogSettings()
     assert settings.update(changes).items() >= changes.items()
     assert logger.getEffectiveLevel() == level
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(0, logging.INFO), (1, logging.DEBUG)])
+def test_from_the_start_what_they_say_is_so(logger, verbose: int, level: int) -> None:
+    logger.setLevel(logging.CRITICAL)
+    settings = LogSettings(verbose_level=verbose)
+    assert settings.values["log_info"]
+    assert settings.values["log_verbose_level"] == verbose
+    assert logger.getEffectiveLevel() == level
+
+
+def test_iso_8601_is_universal_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    LogSettings().update({"log_format": "ISO8601"})
+    record = logging.makeLogRecord({"created": 0.0, "msecs": 0.0, "msg": "x", "name": "n"})
+    assert handler.format(record).startswith("1970-01-01T00:00:00.000Z ")
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_unknown_names_change_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -117,5 +118,30 @@ def test_the_metrics_port_answers_metrics_and_nothing_else():
         with pytest.raises(GenserveError, match="for metrics") as caught:
             MetricsPort(lambda: b"", host="127.0.0.1", port=port.port)
         assert "--metrics-port" in caught.value.remedy
+    finally:
+        port.close()
+
+
+def test_whoever_keeps_connections_of_the_metrics_port_open_takes_no_more_threads(monkeypatch):
+    monkeypatch.setattr("genserve.server.metrics_port._MAX_CONNECTIONS", 2)
+    port = MetricsPort(lambda: b"x 1\n", host="127.0.0.1", port=0)
+    try:
+        idle = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(2)]
+        with socket.create_connection(("127.0.0.1", port.port)) as one_too_many:
+            assert one_too_many.recv(1) == b""
+        for connection in idle:
+            connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert connection.makefile("rb").read().endswith(b"x 1\n")
+            connection.close()
+    finally:
+        port.close()
+
+
+def test_the_metrics_port_closes_a_connection_that_asks_nothing(monkeypatch):
+    monkeypatch.setattr("genserve.server.metrics_port._Handler.timeout", 0.05)
+    port = MetricsPort(lambda: b"", host="127.0.0.1", port=0)
+    try:
+        with socket.create_connection(("127.0.0.1", port.port)) as idle:
+            assert idle.recv(1) == b""
     finally:
         port.close()

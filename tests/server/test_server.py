@@ -209,6 +209,32 @@ def test_a_model_that_never_loads_does_not_keep_the_server(tmp_path):
         process.wait(timeout=30)
 
 
+TALKS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        pb_utils.Logger.log_info("to everybody")
+        pb_utils.Logger.log_verbose("to the curious")
+"""
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_what_a_model_says_is_in_the_log(tmp_path, verbose):
+    write_model(tmp_path, "talks", code=TALKS)
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
+    command += ["--metrics-port=0", f"--model-repository={tmp_path}", f"--log-verbose={verbose}"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while "Ready at" not in process.stdout.readline():
+            assert process.poll() is None
+        process.terminate()
+        log = process.communicate()[1]
+    assert "to everybody" in log
+    assert ("to the curious" in log) is bool(verbose)
+
+
 def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import accumulate, pairwise
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 from genserve.metrics import bare_family
@@ -19,6 +19,7 @@ from genserve.metrics import bare_family
 __all__ = ["Family", "Kind", "MetricFamilies", "Series"]
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_OTHER_TYPE = "Family name already exists with different type"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -33,7 +34,9 @@ class Kind(Enum):
 class MetricFamilies(Collector):
     """All families of one server; they live as long as a model holds them. Safe from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """Begin without families; none may take a name that the registry shows already."""
+        self._registry = registry
         self._lock = threading.Lock()
         self._families: weakref.WeakValueDictionary[str, Family] = weakref.WeakValueDictionary()
 
@@ -41,17 +44,30 @@ class MetricFamilies(Collector):
         """Return the family of a name, which another model may have made.
 
         Raises:
-            ValueError: in Triton's words: no name for a metric, or that of a family of another kind.
+            ValueError: in Triton's words: no name for a metric, or that of a family of another kind, or of
+                one that is not a model's.
         """
         if not _NAME.fullmatch(name):
             raise ValueError("Invalid metric name")
+        if self._is_taken(name):
+            raise ValueError(_OTHER_TYPE)
         with self._lock:
             family = self._families.get(name)
             if family is None:
                 family = self._families[name] = Family(name, description=description, kind=kind)
         if family.kind is not kind:
-            raise ValueError("Family name already exists with different type")
+            raise ValueError(_OTHER_TYPE)
         return family
+
+    def _is_taken(self, name: str) -> bool:
+        """Whether the registry shows series of this name that are not of this family."""
+        if self._registry is None or name in self._families:
+            return False
+        shown = any(
+            name in (metric.name, *(sample.name for sample in metric.samples))
+            for metric in self._registry.collect()
+        )
+        return shown and name not in self._families  # which another thread may have made meanwhile
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family with its series."""

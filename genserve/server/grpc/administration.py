@@ -13,10 +13,11 @@ from urllib.parse import quote, unquote
 
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from genserve.errors import GenserveError, InferenceError, Status
+from genserve.errors import GenserveError, InferenceError
 from genserve.kserve.failure import failure
 from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.kserve.models import Models
+from genserve.kserve.refusal import cuda_region, refuse_cuda_region, refuse_repository, refuse_unknown_model
 from genserve.server.grpc.codes import status_code
 from genserve.server.services import Services
 
@@ -76,7 +77,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         """Every version of every model, or those that answer."""
-        _check_repository(request)
+        refuse_repository(request.repository_name)
         response = service_pb2.RepositoryIndexResponse()
         for line in self._models.index(ready_only=request.ready):
             version = "" if line.version is None else str(line.version)
@@ -86,7 +87,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
         """Load a model, and answer when it is loaded."""
-        _check_repository(request)
+        refuse_repository(request.repository_name)
         config, files = "", {}
         for name, parameter in request.parameters.items():
             if name == "config":
@@ -101,7 +102,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:
         """Begin to unload a model."""
-        _check_repository(request)
+        refuse_repository(request.repository_name)
         dependents = False
         if parameter := request.parameters.get("unload_dependents"):
             if parameter.WhichOneof("parameter_choice") != "bool_param":
@@ -138,27 +139,26 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @method
     async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
         """No region: there are none on this server."""
-        if request.name:
-            text = f"Unable to find cuda shared memory region: '{request.name}'"
-            raise InferenceError(text, status=Status.NOT_FOUND)
+        refuse_cuda_region(request.name)
         return service_pb2.CudaSharedMemoryStatusResponse()
 
     @method
     async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
         """Refused: this server has none."""
-        text = f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported"
-        raise InferenceError(text, status=Status.UNSUPPORTED)
+        self._services.shared_memory.refuse_if_disabled()
+        raise cuda_region(request.name)
 
     @method
     async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
         """Nothing to forget."""
+        self._services.shared_memory.refuse_if_disabled()
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     @method
     async def TraceSetting(self, request: Any, context: Any) -> Any:
         """Change settings of traces, of the server or of one model, and return all."""
-        if request.model_name and not self._models.versions(request.model_name):
-            raise InferenceError(f"Request for unknown model : {request.model_name}")
+        if request.model_name:
+            refuse_unknown_model(self._models, request.model_name)
         changes = {name: _trace_value(name, setting) for name, setting in request.settings.items()}
         values = self._services.trace_settings.update(changes, model=request.model_name)
         response = service_pb2.TraceSettingResponse()
@@ -179,11 +179,6 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
         for name, value in self._services.log_settings.update(changes).items():
             setattr(response.settings[name], _LOG_CHOICES[type(value)], value)
         return response
-
-
-def _check_repository(request: Any) -> None:
-    if request.repository_name:
-        raise InferenceError("'repository_name' specification is not supported", status=Status.UNSUPPORTED)
 
 
 def _load_parameter(name: str, parameter: Any, choice: str) -> Any:

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from genserve.errors import InferenceError, Status
 from genserve.kserve.json_document import Kind, checked
+from genserve.kserve.refusal import refuse_repository, refuse_unknown_model
 from genserve.server.beside import beside
 from genserve.server.routes.kserve_call import Answer, Call, json_answer
 
@@ -46,7 +47,7 @@ async def repository_index(call: Call) -> Answer:
 
 async def repository_load(call: Call) -> Answer:
     """Load a model, by what the body says of its config and files."""
-    _refuse_repository(call)
+    refuse_repository(call.names["repository"])
     given = _members(await call.json()).get("parameters", {})
     if not isinstance(given, dict):
         text = "attempt to get members for non-object"
@@ -69,7 +70,7 @@ async def repository_load(call: Call) -> Answer:
 
 async def repository_unload(call: Call) -> Answer:
     """Begin to unload a model."""
-    _refuse_repository(call)
+    refuse_repository(call.names["repository"])
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents") is True  # anything else is passed over, as in Triton
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
@@ -101,13 +102,13 @@ async def set_trace_settings(call: Call) -> Answer:
 
 async def model_trace_settings(call: Call) -> Answer:
     """Return the settings of traces that hold for a model."""
-    _refuse_unknown_model(call)
+    refuse_unknown_model(call.services.repository, call.model)
     return json_answer(call.services.trace_settings.values(call.model))
 
 
 async def set_model_trace_settings(call: Call) -> Answer:
     """Change settings of traces for one model, and return all that hold for it."""
-    _refuse_unknown_model(call)
+    refuse_unknown_model(call.services.repository, call.model)
     changes = _trace_changes(_members(await _required(call)))
     return json_answer(call.services.trace_settings.update(changes, model=call.model))
 
@@ -136,17 +137,6 @@ def _trace_changes(given: Mapping[str, Any]) -> dict[str, Any]:
             levels = [checked(level, Kind.STRING) for level in checked(levels, Kind.ARRAY)]
         changes["trace_level"] = levels
     return changes
-
-
-def _refuse_repository(call: Call) -> None:
-    if call.names["repository"]:
-        text = "'repository_name' specification is not supported"
-        raise InferenceError(text, status=Status.UNSUPPORTED)
-
-
-def _refuse_unknown_model(call: Call) -> None:
-    if not call.services.repository.versions(call.model):
-        raise InferenceError(f"Request for unknown model : {call.model}")
 
 
 def _index_line(line: Any) -> dict[str, str]:

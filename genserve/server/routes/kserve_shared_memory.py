@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from genserve.errors import InferenceError, Status
+from genserve.errors import InferenceError
 from genserve.kserve.json_document import Kind, checked, read_json
+from genserve.kserve.refusal import cuda_region, refuse_cuda_region
 from genserve.server.routes.kserve_call import Answer, Call, json_answer
 
 __all__ = [
@@ -52,22 +53,14 @@ async def unregister_region(call: Call) -> Answer:
 
 async def cuda_status(call: Call) -> Answer:
     """Return the regions of a GPU's memory: there are none."""
-    name = call.names["region"]
-    if name:
-        text = f"Unable to find cuda shared memory region: '{name}'"
-        raise InferenceError(text, status=Status.NOT_FOUND)
+    refuse_cuda_region(call.names["region"])
     return json_answer([])
 
 
 async def register_cuda_region(call: Call) -> Answer:
     """Refuse a region of a GPU's memory."""
     call.services.shared_memory.refuse_if_disabled()
-    region = call.names["region"]
-    raise InferenceError(
-        f"failed to register CUDA shared memory region: '{region}', GPUs not supported",
-        status=Status.UNSUPPORTED,
-        remedy="send tensors in binary form, or through system shared memory",
-    )
+    raise cuda_region(call.names["region"])
 
 
 async def unregister_cuda_region(call: Call) -> Answer:

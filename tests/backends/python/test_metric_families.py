@@ -35,6 +35,20 @@ def page(models, word):
     return [line for line in text.splitlines() if word in line]
 
 
+def test_a_name_of_the_servers_own_is_refused(models):
+    models.metrics.prompt_tokens.labels("m").inc()
+    said = run(
+        models,
+        """
+told(lambda: M("genserve_requests", "", M.GAUGE) and None)
+told(lambda: M("genserve_prompt_tokens_total", "", M.COUNTER) and None)
+told(lambda: self.held.append(M("requests", "", M.GAUGE)))
+told(lambda: self.held.append(M("requests", "", M.GAUGE)))""",
+    )
+    refused = f"Error when creating MetricFamily: {BY}Family name already exists with different type"
+    assert said == [refused, refused, None, None]
+
+
 def test_a_counter_counts_under_its_own_name(models):
     said = run(
         models,

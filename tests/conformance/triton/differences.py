@@ -1,7 +1,7 @@
 """Differences: where genserve answers otherwise than the real server, on purpose.
 
 An entry holds for the exchanges whose `topic/name` matches its pattern, and tells the expected answer
-(or counts) of genserve from what was recorded. docs/ has the same table for users.
+(or counts) of genserve from what was recorded. Each has its row in the table of docs/triton.md.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Difference:
     """One deliberate difference."""
 
     exchanges: str  # a regular expression that the whole of `topic/name` matches
+    row: str  # of the table in docs/triton.md
     reason: str
     answer: ChangeAnswer = _same_answer
     counts: ChangeCounts = _same_counts
@@ -177,21 +178,25 @@ DIFFERENCES = (
     Difference(
         exchanges=r".*/(grpc_)?server_metadata",
         reason="genserve says its own name and version",
+        row="name and version of the server",
         answer=_own_name,
     ),
     Difference(
         exchanges=r".*",
         reason="the body of an error is JSON, so that is its content type, whatever was asked before",
+        row="content type of an error",
         answer=_json_error,
     ),
     Difference(
         exchanges=r"ensembles/(diamond|grpc)",
         reason="the outputs of an ensemble come as its config lists them, not as the steps ended",
+        row="order of an ensemble's outputs",
         answer=_in_order("SUM", "DIFFERENCE", "LEFT"),
     ),
     Difference(
         exchanges=r"ensembles/diamond_one_output",
         reason="an ensemble can be asked for one output whose tensor also feeds a step (there: a deadlock)",
+        row="an ensemble is asked for one output that also feeds a step",
         answer=_answers(
             _outputs(
                 "ensemble_diamond",
@@ -208,6 +213,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"infer_errors/only_the_optional_input",
         reason="required inputs are looked for by name, not by their number",
+        row="the required inputs of a model with optional ones",
         answer=_answers(
             _json(
                 {
@@ -222,11 +228,13 @@ DIFFERENCES = (
     Difference(
         exchanges=r"infer_binary/bytes_that_are_no_text_as_json",
         reason="an answer in JSON is JSON: bytes that are no UTF-8 become U+FFFD",
+        row="bytes that are no UTF-8 in a JSON answer",
         answer=_answers(_outputs("identity_string", _output("Y", "BYTES", [1], ["\ufffd\ufffd"]))),
     ),
     Difference(
         exchanges=r"infer_binary/header_length_is_no_number",
         reason="a length that is no number is refused as such, not taken for 0",
+        row="`Inference-Header-Content-Length` that is no number",
         answer=_answers(
             _json({"error": "Unable to parse Inference-Header-Content-Length, got: many"}, status=400)
         ),
@@ -234,6 +242,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"iterations/three",
         reason="one request is counted once, not as a success and a failure of each iteration",
+        row="statistics of iterative sequences",
         counts=_counts(
             iterative=_executed(**{"execution_count": 3, "batches of 1": 3})
             | {"metric nv_inference_exec_count version=1": 3}
@@ -242,6 +251,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"control/load_with_config",
         reason="a load without a config reads that of the folder: there, that of the call before stays",
+        row="a load without a config, after one with it",
         answer=_answers(
             *(None,) * 4, _outputs("cold", _output("COUNT", "INT32", [3, 1], [1, 1, 1]))
         ),
@@ -249,6 +259,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"infer_json/sibling_modules",
         reason="a module beside model.py is one, whichever way it is imported: there, its state is doubled",
+        row="`import helper` and `from .helper import x` beside `model.py`",
         answer=_answers(
             _outputs("imports", _output("Y", "INT32", [1], [12]), _output("SAME", "BOOL", [1], [True]))
         ),
@@ -256,11 +267,13 @@ DIFFERENCES = (
     Difference(
         exchanges=r"statistics/a_failure_of_the_model",
         reason="a request that a model answers with an error has failed: there, it counts as a success",
+        row="a model answers with an error",
         counts=_counts(fails=_failed()),
     ),
     Difference(
         exchanges=r"statistics/a_failure_of_an_ensemble",
         reason="a request that a model answers with an error has failed, in its ensemble too, and once",
+        row="a model answers with an error",
         counts=_counts(
             fails=_failed(),
             ensemble_fails={
@@ -273,18 +286,21 @@ DIFFERENCES = (
     Difference(
         exchanges=r"cache/other_parameters_are_a_hit",
         reason="parameters belong to the key of the cache: they change what a model answers",
+        row="key of the response cache",
         answer=_answers(None, _outputs("cached", _output("COUNT", "INT32", [1, 1], [2]))),
         counts=_counts(cached=_missed(_executed(2, rows=2, **{"batches of 1": 2}), 2)),
     ),
     Difference(
         exchanges=r"cache/another_shape_is_no_hit",
         reason="shapes belong to the key of the cache: there, the same bytes in another shape are a hit",
+        row="key of the response cache",
         answer=_answers(None, _outputs("cached", _output("COUNT", "INT32", [2, 1], [1, 1]))),
         counts=_counts(cached=_missed(_executed(2, rows=3, **{"batches of 1": 1, "batches of 2": 1}), 2)),
     ),
     Difference(
         exchanges=r"cache/errors_are_not_cached",
         reason="an error is not cached: there, the second request gets an empty success",
+        row="an error of a model with a response cache",
         answer=_answers(None, _json({"error": "negative"}, status=400)),
         counts=_counts(
             cached=_missed(
@@ -302,22 +318,26 @@ DIFFERENCES = (
     Difference(
         exchanges=r"bls/decoupled_error_in_the_middle",
         reason="an error between responses reaches the caller: there, it is lost",
+        row="an error through BLS",
         answer=_answers(_said('{"INDEX": [0]}', "UNAVAILABLE: no response 1", '{"INDEX": [2]}')),
     ),
     Difference(
         exchanges=r"decoupled/error_in_the_middle",
         reason="a request that a model answers with an error has failed: there, it counts as a success",
+        row="a model answers with an error",
         counts=_counts(repeat=_failed()),
     ),
     Difference(
         exchanges=r"bls/error_of_the_model",
         reason="a request that a model answers with an error has failed: there, it counts as a success",
+        row="a model answers with an error",
         counts=lambda counts: {**counts, "fails": _failed()},
     ),
     *(
         Difference(
             exchanges=rf"bls/({names})",
             reason="an error keeps its code through a call",
+            row="an error through BLS",
             answer=_with_code(code),
         )
         for code, names in _CODES.items()
@@ -325,26 +345,31 @@ DIFFERENCES = (
     Difference(
         exchanges=r"config/of_ensemble_.*",
         reason="a field of newer releases",
+        row="config of an ensemble",
         answer=_inflight_requests,
     ),
     Difference(
         exchanges=r"headers/matching_headers_are_parameters",
         reason="names of headers have no case: models get them in lower case",
+        row="forwarded headers",
         answer=_lower_case_headers,
     ),
     Difference(
         exchanges=r"routes/get_root",
         reason="the root leads to the documentation of the API",
+        row="`GET /` in a browser",
         answer=_answers({"headers": {}, "status": 307}),
     ),
     Difference(
         exchanges=r"routes/head_live",
         reason="the body of an error is JSON, so that is its content type, also where HEAD leaves it out",
+        row="content type of an error",
         answer=_answers({"headers": {"content-type": "application/json"}, "status": 405}),
     ),
     Difference(
         exchanges=r"routes/get_quoted_name",
         reason="quoted characters in a path are what they stand for",
+        row="quoted characters in a path",
         answer=_answers(
             _json(
                 {
@@ -360,6 +385,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"grpc_infer/negative_shape",
         reason="a negative size is refused as one, before it is compared with the config",
+        row="a negative size in a shape, over gRPC",
         answer=_answers(
             {
                 "code": "INVALID_ARGUMENT",
@@ -371,6 +397,7 @@ DIFFERENCES = (
     Difference(
         exchanges=r"grpc_infer/unknown_method",
         reason="the text is the gRPC library's",
+        row="text of an unknown gRPC method",
         answer=_answers({"code": "UNIMPLEMENTED", "details": "Method not found!"}),
     ),
 )

@@ -31,8 +31,13 @@ def mismatches(exchange: Exchange, conversation: Conversation) -> list[str]:
     ]
     if exchange.counted:
         count = _counting(exchange, conversation)
-        counted = first_equal(lambda: difference(before, count()), exchange.counts)
-        found.append(_difference("counts", exchange.counts, counted))
+
+        def added() -> Any:
+            return difference(before, count())
+
+        first_equal(added, exchange.counts)
+        # What is counted twice, or too late, comes after the counts were equal.
+        found.append(_difference("counts", exchange.counts, last_of_settled(added, still_s=0.1)))
     return list(filter(None, found))
 
 

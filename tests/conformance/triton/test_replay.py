@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.conformance.triton.scenarios import TOPICS
 # The models' own warnings are theirs.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 
+DOCS = (Path(__file__).parents[3] / "docs" / "triton.md").read_text(encoding="utf-8")
 _RECORDED = [(topic, exchange) for topic in load_topics() for exchange in topic.exchanges]
 
 
@@ -39,6 +41,26 @@ def test_every_difference_is_of_an_exchange():
         assert any(re.fullmatch(difference.exchanges, name) for name in names), difference.exchanges
 
 
+@pytest.mark.parametrize("row", sorted({difference.row for difference in DIFFERENCES}))
+def test_every_difference_has_its_row_in_the_docs(row):
+    assert f"\n| {row} |" in DOCS
+
+
 def test_every_model_is_asked_for():
-    asked = str([exchange.to_json() for exchange in chain.from_iterable(t.exchanges for t in TOPICS)])
-    assert [model.name for model in MODELS.iterdir() if model.name not in asked] == []
+    exchanges = chain.from_iterable(topic.exchanges for topic in TOPICS)
+    asked = {name for exchange in exchanges for step in exchange.steps for name in _models_of(step.request)}
+    assert {model.name for model in MODELS.iterdir()} - asked == set()
+
+
+def _models_of(request):
+    """The models that a request names."""
+    if "path" in request:
+        return re.findall(r"/models/([^/?]+)", request["path"])
+    messages = request.get("messages", [request.get("message", {})])
+    return [
+        message[field]
+        for message in messages
+        if isinstance(message, dict)
+        for field in ("name", "model_name")
+        if field in message
+    ]

@@ -20,7 +20,7 @@ class LiveGrpc:
     def __init__(self, models: list[FakeModel], **settings: Any) -> None:
         self.door = FakeDoor(models)
         self.services = Services(
-            settings=ServerSettings(allow_client_shm=True, **settings),
+            settings=ServerSettings(**{"allow_client_shm": True, **settings}),
             repository=self.door,  # type: ignore[arg-type]
             metrics=Metrics(),
         )

@@ -547,6 +547,19 @@ def test_there_is_no_cuda_shared_memory(triton):
     assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
+def test_where_shared_memory_is_not_allowed_that_of_a_gpu_is_not_either():
+    with (
+        LiveGrpc([], allow_client_shm=False) as server,
+        client.InferenceServerClient(server.address) as triton,
+    ):
+        for change in (
+            lambda: triton.register_cuda_shared_memory("r", b"eA==", 0, 8),
+            triton.unregister_cuda_shared_memory,
+        ):
+            with pytest.raises(InferenceServerException, match="Client shared memory is disabled"):
+                change()
+
+
 def test_the_standard_health_service_follows_readiness():
     with LiveGrpc([]) as server, grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
