@@ -19,6 +19,8 @@ from genserve.settings import ServerSettings
 from tests.live import LiveServer
 from tests.models import write_model
 
+FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+
 
 def request_bytes(path: str, body: dict) -> bytes:
     content = json.dumps(body).encode()
@@ -140,8 +142,8 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
 def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
-    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0"]
-    command += [f"--model-repository={tiny_repository}"]
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
+    command += ["--metrics-port=0", f"--model-repository={tiny_repository}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while "Ready at" not in process.stdout.readline():
             assert process.poll() is None
@@ -245,13 +247,14 @@ def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
 
 def test_a_server_without_a_model_says_so_and_does_not_start(tmp_path):
     with pytest.raises(RepositoryError, match="there is no model in"):
-        Server(ServerSettings(model_repository=(tmp_path,), http_port=0)).serve_until_stopped()
+        Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS)).serve_until_stopped()
     with pytest.raises(RepositoryError, match="no model repository"):
-        Server(ServerSettings(model_repository=(tmp_path / "none",), http_port=0))
+        Server(ServerSettings(model_repository=(tmp_path / "none",), **FREE_PORTS))
 
 
 def test_a_model_to_load_that_is_not_there_is_named(tiny_repository):
-    server = Server(ServerSettings(model_repository=(tiny_repository,), http_port=0, load_model=("nobody",)))
+    settings = ServerSettings(model_repository=(tiny_repository,), load_model=("nobody",), **FREE_PORTS)
+    server = Server(settings)
     with pytest.raises(ModelNotFound, match="nobody"):
         server.serve_until_stopped()
 
