@@ -296,7 +296,7 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
     client.infer("patient", [input_of("WAIT", np.array([False]), "BOOL")])
 
 
-@pytest.mark.parametrize(("size", "status"), [(2**20, 500), (2**20 + 1, 400)])
+@pytest.mark.parametrize(("size", "status"), [(2**20, 500), (2**22, 400)])
 def test_a_compressed_body_is_read_up_to_the_limit(tmp_path: Path, size: int, status: int) -> None:
     copy_models(("pass",), tmp_path)
     compressor = zlib.compressobj(wbits=31)
@@ -306,10 +306,11 @@ def test_a_compressed_body_is_read_up_to_the_limit(tmp_path: Path, size: int, st
         answer = httpx2.post(url, content=body, headers={"Content-Encoding": "gzip"})
         cut = httpx2.post(url, content=body[:-1], headers={"Content-Encoding": "gzip"})
     assert answer.status_code == status
-    assert ("exceeds the maximum allowed input size" in answer.json()["error"]) is (status == 400)
     assert cut.status_code == 400
     if status == 500:
         assert "the body is not gzip" in cut.json()["error"]
+    else:  # what comes after the first byte too many was not looked at
+        assert f"size of {2**20 + 1} bytes exceeds the maximum allowed" in answer.json()["error"]
 
 
 MANY = "9" * 5000

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceRequest
 from genserve.server.metrics import CpuCollector, InferenceCollector
-from genserve.server.metrics_port import MetricsPort
+from genserve.server.metrics_port import MetricsPort, _Handler
 from genserve.tensor import Tensor
 from tests.fakes.door import FakeDoor, fake_model
 
@@ -138,7 +138,7 @@ def test_whoever_keeps_connections_of_the_metrics_port_open_takes_no_more_thread
 
 
 def test_the_metrics_port_closes_a_connection_that_asks_nothing(monkeypatch):
-    monkeypatch.setattr("genserve.server.metrics_port._Handler.timeout", 0.05)
+    monkeypatch.setattr(_Handler, "timeout", _Handler.timeout / 200)
     port = MetricsPort(lambda: b"", host="127.0.0.1", port=0)
     try:
         with socket.create_connection(("127.0.0.1", port.port)) as idle:

@@ -9,6 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -142,14 +145,30 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
 def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
-    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
-    command += ["--metrics-port=0", f"--model-repository={tiny_repository}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        while "Ready at" not in process.stdout.readline():
-            assert process.poll() is None
+    with serving(tiny_repository) as process:
+        line_with(process, "Ready at")
         process.send_signal(getattr(signal, signal_name))
-        process.stdout.read()
+        process.wait(timeout=30)
     assert process.returncode == 0
+
+
+@contextmanager
+def serving(repository: Path, *flags: str) -> Iterator[subprocess.Popen]:
+    """The command, which does not outlive the test."""
+    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
+    command += ["--metrics-port=0", f"--model-repository={repository}", *flags]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line_with(process: subprocess.Popen, words: str) -> str:
+    while words not in (line := process.stdout.readline()):
+        assert process.poll() is None
+    return line
 
 
 STUCK = """
@@ -169,16 +188,12 @@ ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}
 )
 def test_a_model_that_never_returns_does_not_keep_the_server(tmp_path, drain_s, signals):
     write_model(tmp_path, "stuck", code=STUCK)
-    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
-    command += ["--metrics-port=0", f"--model-repository={tmp_path}", f"--drain-s={drain_s}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        while not (line := process.stdout.readline()).startswith("Ready at"):
-            assert process.poll() is None
-        host, port = line.split()[2].removeprefix("http://").split(":")
+    with serving(tmp_path, f"--drain-s={drain_s}") as process:
+        url = line_with(process, "Ready at").split()[2]
+        host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as client:
             client.sendall(request_bytes("/v2/models/stuck/infer", ASKED))
-            while "EXECUTING" not in process.stdout.readline():
-                assert process.poll() is None
+            line_with(process, "EXECUTING")
             for number in signals:
                 process.send_signal(number)
             if len(signals) == 1:
@@ -202,11 +217,8 @@ def test_a_model_that_never_loads_does_not_keep_the_server(tmp_path):
                         time.sleep(1)
         """,
     )
-    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
-    command += ["--metrics-port=0", f"--model-repository={tmp_path}", "--drain-s=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        while "LOADING" not in process.stdout.readline():
-            assert process.poll() is None
+    with serving(tmp_path, "--drain-s=0") as process:
+        line_with(process, "LOADING")
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)
 
@@ -224,13 +236,8 @@ class TritonPythonModel:
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_what_a_model_says_is_in_the_log(tmp_path, verbose):
     write_model(tmp_path, "talks", code=TALKS)
-    command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
-    command += ["--metrics-port=0", f"--model-repository={tmp_path}", f"--log-verbose={verbose}"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        while "Ready at" not in process.stdout.readline():
-            assert process.poll() is None
+    with serving(tmp_path, f"--log-verbose={verbose}") as process:
+        line_with(process, "Ready at")
         process.terminate()
         log = process.communicate()[1]
     assert "to everybody" in log

@@ -48,7 +48,7 @@ class PublicNames(MetaPathFinder, Loader):
     @staticmethod
     def forget() -> None:
         """Drop all stand-ins; those that other models need come back when they ask."""
-        for name in [name for name, module in sys.modules.items() if isinstance(module, PublicModule)]:
+        for name in [name for name, module in list(sys.modules.items()) if isinstance(module, PublicModule)]:
             del sys.modules[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeAlias
 
 from tritonclient.grpc import service_pb2
@@ -78,12 +79,14 @@ class InferStream:
             request, running = await self._submit(message)
         except Exception as error:
             refused = failure(error, doing=f"a request to model '{message.model_name}'")
-            self._take_turn(_refusal(message, refused))
+            self._take_turn(partial(_refusal, message, refused))
             return
         if request.model.config.decoupled:
-            self._start(self._forward(request, running))
+            task = self._start(self._forward(request, running))
         else:
-            self._take_turn(self._single(request, running))
+            task = self._take_turn(partial(self._single, request, running))
+        # However it ends: a task may be cancelled before it has begun.
+        task.add_done_callback(lambda _: running.close())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -91,27 +94,27 @@ class InferStream:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _take_turn(self, answer: Coroutine[Any, Any, Any]) -> None:
+    def _take_turn(self, answer: Callable[[], Awaitable[Any]]) -> asyncio.Task[None]:
         self._last_turn = self._start(self._put_after(self._last_turn, answer))
+        return self._last_turn
 
-    async def _put_after(self, turn: asyncio.Task[None] | None, answer: Coroutine[Any, Any, Any]) -> None:
-        message = await answer
+    async def _put_after(
+        self, turn: asyncio.Task[None] | None, answer: Callable[[], Awaitable[Any]]
+    ) -> None:
+        message = await answer()
         if turn is not None:
             await asyncio.wait({turn})
         self._outgoing.put_nowait(message)
 
     async def _single(self, request: GrpcRequest, running: RunningInference) -> Any:
-        with running:
-            return await self._message(await running.single(), request, running, final=True)
+        return await self._message(await running.single(), request, running, final=True)
 
     async def _forward(self, request: GrpcRequest, running: RunningInference) -> None:
         final = False
-        with running:
-            while not final:
-                response, final = await running.responses.next()
-                if response is not None or request.empty_final_response:
-                    message = await self._message(response, request, running, final=final)
-                    self._outgoing.put_nowait(message)
+        while not final:
+            response, final = await running.responses.next()
+            if response is not None or request.empty_final_response:
+                self._outgoing.put_nowait(await self._message(response, request, running, final=final))
 
     async def _message(
         self,
