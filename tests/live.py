@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from genserve.backends.ensemble import GenerationEnsemble
+from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.server.serve import Server, ServerInfo
 from genserve.settings import ServerSettings
 

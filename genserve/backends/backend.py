@@ -43,7 +43,8 @@ class Placement:
 class Backend(Protocol):
     """One instance of one version of a model. A backend is a class with these five methods.
 
-    An entry point of the group `genserve.backends` makes a class known by the name that config.pbtxt uses.
+    An entry point of the group `genserve.backends` makes a class known by the name that config.pbtxt uses. It
+    may also have `is_ready(self) -> bool`, which is asked from any thread.
     """
 
     @classmethod

@@ -19,8 +19,8 @@ from genserve.config.model_config import (
     ModelConfig,
     OldestStrategy,
     QueuePolicy,
-    RateLimiter,
     Resource,
+    ResourceClaim,
     SequenceBatching,
     SpecificVersions,
     StateSpec,
@@ -137,13 +137,13 @@ def _instance_group(message: Any) -> InstanceGroup:
     )
 
 
-def _rate_limiter(message: Any) -> RateLimiter:
+def _rate_limiter(message: Any) -> ResourceClaim:
     resources = (
         # `global` is a word of Python, so the field cannot be read as an attribute
         Resource(name=resource.name, count=resource.count, is_global=getattr(resource, "global"))
         for resource in message.resources
     )
-    return RateLimiter(resources=tuple(resources), priority=max(1, message.priority))
+    return ResourceClaim(resources=tuple(resources), priority=max(1, message.priority))
 
 
 def _dynamic_batching(message: Any) -> DynamicBatching | None:

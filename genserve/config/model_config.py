@@ -20,8 +20,8 @@ __all__ = [
     "ModelConfig",
     "OldestStrategy",
     "QueuePolicy",
-    "RateLimiter",
     "Resource",
+    "ResourceClaim",
     "SequenceBatching",
     "SpecificVersions",
     "StateSpec",
@@ -74,7 +74,7 @@ class Resource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RateLimiter:
+class ResourceClaim:
     """What an instance must hold before it executes."""
 
     resources: tuple[Resource, ...] = ()
@@ -89,7 +89,7 @@ class InstanceGroup:
     kind: str                                   # "KIND_AUTO", "KIND_CPU", "KIND_GPU", "KIND_MODEL"
     count: int = 1
     gpus: tuple[int, ...] = ()
-    rate_limiter: RateLimiter = RateLimiter()
+    rate_limiter: ResourceClaim = ResourceClaim()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

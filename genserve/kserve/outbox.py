@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from genserve.inference import InferenceResponse
 
-__all__ = ["EventLoopOutbox", "Responses"]
+__all__ = ["ResponseOutbox", "Responses"]
 
 _Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 
-class EventLoopOutbox:
+class ResponseOutbox:
     """Hands responses to one event loop: one wake-up of it for all that arrive meanwhile."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -46,11 +46,11 @@ class EventLoopOutbox:
 
 
 class Responses:
-    """The responses of one inference, for one reader on the event loop; made by `EventLoopOutbox.open`."""
+    """The responses of one inference, for one reader on the event loop; made by `ResponseOutbox.open`."""
 
     __slots__ = ("_arrived", "_error", "_outbox", "_waiter")
 
-    def __init__(self, outbox: EventLoopOutbox) -> None:
+    def __init__(self, outbox: ResponseOutbox) -> None:
         self._outbox = outbox
         self._arrived: deque[_Item] = deque()
         self._error: Exception | None = None

@@ -7,7 +7,7 @@ from typing import Self
 
 from genserve.errors import InferenceError, Status
 from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
-from genserve.kserve.outbox import EventLoopOutbox
+from genserve.kserve.outbox import ResponseOutbox
 
 __all__ = ["RunningInference"]
 
@@ -22,7 +22,7 @@ class RunningInference:
 
     __slots__ = ("inference", "responses")
 
-    def __init__(self, request: InferenceRequest, *, door: Door, outbox: EventLoopOutbox) -> None:
+    def __init__(self, request: InferenceRequest, *, door: Door, outbox: ResponseOutbox) -> None:
         """Submit the request; raises what `Door.submit` raises."""
         self.responses = outbox.open()
         self.inference = Inference(request=request, on_response=self.responses.on_response)

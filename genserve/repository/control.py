@@ -17,7 +17,7 @@ from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import check_usable, prepare
 from genserve.repository.served import Served
 from genserve.repository.stages import (
-    generation_models,
+    generation_names,
     is_logits_stage,
     load_generation,
     load_logits_stage,
@@ -66,6 +66,7 @@ class ModelControl:
         self._loader = loader
         self._locks: dict[str, threading.RLock] = {}    # of each model
         self._asked: set[str] = set()                   # what was loaded for its own sake, not as a step
+        self._brought: dict[str, set[str]] = {}         # stages that answer too, by their ensemble
         self._traces: dict[str, object] = {}            # of the folders of what is loaded
         self._polled: dict[str, object] = {}            # of all folders, as the last poll saw them
         self._retiring: set[threading.Thread] = set()
@@ -94,7 +95,6 @@ class ModelControl:
             InferenceError: it cannot be loaded; what served before goes on.
         """
         self.rescan()
-        self._asked.add(name)
         if files:
             if not config_json:
                 raise _not_polled(name, remedy="send the model's config as JSON along with its files")
@@ -105,13 +105,13 @@ class ModelControl:
         if entry is None:
             raise _not_polled(name, remedy="there is no folder of this name in the repository")
         self._load_with_steps(entry, config_json=config_json, upload=upload)
+        self._asked.add(name)
 
-    def load_noted(self, entry: ModelEntry, *, asked: bool = True) -> None:
+    def load_noted(self, entry: ModelEntry) -> None:
         """Load a model; if it fails, note it in `errors`."""
-        if asked:
-            self._asked.add(entry.name)
         try:
             self._load_with_steps(entry)
+            self._asked.add(entry.name)
         except GenserveError as error:
             cause = error.__cause__  # names file and line
             self.errors[entry.name] = cause if isinstance(cause, ConfigError) else error
@@ -158,14 +158,18 @@ class ModelControl:
         entry = self.entries.get(stage_owners(self.entries).get(entry.name, ""), entry)
         trace = self._trace(entry)
         with self._lock_of(entry.name):
-            is_as_loaded = self._traces.get(entry.name) == trace and bool(self._versions.of(entry.name))
+            together = (entry.name, *self._brought.get(entry.name, ()))
+            is_as_loaded = self._traces.get(entry.name) == trace and all(map(self._versions.of, together))
             if is_as_loaded and not config_json:
                 return
             self._refuse_unusable(entry, config_json)
             fresh = self._load_or_note(entry, self._load_of(entry, config_json, upload))
-            for name in dict.fromkeys(served.name for served in fresh):
+            names = {served.name for served in fresh}
+            for name in {*together, *names}:
                 old = self._versions.put(name, [served for served in fresh if served.name == name])
                 self._retire(old, timeout_s=self._options.exit_timeout_s)
+            self._brought[entry.name] = names - {entry.name}
+            logger.info("model %s is ready", entry.name)
             # A config of the call holds until the next one: that reads the folder again.
             self._traces[entry.name] = None if config_json else trace
             self.errors.pop(entry.name, None)
@@ -175,7 +179,7 @@ class ModelControl:
     ) -> Callable[[], list[Served]]:
         """Return what loads a model: an engine and its stages, or versions with instances."""
         max_queue, metrics = self._options.max_queue, self._loader.metrics
-        is_chain = entry.name in generation_models(self.entries)
+        is_chain = entry.name in generation_names(self.entries)
         if (is_chain or is_logits_stage(entry)) and config_json:
             raise InferenceError(
                 f"model '{entry.name}' cannot be loaded with another config: it runs in a text engine",
@@ -240,8 +244,7 @@ class ModelControl:
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
         with self._lock_of(name):
-            owners = stage_owners(self.entries)
-            for model in (name, *(stage for stage, owner in owners.items() if owner == name)):
+            for model in (name, *self._brought.pop(name, ())):
                 self._retire(self._versions.put(model, ()), timeout_s=timeout_s)
             self._traces.pop(name, None)
             self.errors.pop(name, None)
@@ -257,6 +260,7 @@ class ModelControl:
             if not self._closed:
                 gc.collect()  # a model's weights are often in a cycle with it
             self._note_gone(keys, ModelState.UNAVAILABLE, reason="unloaded")
+            logger.info("unloaded: %s", ", ".join(f"{name} version {version}" for name, version in keys))
             self._retiring.discard(thread)
 
         if old:

@@ -302,7 +302,7 @@ class _Run:
             return  # it has failed, and a step answered all the same
 
     def _fail(self, error: GenserveError) -> None:
-        self._inference.fail(_within(self._config, self._inference, error))
+        self._inference.fail(_within(self._config, error))
         self.cancel()
 
 
@@ -340,7 +340,7 @@ def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
     }
 
 
-def _within(config: ModelConfig, inference: Inference, error: GenserveError) -> InferenceError:
+def _within(config: ModelConfig, error: GenserveError) -> InferenceError:
     """Return the error of a step as the ensemble's; its code stays."""
     prefix = f"in ensemble '{config.name}', "
     status = error.status if isinstance(error, InferenceError) else Status.INTERNAL

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from genserve.backends.ensemble import GenerationEnsemble
+from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import (
     Closed,
     GenserveError,
@@ -25,7 +25,7 @@ from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
 from genserve.repository.stages import (
-    generation_models,
+    generation_names,
     stage_owners,
 )
 from genserve.repository.text_generation import TextGeneration
@@ -78,9 +78,9 @@ class Repository:
     # What there is.
 
     @property
-    def names(self) -> list[str]:
+    def generation_names(self) -> list[str]:
         """The generation models there are, loaded or not."""
-        return generation_models(self._control.entries)
+        return generation_names(self._control.entries)
 
     @property
     def generation_models(self) -> list[GenerationEnsemble]:
@@ -153,7 +153,7 @@ class Repository:
         if name not in self._control.entries:
             raise self._not_found(name)
         if self._versions.of(name):
-            known = ", ".join(self.names) or "none"
+            known = ", ".join(self.generation_names) or "none"
             raise ModelNotFound(
                 f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
             )
@@ -169,7 +169,7 @@ class Repository:
         Raises:
             ModelNotFound: there is not exactly one.
         """
-        names = [name for name in self.names if self._wanted is None or name in self._wanted]
+        names = [name for name in self.generation_names if self._wanted is None or name in self._wanted]
         if len(names) != 1:
             raise ModelNotFound(
                 "no model is named, and there is not exactly one",
@@ -265,7 +265,7 @@ class Repository:
 
     def _not_found(self, name: str) -> ModelNotFound:
         roots = ", ".join(str(root) for root in self._roots)
-        known = ", ".join(self.names) or "none"
+        known = ", ".join(self.generation_names) or "none"
         return ModelNotFound(
             f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
         )

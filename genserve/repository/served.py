@@ -124,13 +124,13 @@ class Served:
         """
         request = inference.request
         inference.batch_size = self._admission.check(request)
-        if self._reshapes_inputs:
-            inference.inputs = self._admission.reshaped(request.inputs)
         inference.model_name, inference.model_version = self.config.name, self.version
         with self._lock:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._pending.add(inference)
+        if self._reshapes_inputs:
+            inference.inputs = self._admission.reshaped(request.inputs)
         if self._reshapes_outputs:
             self._reshape_outputs(inference)
         if self._cache is not None and self._answer_from(self._cache, inference):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
-from genserve.backends.ensemble import GenerationEnsemble
+from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.python.decoding import load_decode
 from genserve.config.fault import first_error
@@ -30,7 +30,7 @@ from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = [
-    "generation_models",
+    "generation_names",
     "is_logits_stage",
     "load_generation",
     "load_logits_stage",
@@ -41,7 +41,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def generation_models(entries: Mapping[str, ModelEntry]) -> list[str]:
+def generation_names(entries: Mapping[str, ModelEntry]) -> list[str]:
     """Return the ensembles that chain a tokenizer, a logits and a decoder stage."""
     return [name for name, entry in entries.items() if generation_stages(entry, entries)]
 
@@ -49,7 +49,7 @@ def generation_models(entries: Mapping[str, ModelEntry]) -> list[str]:
 def stage_owners(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
     """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
     owners: dict[str, str] = {}
-    for name in generation_models(entries):
+    for name in generation_names(entries):
         stages = generation_stages(entries[name], entries) or {}
         for stage in ("logits", "decoder"):
             owners.setdefault(stages[stage].name, name)

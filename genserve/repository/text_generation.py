@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.ensemble import GenerationEnsemble
+from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.data_type import DataType
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
 from genserve.generation.loop import Parcel
@@ -80,6 +80,9 @@ class TextGeneration:
                 self._num_preparing -= inference.batch_size
 
     def _prepare(self, inference: Inference) -> None:
+        if inference.cancelled or inference.ended:
+            inference.fail_cancelled()
+            return
         try:
             params = _params(inference.inputs)
             prompts = _texts(inference.inputs["text_input"])
@@ -89,8 +92,8 @@ class TextGeneration:
             sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
             answer = _Answer(inference, sequences, ensemble=self.ensemble, streaming=streaming)
             inference.when_ended(self._statistics.executed_alone)
-            inference.when_cancelled(answer.cancel)
             answer.submit()
+            inference.when_cancelled(answer.cancel)
         except GenserveError as error:
             inference.fail(error)
         except Exception as error:

@@ -108,8 +108,3 @@ class Versions:
                 )
             self._routes = routes
         return old
-
-    def forget(self, name: str) -> None:
-        """Drop what is known of a model that is gone from disk."""
-        with self._lock:
-            self._entries = {key: entry for key, entry in self._entries.items() if key[0] != name}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from genserve.config.model_config import RateLimiter as Claim
+from genserve.config.model_config import ResourceClaim
 from genserve.errors import RepositoryError
 from genserve.inference import Executor
 
@@ -75,7 +75,7 @@ class RateLimiter:
         self._count = itertools.count()
         self._turn = 0  # of whoever had the last
 
-    def register(self, claim: Claim, *, device_id: int) -> ResourcePermit:
+    def register(self, claim: ResourceClaim, *, device_id: int) -> ResourcePermit:
         """Return the permit of an instance that is to be loaded; `withdraw` it once the instance has gone.
 
         Raises:

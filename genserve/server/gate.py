@@ -1,4 +1,4 @@
-"""Gate: the API key that every route needs, but the health check."""
+"""Gate: the API key that every route needs, but the health checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["Gate"]
 
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
 
 
 class Gate:
@@ -25,7 +25,10 @@ class Gate:
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._knows(scope):
             await self._app(scope, receive, send)
             return
-        error = {"message": "the API key is missing or wrong", "type": "authentication_error", "code": None}
+        text = "the API key is missing or wrong"
+        # KServe's clients read a text there, OpenAI's an object.
+        is_kserve = scope["path"].startswith("/v2")
+        error = text if is_kserve else {"message": text, "type": "authentication_error", "code": None}
         response = JSONResponse({"error": error}, status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 

@@ -9,11 +9,11 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
-from genserve.backends.ensemble import GenerationEnsemble
+from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import Overloaded
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
 from genserve.kserve.log_settings import LogSettings
-from genserve.kserve.outbox import EventLoopOutbox as KServeOutbox
+from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
@@ -49,7 +49,7 @@ class Services:
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
     _outbox: EventLoopOutbox | None = None
-    _kserve_outbox: KServeOutbox | None = None
+    _kserve_outbox: ResponseOutbox | None = None
 
     def __post_init__(self) -> None:
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
@@ -66,10 +66,10 @@ class Services:
         state = await self.readiness.state()
         return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
-    def kserve_outbox(self) -> KServeOutbox:
+    def kserve_outbox(self) -> ResponseOutbox:
         """Return where responses to the requests of the event loop go; it runs this call."""
         if self._kserve_outbox is None:
-            self._kserve_outbox = KServeOutbox(asyncio.get_running_loop())
+            self._kserve_outbox = ResponseOutbox(asyncio.get_running_loop())
         return self._kserve_outbox
 
     async def open(

@@ -15,8 +15,8 @@ from genserve.config.model_config import (
     ModelConfig,
     OldestStrategy,
     QueuePolicy,
-    RateLimiter,
     Resource,
+    ResourceClaim,
     SequenceBatching,
     StateSpec,
     TensorSpec,
@@ -149,7 +149,7 @@ def test_instance_groups_warmups_and_the_rest():
     assert config.instance_groups == (
         InstanceGroup(
             name="g", kind="KIND_GPU", count=2, gpus=(0, 1),
-            rate_limiter=RateLimiter(resources=resources, priority=2),
+            rate_limiter=ResourceClaim(resources=resources, priority=2),
         ),
         InstanceGroup(name="", kind="KIND_AUTO"),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
+from genserve.repository.versions import ModelState
 from genserve.tensor import Tensor
 
 BLS_LOOP = """
@@ -232,4 +233,39 @@ def test_a_decoder_that_is_edited_is_loaded_anew(tiny_repository: Path, tmp_path
     assert repository.get("tiny") is not before
     with pytest.raises(InferenceError, match="cannot be loaded with another config"):
         repository.load("tiny", config=config_json(repository.find("tiny").config.message))
+    repository.close()
+
+
+def test_a_stage_that_was_unloaded_comes_back_with_its_ensemble(tiny_repository: Path, tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    shutil.copytree(tiny_repository, root)
+    repository = Repository([root], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
+    repository.start(["tiny"])
+    repository.unload("tiny_logits")
+    assert not repository.is_ready("tiny_logits")
+    repository.load("tiny_logits")
+    assert repository.is_ready("tiny_logits")
+    [response] = asked(repository, "tiny_logits", input_ids=np.array([[1, 2, 3]], dtype=np.int64))
+    assert of(response, "logits").shape[:2] == (1, 1)
+    repository.close()
+
+
+def test_an_ensemble_that_is_taken_away_takes_its_stages_along(tiny_repository: Path, tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    shutil.copytree(tiny_repository, root)
+    options = RepositoryOptions(control_mode=ControlMode.POLL, poll_s=0.02)
+    repository = Repository([root], options=options)
+    repository.start()
+    assert repository.ready
+    shutil.rmtree(root / "tiny")
+    for _ in range(500):
+        if not repository.is_ready("tiny"):
+            break
+        threading.Event().wait(0.01)
+    for _ in range(500):
+        if repository.state is ModelState.READY:
+            break
+        threading.Event().wait(0.01)
+    assert not repository.is_ready("tiny")
+    assert all(served.ready for served in repository.served)
     repository.close()

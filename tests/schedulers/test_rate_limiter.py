@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from genserve.backends.backend import Placement
-from genserve.config.model_config import RateLimiter as Claim
-from genserve.config.model_config import Resource
+from genserve.config.model_config import Resource, ResourceClaim
 from genserve.errors import InferenceError, RepositoryError
 from genserve.inference import Executor, InferenceResponse
 from genserve.schedulers.direct import DirectQueue
@@ -18,12 +17,12 @@ from genserve.statistics import ModelStatistics
 from tests.schedulers.inferences import Asked
 
 
-def claim(priority=1, **counts) -> Claim:
+def claim(priority=1, **counts) -> ResourceClaim:
     """Ask for resources; those in capitals are global."""
     resources = tuple(
         Resource(name=name, count=count, is_global=name.isupper()) for name, count in counts.items()
     )
-    return Claim(resources=resources, priority=priority)
+    return ResourceClaim(resources=resources, priority=priority)
 
 
 def asks(permit) -> bool:
@@ -141,7 +140,7 @@ def test_a_resource_cannot_be_global_and_of_a_device():
     limiter.register(claim(r=1), device_id=0)
     with pytest.raises(RepositoryError, match='Resource "r" is present as both global and device-specific'):
         limiter.register(
-            Claim(resources=(Resource(name="r", count=1, is_global=True),), priority=1), device_id=0
+            ResourceClaim(resources=(Resource(name="r", count=1, is_global=True),), priority=1), device_id=0
         )
 
 

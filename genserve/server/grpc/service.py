@@ -68,9 +68,8 @@ class Service(Administration):
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
         """Inputs, outputs and versions of a model."""
         model = self._find(request.name, request.version)
-        return service_pb2.ModelMetadataResponse(
-            **model_metadata(model.config, versions=self._models.versions(model.name))
-        )
+        versions = [model.version] if request.version else self._models.versions(model.name)
+        return service_pb2.ModelMetadataResponse(**model_metadata(model.config, versions=versions))
 
     @method
     async def ModelConfig(self, request: Any, context: Any) -> Any:

@@ -15,7 +15,7 @@ from genserve.inference import Door, InferenceRequest, Parameter
 from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
 from genserve.kserve.model_version import read_version
-from genserve.kserve.outbox import EventLoopOutbox
+from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.status import status_of
 from genserve.server.beside import beside
@@ -142,7 +142,7 @@ class WatchedInference(RunningInference):
     __slots__ = ("_receive", "_timer", "_watch")
 
     def __init__(
-        self, request: InferenceRequest, *, door: Door, outbox: EventLoopOutbox, receive: Receive
+        self, request: InferenceRequest, *, door: Door, outbox: ResponseOutbox, receive: Receive
     ) -> None:
         """Submit the request; raises what `Door.submit` raises."""
         super().__init__(request, door=door, outbox=outbox)

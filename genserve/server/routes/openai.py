@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from genserve.backends.ensemble import GenerationEnsemble
+from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Delta, FinishReason, Message, SamplingParams, Usage, join_deltas, read_messages
 from genserve.server.body import Body, StrictRoute
