@@ -48,4 +48,4 @@ class ServerSettings:
     http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
     max_body_bytes: int = 8 * 2**20         # of one request; parsing it stalls the event loop 4 ms per MB
     drain_s: float = 30.0                   # how long answers may go on after SIGTERM
-    log_verbose: int = 0                    # 0: what happens to models, and what they say; 1: also ends of answers
+    log_verbose: int = 0                    # 0: models, and what they say; 1: also the ends of answers

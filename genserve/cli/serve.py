@@ -214,7 +214,13 @@ def serve(
         ),
     ] = _DEFAULTS.drain_s,
     log_verbose: Annotated[
-        int, _flag("--log-verbose", help="1 logs the ends of answers too, and what models log as verbose.", panel=_CLIENTS, min=0)
+        int,
+        _flag(
+            "--log-verbose",
+            help="1 logs the ends of answers too, and what models log as verbose.",
+            panel=_CLIENTS,
+            min=0,
+        ),
     ] = _DEFAULTS.log_verbose,
 ) -> None:
     """Serve the models of a repository over HTTP and gRPC.

@@ -236,7 +236,7 @@ def test_a_decoder_that_is_edited_is_loaded_anew(tiny_repository: Path, tmp_path
     repository.close()
 
 
-def test_a_stage_that_was_unloaded_comes_back_with_its_ensemble(tiny_repository: Path, tmp_path: Path) -> None:
+def test_a_stage_that_was_unloaded_comes_back(tiny_repository: Path, tmp_path: Path) -> None:
     root = tmp_path / "models"
     shutil.copytree(tiny_repository, root)
     repository = Repository([root], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
