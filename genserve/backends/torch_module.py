@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from genserve.backends.imports import importing
 from genserve.backends.parameters import boolean_parameter
 from genserve.backends.strings import string_tensor, texts
 from genserve.backends.torch_names import argument_indexes, output_indexes
@@ -30,8 +31,9 @@ def torch_library() -> ModuleType:
         MissingDependency: it is not installed.
     """
     try:
-        import torch
-    except ImportError as error:
+        with importing("torch"):
+            import torch
+    except ModuleNotFoundError as error:
         raise MissingDependency(
             "serving a TorchScript model needs PyTorch", remedy="pip install torch"
         ) from error

@@ -108,7 +108,13 @@ def serve(
         ),
     ] = _DEFAULTS.backend_directory,
     model_load_thread_count: Annotated[
-        int, _flag("--model-load-thread-count", help="Models that load at once.", panel=_MODELS, min=1)
+        int,
+        _flag(
+            "--model-load-thread-count",
+            help="Models that load at once; more than 1 helps where they wait for files.",
+            panel=_MODELS,
+            min=1,
+        ),
     ] = _DEFAULTS.load_threads,
     cache_config: Annotated[
         str,

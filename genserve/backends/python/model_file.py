@@ -25,6 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeAlias
 
+from genserve.backends.imports import importing
 from genserve.backends.python.public_names import PRIVATE, PublicModule, PublicNames
 
 __all__ = ["ModelFile"]
@@ -107,7 +108,8 @@ class ModelFile:
         if level or not self._is_sibling(top):
             if isinstance(sys.modules.get(top), PublicModule):
                 del sys.modules[top]  # of another model
-            return builtins.__import__(name, globals, locals, fromlist or (), level)
+            with importing(name):
+                return builtins.__import__(name, globals, locals, fromlist or (), level)
         private = f"{self.package}.{name}"
         if isinstance(fromlist, list):
             return importlib.import_module(name)  # unpickling, which then looks in `sys.modules`
