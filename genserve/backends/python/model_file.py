@@ -9,6 +9,7 @@ import itertools
 import linecache
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -32,6 +33,8 @@ __all__ = ["ModelFile"]
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
 
+# `sys.meta_path` is replaced and not changed: an import that is on its way through it would pass over a finder.
+_META_PATH = threading.RLock()
 _numbers = itertools.count()  # a package of a reloaded model is another one
 
 
@@ -76,19 +79,20 @@ class ModelFile:
         package = ModuleType(self.package)
         package.__path__ = self._folders
         sys.modules[self.package] = package
-        sys.meta_path.insert(0, self._finder)
-        sys.meta_path.append(self._public_names)
+        with _META_PATH:
+            sys.meta_path = [self._finder, *sys.meta_path, self._public_names]
         linecache.checkcache()
         return importlib.import_module(f"{self.package}.{self._path.stem}")
 
     def forget(self) -> None:
         """Drop all its modules; the code goes when nothing holds it any more."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-            sys.meta_path.remove(self._public_names)
-            self._public_names.forget()
-        for name in [name for name in list(sys.modules) if f"{name}.".startswith(f"{self.package}.")]:
-            del sys.modules[name]
+        with _META_PATH:
+            ours = (self._finder, self._public_names)
+            sys.meta_path = [finder for finder in sys.meta_path if finder not in ours]
+        self._public_names.forget()
+        for name in list(sys.modules):
+            if f"{name}.".startswith(f"{self.package}."):
+                sys.modules.pop(name, None)
 
     def _load_module(self, module: ModuleType, code: CodeType) -> None:
         vars(module).update(self._names)

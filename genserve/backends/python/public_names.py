@@ -48,8 +48,10 @@ class PublicNames(MetaPathFinder, Loader):
     @staticmethod
     def forget() -> None:
         """Drop all stand-ins; those that other models need come back when they ask."""
-        for name in [name for name, module in list(sys.modules.items()) if isinstance(module, PublicModule)]:
-            del sys.modules[name]
+        # By name: pairs are new tuples, for which garbage may be collected, and that may call this again.
+        for name in list(sys.modules):
+            if isinstance(sys.modules.get(name), PublicModule):
+                sys.modules.pop(name, None)
 
 
 class PublicModule(ModuleType):
