@@ -33,7 +33,7 @@ __all__ = ["ModelFile"]
 
 _Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
 
-# `sys.meta_path` is replaced and not changed: an import that is on its way through it would pass over a finder.
+# `sys.meta_path` is replaced, not changed: an import on its way through it would pass over a finder.
 _META_PATH = threading.RLock()
 _numbers = itertools.count()  # a package of a reloaded model is another one
 
