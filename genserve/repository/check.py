@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from genserve.config.fault import Fault, Severity
+from genserve.config.fault import Fault, Severity, first_error
 from genserve.config.model_config import ModelConfig, SpecificVersions
 from genserve.errors import RepositoryError, Status
 from genserve.repository.index import ModelEntry, scan, served_versions
 from genserve.repository.wiring import wiring_faults
 
-__all__ = ["model_faults", "repository_faults"]
+__all__ = ["accept", "model_faults", "repository_faults"]
+
+logger = logging.getLogger(__name__)
 
 # What is meant as the folder of a version, rightly named or not.
 _VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", re.IGNORECASE)
@@ -37,6 +40,20 @@ def repository_faults(
     """
     entries = scan(roots, config_name=config_name, backend_folders=backend_folders)
     return {name: model_faults(entry, entries) for name, entry in entries.items()}
+
+
+def accept(faults: Iterable[Fault]) -> None:
+    """Raise the first error among the faults of what is to be loaded, or else log its warnings.
+
+    Raises:
+        RepositoryError: the first error.
+    """
+    known = list(faults)
+    error = first_error(known)
+    if error is not None:
+        raise error
+    for fault in known:
+        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
 
 
 def model_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[Fault, ...]:

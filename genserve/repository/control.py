@@ -17,11 +17,11 @@ from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import check_usable, prepare
 from genserve.repository.served import Served
 from genserve.repository.stages import (
-    generation_names,
+    Chain,
+    generation_chains,
     is_logits_stage,
     load_generation,
     load_logits_stage,
-    owned_stages,
     stage_owners,
 )
 from genserve.repository.upload import Upload
@@ -48,6 +48,7 @@ class ModelControl:
 
     Attributes:
         entries: the folders as they were seen last; replaced, never changed.
+        chains: the generation ensembles among them, with their stages.
         errors: why a model that was to be loaded at the start, or since by polling, is not.
     """
 
@@ -72,6 +73,7 @@ class ModelControl:
         self._retiring: set[threading.Thread] = set()
         self._closed = False
         self.entries: Mapping[str, ModelEntry] = {}
+        self.chains: Mapping[str, Chain] = {}
         self.rescan()
 
     def rescan(self) -> None:
@@ -82,6 +84,7 @@ class ModelControl:
             config_name=self._options.config_name,
             backend_folders=[directory] if directory else (),
         )
+        self.chains = generation_chains(self.entries)
 
     def load(self, name: str, *, config_json: str, files: Mapping[str, bytes] | None) -> None:
         """Load a model, or load it anew if its folder has changed.
@@ -155,7 +158,7 @@ class ModelControl:
         self, entry: ModelEntry, *, config_json: str = "", upload: Upload | None = None
     ) -> None:
         """Load a model; an ensemble after those of its steps that do not answer yet."""
-        entry = self.entries.get(stage_owners(self.entries).get(entry.name, ""), entry)
+        entry = self.entries.get(stage_owners(self.chains).get(entry.name, ""), entry)
         trace = self._trace(entry)
         with self._lock_of(entry.name):
             together = (entry.name, *self._brought.get(entry.name, ()))
@@ -179,15 +182,17 @@ class ModelControl:
     ) -> Callable[[], list[Served]]:
         """Return what loads a model: an engine and its stages, or versions with instances."""
         max_queue, metrics = self._options.max_queue, self._loader.metrics
-        is_chain = entry.name in generation_names(self.entries)
-        if (is_chain or is_logits_stage(entry)) and config_json:
+        chain = self.chains.get(entry.name)
+        if (chain or is_logits_stage(entry)) and config_json:
             raise InferenceError(
                 f"model '{entry.name}' cannot be loaded with another config: it runs in a text engine",
                 status=Status.UNSUPPORTED,
                 remedy="change its config.pbtxt, and load it again",
             )
-        if is_chain:
-            return lambda: load_generation(entry, self.entries, max_queue=max_queue, metrics=metrics)
+        if chain:
+            return lambda: load_generation(
+                entry, chain, self.entries, max_queue=max_queue, metrics=metrics
+            )
         if is_logits_stage(entry):
             return lambda: [load_logits_stage(entry, max_queue=max_queue, metrics=metrics)]
         for step in self._missing_steps(entry):
@@ -276,8 +281,8 @@ class ModelControl:
 
     def _trace(self, entry: ModelEntry) -> object:
         """Return what changes when a model's files do; those of its stages are a generation model's too."""
-        stages = owned_stages(entry, self.entries)
-        return [fingerprint(model.path) for model in (entry, *stages)]
+        stages = self.chains.get(entry.name, {})
+        return [fingerprint(model.path) for model in (entry, *stages.values())]
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
@@ -300,5 +305,3 @@ def _steps(served: Served) -> list[str]:
 def _not_polled(name: str, *, remedy: str) -> InferenceError:
     text = f"failed to load '{name}', failed to poll from model repository"
     return InferenceError(text, status=Status.INTERNAL, remedy=remedy)
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,13 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
 from genserve.config.parse import inspect_message
 from genserve.config.schema import new_model_config
+from genserve.repository.check import accept
 from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.wiring import is_decoupled, wiring_faults
 
 __all__ = ["Prepared", "check_usable", "prepare"]
-
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -102,11 +99,7 @@ def prepare(
     )
     if message.platform == "ensemble":
         message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
-    error = first_error(faults)
-    if error is not None:
-        raise error
-    for fault in faults:
-        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
+    accept(faults)
     return Prepared(config=model_config(message, name=entry.name), path=entry.path, versions=versions)
 
 

@@ -24,10 +24,7 @@ from genserve.repository.loading import Loader
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
-from genserve.repository.stages import (
-    generation_names,
-    stage_owners,
-)
+from genserve.repository.stages import stage_owners
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.upload import check_model_name
 from genserve.repository.versions import IndexEntry, ModelState, Versions
@@ -36,6 +33,7 @@ from genserve.schedulers.rate_limiter import RateLimiter
 __all__ = ["Repository"]
 
 logger = logging.getLogger(__name__)
+
 
 class Repository:
     """All models of one or more folders; the `Door` for routes, ensembles and BLS.
@@ -80,7 +78,7 @@ class Repository:
     @property
     def generation_names(self) -> list[str]:
         """The generation models there are, loaded or not."""
-        return generation_names(self._control.entries)
+        return list(self._control.chains)
 
     @property
     def generation_models(self) -> list[GenerationEnsemble]:
@@ -92,16 +90,6 @@ class Repository:
     def served(self) -> list[Served]:
         """Every version of every model that answers."""
         return self._versions.served
-
-    @property
-    def live(self) -> bool:
-        """Whether requests are taken at all."""
-        return not self._closing.is_set()
-
-    @property
-    def ready(self) -> bool:
-        """Whether every model that was to be loaded answers."""
-        return self.state is ModelState.READY
 
     @property
     def errors(self) -> dict[str, GenserveError]:
@@ -147,12 +135,12 @@ class Repository:
         """
         if name is None:
             name = self.only_name()
-        for model in self.generation_models:
-            if model.name == name:
-                return model
+        served = self._versions.get(name)
+        if served is not None and isinstance(served.runner, TextGeneration):
+            return served.runner.ensemble
         if name not in self._control.entries:
             raise self._not_found(name)
-        if self._versions.of(name):
+        if served is not None:
             known = ", ".join(self.generation_names) or "none"
             raise ModelNotFound(
                 f"model {name!r} does not generate text", remedy=f"models that do: {known}", field="model"
@@ -198,10 +186,8 @@ class Repository:
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         """Whether a model answers."""
-        try:
-            return self._versions.find(name, version).ready
-        except InferenceError:
-            return False
+        served = self._versions.get(name, version)
+        return served is not None and served.ready
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         """Whether a model gives any number of responses."""
@@ -234,7 +220,7 @@ class Repository:
             if name not in entries:
                 raise self._not_found(name)
         self._control.note_folders()
-        owners = stage_owners(entries)
+        owners = stage_owners(self._control.chains)
         wanted = [entries[name] for name in self._wanted]
         alone = [entry for entry in wanted if not entry.is_ensemble and entry.name not in owners]
         with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:

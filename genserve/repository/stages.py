@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.parameters import integer_parameter
 from genserve.backends.python.decoding import load_decode
-from genserve.config.fault import first_error
 from genserve.config.from_message import model_config
-from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
 from genserve.errors import InferenceError, Status
 from genserve.generation.decoding_loops import DecodeFunction
@@ -20,7 +19,7 @@ from genserve.generation.loop import EngineLoop
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference
 from genserve.metrics import Metrics
-from genserve.repository.check import model_faults
+from genserve.repository.check import accept, model_faults
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_stage import LogitsStage
 from genserve.repository.served import Runner, Served
@@ -30,35 +29,33 @@ from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = [
-    "generation_names",
+    "Chain",
+    "generation_chains",
     "is_logits_stage",
     "load_generation",
     "load_logits_stage",
-    "owned_stages",
     "stage_owners",
 ]
 
-logger = logging.getLogger(__name__)
+Chain: TypeAlias = Mapping[str, ModelEntry]  # the stages of an ensemble: "tokenizer", "logits", "decoder"
 
 
-def generation_names(entries: Mapping[str, ModelEntry]) -> list[str]:
-    """Return the ensembles that chain a tokenizer, a logits and a decoder stage."""
-    return [name for name, entry in entries.items() if generation_stages(entry, entries)]
+def generation_chains(entries: Mapping[str, ModelEntry]) -> dict[str, Chain]:
+    """Return the stages of those ensembles that chain a tokenizer, a logits and a decoder stage, by name.
+
+    Reads the decoders' model.py: to be called once for each look at the folders.
+    """
+    chains = {name: generation_stages(entry, entries) for name, entry in entries.items()}
+    return {name: chain for name, chain in chains.items() if chain}
 
 
-def stage_owners(entries: Mapping[str, ModelEntry]) -> dict[str, str]:
+def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
     """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
     owners: dict[str, str] = {}
-    for name in generation_names(entries):
-        stages = generation_stages(entries[name], entries) or {}
+    for name, chain in chains.items():
         for stage in ("logits", "decoder"):
-            owners.setdefault(stages[stage].name, name)
+            owners.setdefault(chain[stage].name, name)
     return owners
-
-
-def owned_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the stages that are loaded with an ensemble; of any other model, none."""
-    return list((generation_stages(entry, entries) or {}).values())
 
 
 def is_logits_stage(entry: ModelEntry) -> bool:
@@ -78,7 +75,7 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
         MissingDependency: ONNX Runtime is not installed.
     """
     started_s = time.monotonic()
-    _check([entry], {entry.name: entry})
+    accept(model_faults(entry, {entry.name: entry}))
     logits = _load_logits(entry)
     loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
     statistics = ModelStatistics()
@@ -93,7 +90,12 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
 
 
 def load_generation(
-    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
+    entry: ModelEntry,
+    stages: Chain,
+    entries: Mapping[str, ModelEntry],
+    *,
+    max_queue: int,
+    metrics: Metrics,
 ) -> list[Served]:
     """Load the three stages of an ensemble and start its engine.
 
@@ -105,9 +107,7 @@ def load_generation(
         MissingDependency: ONNX Runtime is not installed.
     """
     started_s = time.monotonic()
-    stages = generation_stages(entry, entries)
-    assert stages is not None
-    _check([entry, *stages.values()], entries)
+    accept(fault for model in (entry, *stages.values()) for fault in model_faults(model, entries))
     ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
     load_s = time.monotonic() - started_s
     of_text, of_logits = ModelStatistics(), ModelStatistics()
@@ -123,16 +123,6 @@ def load_generation(
         _served(stages["logits"], logits, of_logits, load_s=load_s),
         _served(stages["decoder"], _Inside(ensemble), ModelStatistics(), load_s=load_s),
     ]
-
-
-def _check(models: Iterable[ModelEntry], entries: Mapping[str, ModelEntry]) -> None:
-    """Raise the first error of the models; log their warnings."""
-    faults = [fault for model in models for fault in model_faults(model, entries)]
-    error = first_error(faults)
-    if error is not None:
-        raise error
-    for fault in faults:
-        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
 
 
 async def _nothing(sequence: TokenSequence) -> None:
@@ -165,7 +155,7 @@ class _Inside:
 
 
 def _ensemble(
-    entry: ModelEntry, stages: Mapping[str, ModelEntry], *, max_queue: int, metrics: Metrics
+    entry: ModelEntry, stages: Chain, *, max_queue: int, metrics: Metrics
 ) -> GenerationEnsemble:
     tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
     decoder = stages["decoder"]
@@ -208,19 +198,11 @@ def _served(entry: ModelEntry, runner: Runner, statistics: ModelStatistics, *, l
 
 
 def _load_logits(entry: ModelEntry) -> OnnxLogits:
-    config = _config(entry)
+    config = entry.config
+    assert config is not None  # or it would have an error
     return OnnxLogits(
         entry.latest_version() / (config.default_model_filename or "model.onnx"),
         num_slots=max(1, config.max_batch_size),
-        max_length=_int_parameter(config, "max_sequence_length"),
-        num_threads=_int_parameter(config, "intra_op_thread_count"),
+        max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
+        num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
     )
-
-
-def _config(entry: ModelEntry) -> ModelConfig:
-    assert entry.config is not None  # or it would have an error
-    return entry.config
-
-
-def _int_parameter(config: ModelConfig, name: str) -> int | None:
-    return int(config.parameters[name]) if name in config.parameters else None

@@ -60,13 +60,17 @@ class Versions:
         """Return the versions of a model that answer, ascending."""
         return [served for served in self.served if served.name == name]
 
+    def get(self, name: str, version: int = -1) -> Served | None:
+        """Return the version of a model; -1: the highest that answers; None: there is none."""
+        return self._routes.get((name, version))
+
     def find(self, name: str, version: int = -1) -> Served:
         """Return the version of a model; -1: the highest that answers.
 
         Raises:
             InferenceError: there is none; with Triton's text.
         """
-        served = self._routes.get((name, version))
+        served = self.get(name, version)
         if served is not None:
             return served
         raise self._not_found(name, version)

@@ -256,7 +256,7 @@ def test_an_ensemble_that_is_taken_away_takes_its_stages_along(tiny_repository: 
     options = RepositoryOptions(control_mode=ControlMode.POLL, poll_s=0.02)
     repository = Repository([root], options=options)
     repository.start()
-    assert repository.ready
+    assert repository.state is ModelState.READY
     shutil.rmtree(root / "tiny")
     for _ in range(500):
         if not repository.is_ready("tiny"):
