@@ -33,6 +33,7 @@ __all__ = [
     "generation_chains",
     "is_logits_stage",
     "load_generation",
+    "load_logits",
     "load_logits_stage",
     "stage_owners",
 ]
@@ -76,7 +77,7 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
     """
     started_s = time.monotonic()
     accept(model_faults(entry, {entry.name: entry}))
-    logits = _load_logits(entry)
+    logits = load_logits(entry)
     loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
     statistics = ModelStatistics()
     runner = LogitsStage(
@@ -160,7 +161,7 @@ def _ensemble(
     tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
     decoder = stages["decoder"]
     decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
-    logits = _load_logits(stages["logits"])
+    logits = load_logits(stages["logits"])
     loop = _start(logits, decode=decode, name=entry.name, max_queue=max_queue, metrics=metrics)
     return GenerationEnsemble(
         name=entry.name,
@@ -197,7 +198,13 @@ def _served(entry: ModelEntry, runner: Runner, statistics: ModelStatistics, *, l
     return Served(runner, config=config, version=version, statistics=statistics, load_s=load_s)
 
 
-def _load_logits(entry: ModelEntry) -> OnnxLogits:
+def load_logits(entry: ModelEntry) -> OnnxLogits:
+    """Load the graph of a logits stage as its config says: which file, how many slots and threads.
+
+    Raises:
+        RepositoryError: it cannot be loaded.
+        MissingDependency: ONNX Runtime is not installed.
+    """
     config = entry.config
     assert config is not None  # or it would have an error
     return OnnxLogits(
