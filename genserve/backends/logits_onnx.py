@@ -6,8 +6,6 @@ layer are bound to the same memory, of which every call sees the slots that it r
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.backends.kv_cache import KvCache
 from genserve.backends.onnx_session import SPIN_US, onnxruntime_module
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import FloatArray, TokenArray
@@ -23,13 +22,15 @@ from genserve.generation.logits_model import FloatArray, TokenArray
 __all__ = ["OnnxLogits"]
 
 _GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
+_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
 class OnnxLogits:
     """A logits graph over a KV cache; implements `generation.LogitsModel`. One thread uses it.
 
-    The cache is [num_slots, kv_heads, max_length, head_dim] per layer for keys and for values. Its
-    memory is reserved at once and touched only as tokens come.
+    Attributes:
+        cache: the keys and values of its slots.
+        metadata: what the exporter wrote into the graph.
     """
 
     def __init__(
@@ -61,11 +62,9 @@ class OnnxLogits:
         self.max_length = min(max_length or context_length, context_length)
         outputs = {o.name: o for o in self._session.get_outputs()}
         self.vocab_size = int(outputs["logits"].shape[-1])
-        _, kv_heads, _, head_dim = inputs[past[0]].shape
-        cache_type: type[np.generic] = np.float16 if "float16" in inputs[past[0]].type else np.float32
-        shape = (num_slots, kv_heads, self.max_length, head_dim)
+        layers = {name: _layer(inputs[name], path) for name in past}
         try:
-            self._cache = {name: _reserve(shape, cache_type) for name in past}
+            self.cache = KvCache(layers, num_slots=num_slots, max_length=self.max_length)
         except (OSError, OverflowError) as error:
             raise RepositoryError(
                 f"{path}: {num_slots} slots of {self.max_length} tokens cannot be reserved: {error}",
@@ -81,11 +80,6 @@ class OnnxLogits:
                 f"{path} does not say its context length", remedy="make it with `genserve export`"
             )
         return int(text)
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the whole cache, if every slot is used to its end."""
-        return sum(buffer.nbytes for buffer in self._cache.values())
 
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
@@ -117,14 +111,12 @@ class OnnxLogits:
 
     def move(self, *, source: int, target: int, length: int) -> None:
         """See `LogitsModel.move`."""
-        for buffer in self._cache.values():
-            buffer[target, :, :length] = buffer[source, :, :length]
+        self.cache.move(source=source, target=target, length=length)
 
     def _bind(self, *, num_rows: int, width: int, first_slot: int) -> _Call:
         """Bind a call over `num_rows` slots; to bind some hundred buffers takes a quarter millisecond."""
         call = _Call(self._session, num_rows=num_rows, width=width)
-        for name, buffer in self._cache.items():
-            slots = buffer[first_slot : first_slot + num_rows]
+        for name, slots in self.cache.slots(first_slot, num_slots=num_rows):
             call.bind_input(name, slots)
             call.bind_output(name.replace("past_key_values", "present"), slots)
         call.bind_output("logits", self._logits[:num_rows])
@@ -154,16 +146,15 @@ class _Call:
         self.binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
-def _reserve(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-    """Return an array whose memory is taken page by page as it is touched.
-
-    numpy's own allocation asks for huge pages. Every head of every slot then takes at least 2 MiB: 1.9 GiB
-    for what needs 0.1 (20 arrays of 32 slots, 4096 tokens each, 200 of them used).
-    """
-    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype=dtype).reshape(shape)
+def _layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
+    """Return kv_heads, head_dim and element type of a graph's input for the past of a layer."""
+    _, kv_heads, _, head_dim = past.shape
+    if past.type not in _CACHE_TYPES:
+        raise RepositoryError(
+            f"{path} has a KV cache of {past.type}; known are {', '.join(_CACHE_TYPES)}",
+            remedy="make it with `genserve export`",
+        )
+    return kv_heads, head_dim, np.dtype(_CACHE_TYPES[past.type])
 
 
 def _open_session(path: Path, *, num_threads: int | None) -> Any:
