@@ -23,6 +23,7 @@ __all__ = [
     "OnResponse",
     "Parameter",
     "RequestFlags",
+    "with_request_id",
 ]
 
 Parameter: TypeAlias = bool | int | float | str
@@ -209,6 +210,11 @@ class Inference:
     def fail_cancelled(self) -> None:
         """End it as cancelled, in Triton's words."""
         self.fail(InferenceError("Request was cancelled", status=Status.CANCELLED))
+
+
+def with_request_id(message: str, request_id: str = "") -> str:
+    """Return what is wrong with a request as Triton says it, with the request's id in front."""
+    return f"[request id: {request_id or '<id_unknown>'}] {message}"
 
 
 class Door(Protocol):

@@ -14,7 +14,7 @@ from genserve.backends.backend import Backend
 from genserve.config.model_config import ModelConfig, TensorSpec, WarmupInput, WarmupSample
 from genserve.data_type import DataType
 from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError, Status
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, with_request_id
 from genserve.tensor import Tensor
 
 __all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
@@ -96,7 +96,7 @@ def _content(spec: WarmupInput, data_type: DataType, path: Path) -> bytes:
         case "input_data_file":
             return _file(spec, data_type, path, num_bytes=num_bytes)
     raise RepositoryError(
-        f"[request id: <id_unknown>] warmup setting expects input '{spec.name}' to have input_data_type set",
+        with_request_id(f"warmup setting expects input '{spec.name}' to have input_data_type set"),
         remedy="write zero_data: true, random_data: true or input_data_file",
     )
 
@@ -123,8 +123,10 @@ def _file(spec: WarmupInput, data_type: DataType, path: Path, *, num_bytes: int)
         return content
     if len(content) < num_bytes:
         raise RepositoryError(
-            f"[request id: <id_unknown>] warmup setting expects {num_bytes} bytes, but the data provided "
-            f"from {spec.data_file}only has {len(content)} bytes",
+            with_request_id(
+                f"warmup setting expects {num_bytes} bytes, but the data provided "
+                f"from {spec.data_file}only has {len(content)} bytes"
+            ),
             remedy="the file holds the elements of one request, row-major, without the batch dimension",
         )
     return content[:num_bytes]

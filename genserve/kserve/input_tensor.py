@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from genserve.config.model_config import ModelConfig
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, InvalidRequest
+from genserve.inference import with_request_id
 from genserve.tensor import Tensor
 
 __all__ = ["check_shape", "check_size", "fail", "input_tensor", "read_data_type"]
@@ -19,7 +20,7 @@ _MAX_ELEMENTS = 2**59
 
 def fail(message: str, *, request_id: str) -> InferenceError:
     """Return the error for a request that does not fit, in Triton's form, which begins with the request."""
-    return InferenceError(f"[request id: {request_id or '<id_unknown>'}] {message}")
+    return InferenceError(with_request_id(message, request_id))
 
 
 def read_data_type(word: str, *, name: str, config: ModelConfig, request_id: str) -> DataType:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
-from genserve.inference import InferenceRequest, InferenceResponse
+from genserve.inference import InferenceRequest, InferenceResponse, with_request_id
 from genserve.tensor import Tensor
 
 __all__ = ["Admission"]
@@ -175,7 +175,7 @@ class Admission:
         raise self._error(request, text)
 
     def _error(self, request: InferenceRequest, message: str) -> InferenceError:
-        return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {message}")
+        return InferenceError(with_request_id(message, request.id))
 
 
 def _state_names(config: ModelConfig) -> set[str]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from genserve.config.model_config import DynamicBatching, QueuePolicy
 from genserve.errors import InferenceError, Status
-from genserve.inference import Inference
+from genserve.inference import Inference, with_request_id
 from genserve.schedulers.batch_rules import Alike, BatchRules, Entry, plan_batch
-from genserve.schedulers.queue import ANY_INSTANCE, Plan, Refusal, named
+from genserve.schedulers.queue import ANY_INSTANCE, Plan, Refusal
 from genserve.schedulers.response_order import ResponseOrder
 
 __all__ = ["DynamicQueue"]
@@ -69,7 +69,7 @@ class DynamicQueue:
         level = self._level(inference)
         if level.is_full:
             raise InferenceError(
-                named(inference.request, "Exceeds maximum queue size"),
+                with_request_id("Exceeds maximum queue size", inference.request.id),
                 status=Status.UNAVAILABLE,
                 remedy=f"{len(level)} requests wait, as many as max_queue_size allows; try again later",
             )

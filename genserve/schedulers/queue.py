@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.inference import Inference, InferenceRequest
+from genserve.inference import Inference, InferenceRequest, with_request_id
 
-__all__ = ["ANY_INSTANCE", "NOTHING_TO_DO", "Plan", "Queue", "Refusal", "named", "stopping"]
+__all__ = ["ANY_INSTANCE", "NOTHING_TO_DO", "Plan", "Queue", "Refusal", "stopping"]
 
 ANY_INSTANCE = -1
 
@@ -76,17 +76,11 @@ class Queue(Protocol):
         """Take out what only this instance could have executed: it is gone. ANY_INSTANCE: everything."""
 
 
-def named(request: InferenceRequest, text: str) -> str:
-    """Prefix a text with the id of a request, as Triton does."""
-    return f"[request id: {request.id or '<id_unknown>'}] {text}"
-
-
 def stopping(request: InferenceRequest) -> InferenceError:
     """Return the error of a request that comes after `close`."""
     return InferenceError(
-        named(
-            request,
-            "Server is stopping, scheduler for model has stopped accepting new inference requests",
+        with_request_id(
+            "Server is stopping, scheduler for model has stopped accepting new inference requests", request.id
         ),
         status=Status.UNAVAILABLE,
         remedy="the model is being unloaded; try again once it is ready",

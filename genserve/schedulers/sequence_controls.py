@@ -7,8 +7,13 @@ import numpy as np
 from genserve.config.model_config import Control, SequenceBatching
 from genserve.data_type import DataType
 from genserve.errors import InferenceError
-from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
-from genserve.schedulers.queue import named
+from genserve.inference import (
+    Inference,
+    InferenceRequest,
+    InferenceResponse,
+    RequestFlags,
+    with_request_id,
+)
 from genserve.tensor import Tensor
 
 __all__ = ["SequenceControls", "null_inference"]
@@ -43,10 +48,10 @@ class SequenceControls:
         expected = DataType.from_config_name(self._corrid.data_type)
         if (given is DataType.BYTES) != (expected is DataType.BYTES):
             raise InferenceError(
-                named(
-                    request,
+                with_request_id(
                     f"sequence batching control '{self._corrid.name}' data-type is '{given.name}', "
                     f"but model '{request.model_name}' expects '{expected.name}'",
+                    request.id,
                 )
             )
 
