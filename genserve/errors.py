@@ -168,6 +168,13 @@ class InferenceError(GenserveError):
         super().__init__(message, remedy=remedy, field=field)
         self.status = status
 
+    @classmethod
+    def of(cls, error: BaseException) -> GenserveError:
+        """Return what a requester is told of an exception: one of ours itself, any other as INTERNAL."""
+        if isinstance(error, GenserveError):
+            return error
+        return cls(f"{type(error).__name__}: {error}", status=Status.INTERNAL)
+
 
 class ExportError(GenserveError):
     """A checkpoint could not be read, converted, or verified."""

@@ -156,7 +156,7 @@ def _run(backend: Backend, batch: WarmupBatch) -> None:
         _execute(backend, inferences)
     except Exception as error:  # whatever the model raises
         for inference in inferences:
-            inference.fail(_known(error))
+            inference.fail(InferenceError.of(error))
     answers.wait()
     if answers.errors:
         raise RepositoryError(
@@ -176,10 +176,6 @@ def _execute(backend: Backend, inferences: Sequence[Inference]) -> None:
             return
     for inference in inferences:
         inference.send(None, final=True)
-
-
-def _known(error: Exception) -> GenserveError:
-    return error if isinstance(error, GenserveError) else InferenceError(f"{type(error).__name__}: {error}")
 
 
 class _Answers:

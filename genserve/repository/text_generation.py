@@ -11,7 +11,7 @@ import numpy as np
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.data_type import DataType
-from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest, Status
+from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse
@@ -94,10 +94,8 @@ class TextGeneration:
             inference.when_ended(self._statistics.executed_alone)
             answer.submit()
             inference.when_cancelled(answer.cancel)
-        except GenserveError as error:
-            inference.fail(error)
         except Exception as error:
-            inference.fail(InferenceError(f"{type(error).__name__}: {error}", status=Status.INTERNAL))
+            inference.fail(InferenceError.of(error))
 
 
 class _Answer:

@@ -97,7 +97,9 @@ class Instance:
         try:
             backend.execute(batch)
         except BaseException as error:
-            failure = _failure(error, batch[0].model_name)
+            if not isinstance(error, GenserveError):
+                logger.exception("model %s failed", batch[0].model_name)
+            failure = InferenceError.of(error)
             for inference in batch:
                 inference.fail(failure)
             if not isinstance(error, Exception):
@@ -120,10 +122,3 @@ def _death(error: BaseException, name: str) -> InferenceError:
         status=Status.UNAVAILABLE,
         remedy="the server's log has the reason; load the model again",
     )
-
-
-def _failure(error: BaseException, model: str) -> GenserveError:
-    if isinstance(error, GenserveError):
-        return error
-    logger.error("model %s failed", model, exc_info=error)
-    return InferenceError(f"{type(error).__name__}: {error}", status=Status.INTERNAL)

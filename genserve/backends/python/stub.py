@@ -147,7 +147,7 @@ class Stub:
         except Closed:
             return
         except Exception as error:
-            inference.fail(InferenceError(f"{type(error).__name__}: {error}", status=Status.INTERNAL))
+            inference.fail(InferenceError.of(error))
             raise
 
     def _on_executed(self, number: int, error: InferenceError | None, rescheduled: list[int]) -> None:
@@ -203,7 +203,7 @@ class Stub:
             reply = ValueError(*error.args)  # without the frames that it refers to
         except Exception as error:
             logger.exception("a call of the process of %s failed", self._host.instance)
-            reply = InferenceError(f"{type(error).__name__}: {error}", status=Status.INTERNAL)
+            reply = InferenceError.of(error)
         self._channel.send(("reply", number, reply))
         return not isinstance(reply, Exception)
 
