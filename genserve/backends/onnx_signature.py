@@ -10,10 +10,10 @@ from genserve.config.model_config import Control, ModelConfig, TensorSpec
 from genserve.data_type import DataType
 from genserve.errors import RepositoryError
 
-__all__ = ["DEFAULT_MAX_BATCH_SIZE", "GraphTensor", "OnnxSignature"]
+__all__ = ["GraphTensor", "OnnxSignature"]
 
 # What Triton writes for a graph that can batch, where the config says nothing.
-DEFAULT_MAX_BATCH_SIZE = 4
+_DEFAULT_MAX_BATCH_SIZE = 4
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,
     "uint64": DataType.UINT64, "int8": DataType.INT8, "int16": DataType.INT16, "int32": DataType.INT32,
@@ -108,7 +108,7 @@ class OnnxSignature:
                     remedy="leave max_batch_size out, or export the graph with a variable first dimension",
                 )
             return
-        message.max_batch_size = message.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+        message.max_batch_size = message.max_batch_size or _DEFAULT_MAX_BATCH_SIZE
         if message.max_batch_size > 1 and message.WhichOneof("scheduling_choice") is None:
             message.dynamic_batching.SetInParent()
 

@@ -10,9 +10,9 @@ from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
 
-__all__ = ["DEFAULT_MODEL", "LocalModel", "choose_model", "local_models"]
+__all__ = ["LocalModel", "choose_model", "local_models"]
 
-DEFAULT_MODEL = "smollm2"
+_DEFAULT_MODEL = "smollm2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ def choose_model(name: str | None, *, repository: Path) -> str:
     """
     models = {model.name: model for model in local_models(repository)}
     if name is None:
-        name = next(iter(models)) if len(models) == 1 else DEFAULT_MODEL
+        name = next(iter(models)) if len(models) == 1 else _DEFAULT_MODEL
     where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
-    pull = f"`genserve pull {DEFAULT_MODEL}{where}`"
+    pull = f"`genserve pull {_DEFAULT_MODEL}{where}`"
     if name not in models:
         known = f"models there: {', '.join(models)}; or " if models else ""
         raise RepositoryError(f"there is no model {name!r} in {repository}", remedy=known + pull)
@@ -52,7 +52,7 @@ def choose_model(name: str | None, *, repository: Path) -> str:
         export = f"`genserve export SOURCE --name {name}{where}`"
         raise RepositoryError(
             f"model {name!r} in {repository} has no weights yet: {', '.join(models[name].missing)}",
-            remedy=pull if name == DEFAULT_MODEL else export,
+            remedy=pull if name == _DEFAULT_MODEL else export,
         )
     return name
 

@@ -8,7 +8,7 @@ from typing import Any
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.data_type import DataType
 
-__all__ = ["EXTENSIONS", "model_metadata", "platform_of", "tensor_shape"]
+__all__ = ["EXTENSIONS", "model_metadata", "tensor_shape"]
 
 EXTENSIONS = (
     "classification",
@@ -32,15 +32,10 @@ def model_metadata(config: ModelConfig, *, versions: Sequence[int]) -> dict[str,
     return {
         "name": config.name,
         "versions": [str(version) for version in versions],
-        "platform": platform_of(config),
+        "platform": config.platform or config.backend,
         "inputs": [_tensor(spec, config=config) for spec in config.inputs],
         "outputs": [_tensor(spec, config=config) for spec in config.outputs],
     }
-
-
-def platform_of(config: ModelConfig) -> str:
-    """Return the platform of a model, or else its backend."""
-    return config.platform or config.backend
 
 
 def tensor_shape(spec: TensorSpec, *, config: ModelConfig) -> list[int]:

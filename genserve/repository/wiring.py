@@ -15,30 +15,30 @@ from genserve.errors import RepositoryError
 from genserve.repository.ensemble_graph import EnsembleGraph
 from genserve.repository.index import ModelEntry, served_versions
 
-__all__ = ["STAGE_BACKENDS", "generation_stages", "is_decoupled", "step_models", "wiring_faults"]
+__all__ = ["generation_stages", "is_decoupled", "wiring_faults"]
 
 # Which backend makes which stage of a model that generates text.
-STAGE_BACKENDS = {"tokenizer": "tokenizer", "logits": "onnxruntime", "decoder": "python"}
+_STAGE_BACKENDS = {"tokenizer": "tokenizer", "logits": "onnxruntime", "decoder": "python"}
 _DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
 
-def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+def _step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
     """Return the models that an ensemble's steps name, as far as there are such."""
     steps = entry.config.ensemble_steps if entry.config else ()
     return [entries[step.model_name] for step in steps if step.model_name in entries]
 
 
 def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> dict[str, ModelEntry] | None:
-    """Return the stages of an ensemble that the token engine runs, by the names of STAGE_BACKENDS.
+    """Return the stages of an ensemble that the token engine runs, by their roles.
 
     None: it is none of these. Its decoder is a model.py with an `async def decode`.
     """
-    by_backend = {model.config.backend: model for model in step_models(entry, entries) if model.config}
-    if entry.config is None or len(entry.config.ensemble_steps) != len(STAGE_BACKENDS):
+    by_backend = {model.config.backend: model for model in _step_models(entry, entries) if model.config}
+    if entry.config is None or len(entry.config.ensemble_steps) != len(_STAGE_BACKENDS):
         return None
-    if by_backend.keys() != set(STAGE_BACKENDS.values()) or not _decodes(by_backend["python"]):
+    if by_backend.keys() != set(_STAGE_BACKENDS.values()) or not _decodes(by_backend["python"]):
         return None
-    return {stage: by_backend[backend] for stage, backend in STAGE_BACKENDS.items()}
+    return {stage: by_backend[backend] for stage, backend in _STAGE_BACKENDS.items()}
 
 
 def _decodes(decoder: ModelEntry) -> bool:
@@ -61,12 +61,12 @@ def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
 def _all_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
     """The models of the steps, and of the steps of those that are ensembles."""
     found: dict[str, ModelEntry] = {}
-    waiting = step_models(entry, entries)
+    waiting = _step_models(entry, entries)
     while waiting:
         model = waiting.pop()
         if model.name not in found:
             found[model.name] = model
-            waiting += step_models(model, entries)
+            waiting += _step_models(model, entries)
     return list(found.values())
 
 
@@ -394,7 +394,7 @@ def _decoupling(ensemble: _Ensemble) -> Iterator[Fault]:
     """Yield the steps that would have to match responses of one decoupled step with those of another."""
     decoupled = {
         model.name
-        for model in step_models(ensemble.entry, ensemble.entries)
+        for model in _step_models(ensemble.entry, ensemble.entries)
         if is_decoupled(model, ensemble.entries)
     }
     graph = EnsembleGraph.of(ensemble.config)

@@ -15,6 +15,7 @@ import uvicorn
 from prometheus_client import generate_latest
 
 from genserve.errors import GenserveError, RepositoryError
+from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
@@ -95,7 +96,7 @@ def serve(
     """
     logging.basicConfig(
         level=logging.INFO if settings.log_verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMATS["default"][0],
     )
     Server(settings, on_ready=on_ready, on_stuck=on_stuck).serve_until_stopped()
 

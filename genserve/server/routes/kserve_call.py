@@ -40,7 +40,6 @@ _HTTP_STATUS: Mapping[Status, int] = {
     Status.INTERNAL: 500,
 }  # all others: 400
 _JSON = b"application/json"
-_MAX_BODY_BYTES = 2**31 - 1
 # So long an answer may take before the socket is watched for the client's leaving: a task for each of
 # many short requests would cost more than those that are left early.
 _PATIENCE_S = 0.01
@@ -91,7 +90,7 @@ class Call:
         headers = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in self._scope["headers"])
         return {key: value for key, value in headers if search(key)}
 
-    async def body(self, *, limit: int = _MAX_BODY_BYTES, offset: int = 0) -> memoryview:
+    async def body(self, *, limit: int, offset: int = 0) -> memoryview:
         """Return the body, writable, in one piece.
 
         Args:
