@@ -13,13 +13,13 @@ from genserve.errors import ConfigError, GenserveError, InferenceError, Reposito
 from genserve.repository.check import model_faults
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.loading import Loader
+from genserve.repository.logits_runtime import is_logits_stage
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import check_usable, prepare
 from genserve.repository.served import Served
 from genserve.repository.stages import (
     Chain,
     generation_chains,
-    is_logits_stage,
     load_generation,
     load_logits_stage,
     stage_owners,

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.parameters import integer_parameter
 from genserve.backends.python.decoding import load_decode
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
@@ -21,6 +19,7 @@ from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.check import accept, model_faults
 from genserve.repository.index import ModelEntry
+from genserve.repository.logits_runtime import LoadedLogits, load_logits
 from genserve.repository.logits_stage import LogitsStage
 from genserve.repository.served import Runner, Served
 from genserve.repository.text_generation import TextGeneration
@@ -31,7 +30,6 @@ from genserve.text.tokenizer import Tokenizer
 __all__ = [
     "Chain",
     "generation_chains",
-    "is_logits_stage",
     "load_generation",
     "load_logits",
     "load_logits_stage",
@@ -57,15 +55,6 @@ def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
         for stage in ("logits", "decoder"):
             owners.setdefault(chain[stage].name, name)
     return owners
-
-
-def is_logits_stage(entry: ModelEntry) -> bool:
-    """Whether a model is an exported logits graph: its states are a KV cache that is written in place."""
-    config = entry.config
-    if config is None or config.backend != "onnxruntime" or config.sequence_batching is None:
-        return False
-    states = config.sequence_batching.states
-    return config.sequence_batching.iterative and bool(states) and all(state.same_buffer for state in states)
 
 
 def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) -> Served:
@@ -177,7 +166,7 @@ def _ensemble(
 
 
 def _start(
-    logits: OnnxLogits, *, decode: DecodeFunction, name: str, max_queue: int, metrics: Metrics
+    logits: LoadedLogits, *, decode: DecodeFunction, name: str, max_queue: int, metrics: Metrics
 ) -> EngineLoop:
     return EngineLoop(
         Engine(logits, decode=decode),
@@ -196,20 +185,3 @@ def _served(entry: ModelEntry, runner: Runner, statistics: ModelStatistics, *, l
     config = model_config(message, name=entry.name)
     version = (entry.versions or (1,))[-1]
     return Served(runner, config=config, version=version, statistics=statistics, load_s=load_s)
-
-
-def load_logits(entry: ModelEntry) -> OnnxLogits:
-    """Load the graph of a logits stage as its config says: which file, how many slots and threads.
-
-    Raises:
-        RepositoryError: it cannot be loaded.
-        MissingDependency: ONNX Runtime is not installed.
-    """
-    config = entry.config
-    assert config is not None  # or it would have an error
-    return OnnxLogits(
-        entry.latest_version() / (config.default_model_filename or "model.onnx"),
-        num_slots=max(1, config.max_batch_size),
-        max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
-        num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
-    )
