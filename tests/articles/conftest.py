@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from tritonclient.utils import serialize_byte_tensor
 
-from tests.articles import networks
+from tests.articles.networks import save_sentiment, save_tokenizer
+from tests.backends.networks import (
+    BLOOM_VOCABULARY,
+    bloom_onnx,
+    chat_torchscript,
+    sentence_vectors_onnx,
+    two_outputs_torchscript,
+)
 from tests.live import LiveServer
 
 MODELS = Path(__file__).parent / "models"
@@ -21,17 +28,17 @@ def articles_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("articles") / "models"
     shutil.copytree(MODELS, root, ignore=shutil.ignore_patterns("shansou_rank", "__pycache__"))
     for name, save in {
-        "ibuddha_chitchat/1/model.pt": networks.save_chat_model,
-        "fc_model_pt/1/model.pt": networks.save_simple_model,
-        "sps_sbert_onnx/1/model.onnx": networks.save_sentence_vectors,
-        "bloom_3b/1/model.onnx": networks.save_bloom,
-        "bloom_3b_tokenizer/1": networks.save_tokenizer,
-        "sentiment/1/sentiment": networks.save_sentiment,
+        "ibuddha_chitchat/1/model.pt": chat_torchscript,
+        "fc_model_pt/1/model.pt": two_outputs_torchscript,
+        "sps_sbert_onnx/1/model.onnx": sentence_vectors_onnx,
+        "bloom_3b/1/model.onnx": bloom_onnx,
+        "bloom_3b_tokenizer/1": save_tokenizer,
+        "sentiment/1/sentiment": save_sentiment,
     }.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         save(path)
-    labels = "\n".join(f"token{index}" for index in range(networks.BLOOM_VOCABULARY))
+    labels = "\n".join(f"token{index}" for index in range(BLOOM_VOCABULARY))
     (root / "bloom_3b" / "label.txt").write_text(labels + "\n")
     _write_warmup(root / "sentiment" / "warmup" / "raw_data")
     return root

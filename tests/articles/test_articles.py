@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from genserve.config.parse import parse_model_config
 from tests.articles.conftest import MODELS
-from tests.articles.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel, load_torchscript
+from tests.articles.networks import load_torchscript
+from tests.backends.networks import BLOOM_VOCABULARY, CHAT_VOCABULARY, SimpleModel
 from tests.live import LiveServer
 
 

@@ -13,6 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 __all__ = [
+    "BLOOM_VOCABULARY",
+    "CHAT_VOCABULARY",
+    "SimpleModel",
     "bloom_onnx",
     "chat_torchscript",
     "save_onnx",
@@ -20,6 +23,9 @@ __all__ = [
     "sentence_vectors_onnx",
     "two_outputs_torchscript",
 ]
+
+CHAT_VOCABULARY = 13088
+BLOOM_VOCABULARY = 250880
 
 Tensors = Mapping[str, tuple[int, Sequence[int | str | None] | None]]
 
@@ -86,7 +92,7 @@ def sentence_vectors_onnx(path: Path, *, vocab_size: int = 1000, size: int = 768
     )
 
 
-def bloom_onnx(path: Path, *, vocab_size: int = 250880, size: int = 4) -> Path:
+def bloom_onnx(path: Path, *, vocab_size: int = BLOOM_VOCABULARY, size: int = 4) -> Path:
     """A causal language model without a cache: logits of every position, [batch, sequence, vocabulary]."""
     rng = np.random.default_rng(0)
     ids = (TensorProto.INT64, ["batch", "sequence"])
@@ -129,7 +135,7 @@ class Chat(nn.Module):
         return self.head(torch.tanh(hidden))
 
 
-def chat_torchscript(path: Path, *, vocab_size: int = 13088, size: int = 8) -> Path:
+def chat_torchscript(path: Path, *, vocab_size: int = CHAT_VOCABULARY, size: int = 8) -> Path:
     """Three inputs [batch, sequence] of int64, one output [batch, vocabulary]: INPUT__0..2, OUTPUT__0."""
     torch.manual_seed(0)
     return save_torchscript(path, Chat(vocab_size, size).eval())
