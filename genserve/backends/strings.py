@@ -1,4 +1,4 @@
-"""Strings: tensors of BYTES for runtimes whose strings are text."""
+"""Strings: tensors of BYTES for those that take and give text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def texts(tensor: Tensor) -> list[str]:
         raise InferenceError(
             f"inference input '{tensor.name}' has an element that is not UTF-8: {error}",
             field=tensor.name,
-            remedy="the runtime of this model takes text; send other bytes as UINT8",
+            remedy="this model takes text; other bytes are sent as UINT8",
         ) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement
+from genserve.backends.strings import texts
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import Tensor
@@ -34,7 +35,7 @@ class TokenizerBackend:
     def execute(self, batch: Sequence[Inference]) -> None:
         """Encode the texts of each inference."""
         for inference in batch:
-            rows = [self._tokenizer.encode(text) for text in _texts(inference)]
+            rows = [self._tokenizer.encode(text) for text in texts(inference.inputs["text_input"])]
             if len({len(row) for row in rows}) > 1:
                 raise InferenceError(
                     f"the texts of one request to '{inference.model_name}' have different numbers of tokens",
@@ -45,10 +46,3 @@ class TokenizerBackend:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _texts(inference: Inference) -> list[str]:
-    try:
-        return [text.decode() for text in inference.inputs["text_input"].array.reshape(-1).tolist()]
-    except UnicodeDecodeError as error:
-        raise InferenceError(f"text_input is not UTF-8: {error}", field="text_input") from error

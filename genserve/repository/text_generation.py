@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.data_type import DataType
+from genserve.backends.strings import string_tensor, texts
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
@@ -85,7 +83,7 @@ class TextGeneration:
             return
         try:
             params = _params(inference.inputs)
-            prompts = _texts(inference.inputs["text_input"])
+            prompts = texts(inference.inputs["text_input"])
             streaming = _scalar(inference.inputs, "stream", default=False)
             if streaming and len(prompts) > 1:
                 raise InvalidRequest("a streamed request has one text_input", field="stream")
@@ -154,10 +152,8 @@ class _Answer:
         if not self._open:
             self._send(list(self._texts.values()), final=True)
 
-    def _send(self, texts: list[str], *, final: bool) -> None:
-        array = np.empty((len(texts), 1), dtype=object)
-        array[:, 0] = [text.encode() for text in texts]
-        output = Tensor("text_output", array, data_type=DataType.BYTES)
+    def _send(self, answers: Sequence[str], *, final: bool) -> None:
+        output = string_tensor("text_output", answers, shape=(len(answers), 1))
         try:
             self._inference.send(InferenceResponse(outputs=(output,)), final=final)
         except Closed:
@@ -169,7 +165,7 @@ def _params(inputs: Mapping[str, Tensor]) -> SamplingParams:
         option: _scalar(inputs, name, default=None) for name, option in _PARAMETERS.items() if name in inputs
     }
     if "stop_words" in inputs:
-        options["stop"] = [text for text in _texts(inputs["stop_words"]) if text]
+        options["stop"] = [text for text in texts(inputs["stop_words"]) if text]
     return sampling_params(options)
 
 
@@ -182,10 +178,3 @@ def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
     if (values != values[0]).any():
         raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
     return values[0].item()
-
-
-def _texts(tensor: Tensor) -> list[str]:
-    try:
-        return [text.decode() for text in tensor.array.reshape(-1).tolist()]
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{tensor.name} is not UTF-8: {error}", field=tensor.name) from error
