@@ -15,9 +15,9 @@ from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.logits_model import FloatArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.pick import pick
+from genserve.generation.pick import RowPicker, pick
 from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan, plan_step
-from genserve.generation.sampler import select_rows
+from genserve.generation.sampler import pick_rows, select_rows
 from genserve.generation.slots import Occupant, Slots
 from genserve.generation.token_sequence import TokenSequence, Want
 
@@ -49,6 +49,7 @@ class Engine:
         *,
         decode: DecodeFunction,
         budget: PrefillBudget | None = None,
+        picker: RowPicker = pick_rows,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -56,6 +57,7 @@ class Engine:
         self._slots = Slots(model)
         self._loops = DecodingLoops(decode)
         self._budget = budget or PrefillBudget()
+        self._picker = picker
         self._waiting: deque[Occupant] = deque()
         self._prefilled_last = False
         self._step_started_s = 0.0
@@ -209,7 +211,7 @@ class Engine:
         sequences = [s for _, s in sampling]
         rows = select_rows(logits, [row for row, _ in sampling])
         try:
-            picks = pick(rows, sequences)
+            picks = pick(rows, sequences, picker=self._picker)
         except Exception as error:
             logger.exception("sampling failed")
             failure = ModelFailed(f"sampling failed: {type(error).__name__}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from genserve.generation.logits_model import FloatArray, TokenArray
-from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample, select_rows
+from genserve.generation.sampler import PickedRows, SamplingRows
 from genserve.generation.token_sequence import TokenSequence
 
-__all__ = ["Pick", "pick"]
+__all__ = ["Pick", "RowPicker", "pick"]
 
 # At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
 COLDEST = 1e-6
@@ -26,48 +26,41 @@ class Pick:
     finite: bool                # False: the row holds a NaN or has no finite maximum, the token is void
 
 
-def pick(logits: FloatArray, sequences: Sequence[TokenSequence]) -> list[Pick]:
+class RowPicker(Protocol):
+    """Picks where the logits lie: `sampler.pick_rows` on the host, its twin of torch on a device."""
+
+    def __call__(
+        self, logits: Any, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+    ) -> PickedRows:
+        """See `sampler.pick_rows`."""
+
+
+def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) -> list[Pick]:
     """Pick one token per row by the parameters of its sequence.
 
     Args:
-        logits: [R, V] float32; not modified.
+        logits: [R, V] float32, of the kind that `picker` takes; not modified.
         sequences: R of them.
+        picker: does it.
     """
-    # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
-    best = greedy(logits)
-    finite = np.isfinite(logits[np.arange(len(best)), best])
-    token_ids = _draw(logits, sequences, best=best, finite=finite)
-    logprobs = _logprobs(logits, token_ids, sequences)
+    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST]
+    asking = [i for i, s in enumerate(sequences) if s.params.logprobs]
+    rules = _rules([sequences[i] for i in drawing])
+    picked = picker(logits, drawing=drawing, rules=rules, asking=asking)
+    logprobs = dict(zip(asking, picked.logprobs.tolist(), strict=True))
     return [
-        Pick(token_id=token_id, logprob=logprobs.get(row), finite=ok)
-        for row, (token_id, ok) in enumerate(zip(token_ids.tolist(), finite.tolist(), strict=True))
+        Pick(token_id=token_id, logprob=logprobs.get(row), finite=finite)
+        for row, (token_id, finite) in enumerate(
+            zip(picked.token_ids.tolist(), picked.finite.tolist(), strict=True)
+        )
     ]
 
 
-def _draw(
-    logits: FloatArray, sequences: Sequence[TokenSequence], *, best: TokenArray, finite: np.ndarray
-) -> TokenArray:
-    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST and finite[i]]
-    if not drawing:
-        return best
-    rows = SamplingRows(
-        temperature=np.array([sequences[i].params.temperature for i in drawing], dtype=np.float32),
-        top_k=np.array([sequences[i].params.top_k for i in drawing], dtype=np.int64),
-        top_p=np.array([sequences[i].params.top_p for i in drawing], dtype=np.float32),
-        seed=np.array([sequences[i].seed for i in drawing], dtype=np.uint64),
-        step=np.array([sequences[i].num_new_tokens for i in drawing], dtype=np.uint64),
+def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:
+    return SamplingRows(
+        temperature=np.array([s.params.temperature for s in sequences], dtype=np.float32),
+        top_k=np.array([s.params.top_k for s in sequences], dtype=np.int64),
+        top_p=np.array([s.params.top_p for s in sequences], dtype=np.float32),
+        seed=np.array([s.seed for s in sequences], dtype=np.uint64),
+        step=np.array([s.num_new_tokens for s in sequences], dtype=np.uint64),
     )
-    token_ids = best.copy()
-    token_ids[drawing] = sample(select_rows(logits, drawing), rows)
-    return token_ids
-
-
-def _logprobs(
-    logits: FloatArray, token_ids: TokenArray, sequences: Sequence[TokenSequence]
-) -> dict[int, float]:
-    """Return the log-probability of the picked token for the rows that ask for it, by row."""
-    asking = [i for i, s in enumerate(sequences) if s.params.logprobs]
-    if not asking:
-        return {}
-    values = log_probabilities(select_rows(logits, asking), token_ids[asking])
-    return dict(zip(asking, values.tolist(), strict=True))

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray, TokenArray
 
-__all__ = ["SamplingRows", "greedy", "log_probabilities", "sample", "select_rows", "uniforms"]
+__all__ = [
+    "LOWEST_EXPONENT",
+    "PickedRows",
+    "SamplingRows",
+    "greedy",
+    "log_probabilities",
+    "pick_rows",
+    "sample",
+    "select_rows",
+    "uniforms",
+]
 
 # The block maxima tell a level that at least HEAD tokens reach, without looking at every token twice.
 BLOCK = 64
@@ -33,6 +43,51 @@ class SamplingRows:
     top_p: FloatArray                   # [R], in (0, 1]
     seed: NDArray[np.uint64]            # [R]
     step: NDArray[np.uint64]            # [R], how many tokens the answer has
+
+    def chosen(self, rows: NDArray[np.bool_]) -> SamplingRows:
+        """Return the parameters of those rows alone."""
+        return SamplingRows(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            seed=self.seed[rows],
+            step=self.step[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickedRows:
+    """What was picked for R rows, in the memory of the host."""
+
+    token_ids: TokenArray               # [R]
+    finite: NDArray[np.bool_]           # [R]; False: a NaN or no finite maximum, the token is void
+    logprobs: FloatArray                # [rows that asked], natural logs, before any sampling rule
+
+
+def pick_rows(
+    logits: FloatArray, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+) -> PickedRows:
+    """Pick one token per row: the best one, or a draw.
+
+    Args:
+        logits: [R, V] float32; not modified.
+        drawing: the rows that draw, ascending.
+        rules: their parameters.
+        asking: the rows whose log-probability is wanted, ascending.
+    """
+    # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
+    token_ids = greedy(logits)
+    finite = np.isfinite(logits[np.arange(len(token_ids)), token_ids])
+    drawn = np.asarray(drawing, dtype=np.int64)
+    if not finite.all():
+        rules, drawn = rules.chosen(finite[drawn]), drawn[finite[drawn]]
+    if drawn.size:
+        token_ids[drawn] = sample(select_rows(logits, drawn), rules)
+    logprobs = np.empty(0, dtype=np.float32)
+    if asking:
+        with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
+            logprobs = log_probabilities(select_rows(logits, asking), token_ids[list(asking)])
+    return PickedRows(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
 
 def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> FloatArray:

@@ -1,0 +1,95 @@
+"""Torch sampler: rows of logits to token ids where the logits lie, in one pass on their device; pure.
+
+The twin of `generation.sampler` for logits that are a torch tensor: the same rules in the same order, so that
+a request's text does not depend on which of the two picked it, but for draws that fall on a border between
+two tokens to the last digits of a float32. Where numpy avoids to sort, a GPU just sorts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genserve.generation.sampler import LOWEST_EXPONENT, PickedRows, SamplingRows, uniforms
+
+__all__ = ["pick_rows"]
+
+
+def pick_rows(
+    logits: torch.Tensor, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+) -> PickedRows:
+    """Pick one token per row: the best one, or a draw. See `generation.sampler.pick_rows`.
+
+    Only ids, flags and log-probabilities come back from the device, in one copy; nothing else waits for it.
+
+    Args:
+        logits: [R, V] float32, on any device; not modified.
+        drawing: the rows that draw, ascending.
+        rules: their parameters.
+        asking: the rows whose log-probability is wanted, ascending.
+    """
+    token_ids = logits.argmax(dim=1)  # ties go to the lowest id, and NaN is above all numbers
+    best = logits.gather(1, token_ids[:, None])
+    shifted = logits - best if drawing or asking else logits
+    if drawing:
+        token_ids = _draw(shifted, token_ids, drawing=drawing, rules=rules)
+    picked = [token_ids.double(), best[:, 0].isfinite().double()]  # a float64 holds any token id
+    if asking:
+        picked.append(_log_probabilities(shifted, token_ids))
+    token_row, finite_row, *logprob_rows = torch.stack(picked).cpu().numpy()
+    return PickedRows(
+        token_ids=token_row.astype(np.int64),
+        finite=finite_row.astype(np.bool_),
+        logprobs=np.concatenate([row[list(asking)] for row in logprob_rows] or [[]]).astype(np.float32),
+    )
+
+
+def _draw(
+    shifted: torch.Tensor, token_ids: torch.Tensor, *, drawing: Sequence[int], rules: SamplingRows
+) -> torch.Tensor:
+    """Draw for those rows; the others keep their token."""
+    num_rows, num_tokens = shifted.shape
+    columns = _columns(num_rows, num_tokens, drawing=drawing, rules=rules)
+    uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
+    draws, temperature, top_p, last, uniform = uploaded.unbind()
+    scaled = shifted / temperature.float()[:, None]
+    weights = _exp(scaled)
+    if (rules.top_k > 0).any() or (rules.top_p < 1.0).any():
+        level = _kept_level(scaled, top_p=top_p[:, None], last=last.long()[:, None])
+        weights = torch.where(scaled >= level, weights, 0.0)
+    cumulative = weights.cumsum(1, dtype=torch.float64)
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return torch.where(draws > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids)
+
+
+def _columns(
+    num_rows: int, num_tokens: int, *, drawing: Sequence[int], rules: SamplingRows
+) -> NDArray[np.float64]:
+    """Return, for all rows: whether it draws, temperature, top-p, rank of the last by top-k, uniform."""
+    columns = np.repeat([[0.0], [1.0], [1.0], [num_tokens - 1], [0.0]], num_rows, axis=1)
+    top_k = np.where((rules.top_k > 0) & (rules.top_k < num_tokens), rules.top_k, num_tokens)
+    uniform = uniforms(rules.seed, rules.step)
+    ones = np.ones_like(uniform)
+    columns[:, list(drawing)] = np.stack([ones, rules.temperature, rules.top_p, top_k - 1, uniform])
+    return columns
+
+
+def _kept_level(scaled: torch.Tensor, *, top_p: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the smallest value that each row keeps: [R, 1]. `last` is the rank of the last by top-k."""
+    ordered = scaled.sort(dim=1, descending=True).values
+    cumulative = _exp(ordered).cumsum(1, dtype=torch.float64)
+    reached = torch.searchsorted(cumulative, top_p * cumulative.gather(1, last))
+    rank = torch.where(top_p < 1.0, torch.minimum(reached, last), last)
+    return ordered.gather(1, rank)
+
+
+def _log_probabilities(shifted: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    total = _exp(shifted).sum(dim=1, dtype=torch.float64)
+    return shifted.gather(1, token_ids[:, None])[:, 0] - total.log()
+
+
+def _exp(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.clamp(min=LOWEST_EXPONENT).exp()

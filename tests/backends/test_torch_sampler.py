@@ -1,0 +1,123 @@
+"""The torch sampler runs here on tensors of the CPU: the same code as on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from genserve.backends import torch_sampler
+from genserve.generation import sampler
+from genserve.generation.sampler import SamplingRows, uniforms
+
+VOCAB_SIZE = 20_000  # more blocks than HEAD, so that the twin's prefilter is at work
+
+
+def random_rules(num: int, *, rng: np.random.Generator) -> SamplingRows:
+    return SamplingRows(
+        temperature=rng.choice([1e-5, 0.1, 0.7, 1.0, 1.5], num).astype(np.float32),
+        top_k=rng.choice([0, 1, 20, 500, VOCAB_SIZE, 10 * VOCAB_SIZE], num),
+        top_p=rng.choice([1e-6, 0.3, 0.9, 0.999, 1.0], num).astype(np.float32),
+        seed=rng.integers(0, 2**63, num).astype(np.uint64),
+        step=rng.integers(0, 1000, num).astype(np.uint64),
+    )
+
+
+def on_a_border(row: np.ndarray, rules: SamplingRows, index: int) -> bool:
+    """Whether the draw, or the cut of top-p, lies where the rounding of a float32 decides."""
+    ordered = np.sort(row.astype(np.float64))[::-1]
+    weights = np.exp((ordered - ordered[0]) / float(rules.temperature[index]))
+    k = int(rules.top_k[index]) or len(row)
+    shares = np.cumsum(weights) / weights[:k].sum()
+    cut = np.abs(shares[:k] - rules.top_p[index]).min() < 1e-6
+    kept = row >= ordered[min(int(np.searchsorted(shares[:k], rules.top_p[index])), k - 1, len(row) - 1)]
+    unsorted = np.exp((row[kept].astype(np.float64) - ordered[0]) / float(rules.temperature[index]))
+    drawn = np.cumsum(unsorted) / unsorted.sum()
+    uniform = uniforms(rules.seed, rules.step)[index]
+    return bool(cut or np.abs(drawn - uniform).min() < 1e-6)
+
+
+def both(logits: np.ndarray, **which) -> tuple[sampler.PickedRows, sampler.PickedRows]:
+    before = logits.copy()
+    answers = (
+        sampler.pick_rows(logits, **which),
+        torch_sampler.pick_rows(torch.from_numpy(logits), **which),
+    )
+    np.testing.assert_array_equal(logits, before)
+    return answers
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
+    rng = np.random.default_rng(8)
+    for _ in range(4):
+        logits = (rng.standard_normal((40, VOCAB_SIZE)) * spread).astype(np.float32)
+        drawing = sorted(rng.choice(40, 30, replace=False).tolist())
+        rules = random_rules(30, rng=rng)
+        host, device = both(logits, drawing=drawing, rules=rules, asking=[0, 3, 39])
+        for row in np.flatnonzero(host.token_ids != device.token_ids):
+            assert on_a_border(logits[row], rules, drawing.index(row))
+        same = (host.token_ids == device.token_ids)[[0, 3, 39]]
+        np.testing.assert_allclose(host.logprobs[same], device.logprobs[same], atol=1e-5)
+        assert device.finite.all()
+        assert (host.token_ids == device.token_ids).sum() >= 39
+
+
+def test_thousands_of_small_rows_are_picked_alike():
+    rng = np.random.default_rng(9)
+    num = 5000
+    # Whole numbers, so that many values are equal: what is kept of a tie, and who wins it, is the same.
+    logits = rng.integers(-4, 4, (num, 50)).astype(np.float32)
+    logits[rng.random((num, 50)) < 0.2] = -np.inf
+    logits[:, 7] = 0.0
+    rules = random_rules(num, rng=rng)
+    host, device = both(logits, drawing=range(num), rules=rules, asking=range(num))
+    differ = np.flatnonzero(host.token_ids != device.token_ids)
+    assert all(on_a_border(logits[row], rules, row) for row in differ)
+    assert len(differ) < 5
+    agree = host.token_ids == device.token_ids
+    np.testing.assert_allclose(host.logprobs[agree], device.logprobs[agree], atol=1e-5)
+
+
+def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal((6, 300)).astype(np.float32)
+    logits[1, 5], logits[2, 0], logits[4] = np.nan, np.inf, -np.inf
+    rules = random_rules(5, rng=rng)
+    host, device = both(logits, drawing=[0, 1, 2, 4, 5], rules=rules, asking=range(6))
+    assert host.finite.tolist() == device.finite.tolist() == [True, False, False, True, False, True]
+    assert host.token_ids[device.finite].tolist() == device.token_ids[device.finite].tolist()
+    assert ((device.token_ids >= 0) & (device.token_ids < 300)).all()
+    np.testing.assert_allclose(host.logprobs[device.finite], device.logprobs[device.finite], atol=1e-5)
+
+
+def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
+    logits = np.array([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]], dtype=np.float32)
+    none = random_rules(0, rng=np.random.default_rng(0))
+    host, device = both(logits, drawing=[], rules=none, asking=[])
+    assert host.token_ids.tolist() == device.token_ids.tolist() == [1, 0]
+    assert device.logprobs.shape == (0,)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (12, 1.0), (0, 0.8), (12, 0.9)])
+def test_frequencies_pass_a_chi_square_test_against_transformers(top_k, top_p):
+    logits = torch.from_numpy(np.random.default_rng(5).standard_normal(30).astype(np.float32))
+    scores = TemperatureLogitsWarper(0.8)(None, logits[None].double())
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1.0 else scores
+    expected = torch.softmax(scores, dim=-1)[0].numpy()
+    num = 20_000
+    rules = SamplingRows(
+        temperature=np.full(num, 0.8, dtype=np.float32),
+        top_k=np.full(num, top_k),
+        top_p=np.full(num, top_p, dtype=np.float32),
+        seed=np.full(num, 3, dtype=np.uint64),
+        step=np.arange(num, dtype=np.uint64),
+    )
+    picked = torch_sampler.pick_rows(logits.expand(num, -1), drawing=range(num), rules=rules, asking=[])
+    counts = np.bincount(picked.token_ids, minlength=30)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    chi2 = ((counts[kept] - num * expected[kept]) ** 2 / (num * expected[kept])).sum()
+    assert chi2 < 58.4  # 99.9 % quantile of chi-square with 29 degrees of freedom, the most there are
