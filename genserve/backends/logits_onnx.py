@@ -81,6 +81,11 @@ class OnnxLogits:
             )
         return int(text)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the whole cache, if every slot is used to its end."""
+        return self.cache.nbytes
+
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
 

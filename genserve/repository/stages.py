@@ -159,7 +159,7 @@ def _ensemble(
         max_length=logits.max_length,
         num_slots=logits.num_slots,
         vocab_size=logits.vocab_size,
-        kv_cache_bytes=logits.cache.nbytes,
+        kv_cache_bytes=logits.kv_cache_bytes,
         precision=logits.metadata.get("genserve.precision", "unknown"),
         loaded_s=time.time(),
     )
