@@ -6,25 +6,26 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from genserve.errors import ExportError
+from genserve.export.families.llama import LLAMA
 from genserve.export.family import Family
-from genserve.export.llama import LLAMA
 
-__all__ = ["family_of"]
+__all__ = ["FAMILIES", "architecture", "family_of"]
 
-_FAMILIES: Mapping[str, Family] = MappingProxyType({"LlamaForCausalLM": LLAMA})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "LlamaForCausalLM": LLAMA,
+        "MistralForCausalLM": LLAMA,
+        "SmolLM3ForCausalLM": LLAMA,
+    }
+)
 
 
-def family_of(config: Mapping[str, Any], *, source: str) -> Family:
-    """The family of the architecture that config.json names.
+def architecture(config: Mapping[str, Any]) -> str:
+    """The architecture that config.json names."""
+    name: str = (config.get("architectures") or ["unnamed"])[0]
+    return name
 
-    Raises:
-        ExportError: no family builds this architecture.
-    """
-    names = config.get("architectures") or ["unnamed"]
-    if names[0] not in _FAMILIES:
-        raise ExportError(
-            f"{source} is of the architecture {names[0]}, which cannot be exported",
-            remedy=f"known architectures: {', '.join(sorted(_FAMILIES))}",
-        )
-    return _FAMILIES[names[0]]
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """The family of that architecture; None: no family builds it."""
+    return FAMILIES.get(architecture(config))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import Self
 
 from genserve.config.parse import parse_model_config, read_model_config
 from genserve.errors import ExportError
-from genserve.export.architectures import family_of
+from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.family import Dimensions, Family
+from genserve.export.decoder import Decoder, Dimensions
+from genserve.export.decoder_graph import write_decoder
+from genserve.export.family import Family
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers
 from genserve.export.layout import stage_files
@@ -30,7 +33,7 @@ class Conversion:
     precision: Precision
     checkpoint: Checkpoint
     family: Family
-    dimensions: Dimensions
+    decoder: Decoder
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision) -> Self:
@@ -39,14 +42,25 @@ class Conversion:
         Raises:
             ExportError: no family builds what the config names.
         """
-        family = family_of(checkpoint.config, source=checkpoint.source)
+        family = family_of(checkpoint.config)
+        if family is None:
+            raise ExportError(
+                f"{checkpoint.source} is of the architecture {architecture(checkpoint.config)}, "
+                "which cannot be exported",
+                remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
+            )
         return cls(
             stages=stages,
             precision=precision,
-            checkpoint=checkpoint,
+            checkpoint=family.completed(checkpoint),
             family=family,
-            dimensions=family.dimensions(checkpoint.config),
+            decoder=family.decoder(checkpoint.config),
         )
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """What the stages around the graph need to know of it."""
+        return self.decoder.dimensions
 
     def require_agreeing_config(self, repository: Path) -> None:
         """Refuse a config.pbtxt of the logits stage that stays there and tells of another model."""
@@ -87,7 +101,8 @@ class Conversion:
 
         with Graph(version) as graph:
             layers = Layers(graph, FORMATS[self.precision])
-            self.family.write(replace(self.checkpoint, load=load), layers, advance)
+            weights = self.family.weights(replace(self.checkpoint, load=load), self.decoder)
+            write_decoder(weights, self.decoder, layers, advance)
             self._require_all(used)
             graph.save(metadata=self._metadata())
         return version
@@ -104,9 +119,7 @@ class Conversion:
         }
 
     def _require_all(self, used: set[str]) -> None:
-        # Recomputed from the config, or a copy of the tied embedding.
-        harmless = ("rotary_emb.inv_freq", "lm_head.weight")
-        unknown = sorted(name for name in self.checkpoint.tensor_names - used if not name.endswith(harmless))
+        unknown = sorted(filterfalse(self.family.may_ignore, self.checkpoint.tensor_names - used))
         if unknown:
             raise ExportError(
                 f"{self.checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "

@@ -59,7 +59,7 @@ def export_model(
             weights = conversion.write_graph(staged, advance=advance)
         with progress.stage("comparing with the source"):
             parity = check_parity(
-                checkpoint, weights, precision=precision, dimensions=conversion.dimensions
+                conversion.checkpoint, weights, precision=precision, dimensions=conversion.dimensions
             )
         size_bytes = sum(path.stat().st_size for path in weights.glob("model.onnx*"))
         install(staged, repository, stages, overwrite=overwrite)

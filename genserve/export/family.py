@@ -1,45 +1,86 @@
-"""Family: one class of architectures, and how its checkpoints become graphs."""
+"""Family: one class of architectures, as a table from which checkpoints become graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.layers import Layers
+from genserve.export.decoder import Decoder
+from genserve.export.weights import DecoderWeights, Names
 
-__all__ = ["Dimensions", "Family"]
+__all__ = ["Family", "require"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dimensions:
-    """The sizes of a model that the stages around its graph need to know."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_length: int  # tokens
+# A checkpoint may have a copy of the embedding that is its head.
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a file of a family offers; add it to the table in `architectures.py`.
-
-    The graph that `write` adds is the one that the onnxruntime backend runs:
-
-    inputs
-        input_ids [batch, sequence] int64; seqlens_k [batch] int32: tokens in the cache + sequence - 1;
-        total_len [] int32: the largest of seqlens_k, plus 1; rows [num_rows] int64: which of the
-        batch * sequence hidden rows reach the head; past_key_values.{i}.key and .value
-        [batch, kv_heads, max_len, head_dim], in the type of the activations.
-    outputs
-        logits [num_rows, vocab] float32; present.{i}.key and .value: the past's buffer, written in place.
-    """
+    """All that the export knows of a family; one file in `families/`, and a line in `architectures.py`."""
 
     name: str
-    # Reads config.json; refuses by name (ExportError) what `write` would not honour.
-    dimensions: Callable[[Mapping[str, Any]], Dimensions]
-    # Writes the graph; calls the last argument with 1 after each layer.
-    write: Callable[[Checkpoint, Layers, Callable[[int], None]], None]
+    # Of the config as transformers completes it; refuses by name, with `require`, what it cannot tell.
+    describe: Callable[[Any], Decoder]
+    names: Names
+    prefix: str                    # of all tensors but the head's; checkpoints without a head may lack it
+    ignored: tuple[str, ...] = ()  # ends of the names of tensors that are recomputed from the config
+
+    def decoder(self, config: Mapping[str, Any]) -> Decoder:
+        """What the model with this config.json computes.
+
+        Raises:
+            ExportError: the config makes no sense, or asks for what the graph has not.
+        """
+        try:
+            known = AutoConfig.for_model(**config)
+        except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+            raise ExportError(
+                f"config.json is not that of a {self.name} model: {' '.join(str(error).split())}",
+                remedy="download the checkpoint again",
+            ) from error
+        plain = "quantization_config" not in config
+        require(plain, found="quantised weights", known="float32, float16 and bfloat16")
+        decoder = self.describe(known)
+        _require_sizes(decoder)
+        return decoder
+
+    def completed(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with the prefix of its tensors, which it lacks if it was saved without a head."""
+        names = checkpoint.tensor_names
+        if any(name.startswith(self.prefix) for name in names):
+            return checkpoint
+        own = {name if name.startswith(_HEADS) else f"{self.prefix}{name}": name for name in names}
+        return replace(
+            checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name])
+        )
+
+    def may_ignore(self, name: str) -> bool:
+        """Whether a tensor that no role has asked for does no harm."""
+        return name.endswith((*self.ignored, *_HEADS))
+
+    def weights(self, checkpoint: Checkpoint, decoder: Decoder) -> DecoderWeights:
+        """The tensors of the checkpoint by their roles."""
+        return DecoderWeights.of(checkpoint, names=self.names, decoder=decoder)
+
+
+def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
+    """Refuse what a config asks for and the graph has not.
+
+    Raises:
+        ExportError: it does not hold; the message has what was found, the remedy what is known.
+    """
+    if not holds:
+        raise ExportError(f"the config has {found}, which the graph has not", remedy=f"known: {known}")
+
+
+def _require_sizes(decoder: Decoder) -> None:
+    grouped = decoder.num_heads % decoder.num_kv_heads == 0
+    found = f"num_key_value_heads {decoder.num_kv_heads}"
+    require(grouped, found=found, known="divisors of num_attention_heads")
+    require(decoder.head_dim % 16 == 0, found=f"head_dim {decoder.head_dim}", known="multiples of 16")

@@ -27,6 +27,7 @@ _CONTRIB_OPS = {
     "GatherBlockQuantized",
     "GroupQueryAttention",
     "MatMulNBits",
+    "SkipLayerNormalization",
     "SkipSimplifiedLayerNormalization",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genserve.export.family import Dimensions
+from genserve.export.decoder import Dimensions
 from genserve.export.precision import Format
 from genserve.export.stages import Stages
 

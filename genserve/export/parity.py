@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.family import Dimensions
+from genserve.export.decoder import Dimensions
 from genserve.export.graph import MODEL_FILE
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genserve.export.conversion import Conversion
-from genserve.export.family import Dimensions
+from genserve.export.decoder import Dimensions
 from genserve.export.parity import CachedGraph
 from genserve.export.report import Precision
 from genserve.export.source import read_checkpoint

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from genserve.config.parse import parse_model_config
-from genserve.export.family import Dimensions
+from genserve.export.decoder import Dimensions
 from genserve.export.layout import stage_files
 from genserve.export.precision import FORMATS
 from genserve.export.stages import Stages

@@ -36,6 +36,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         }
     },
+    "linear_rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "yarn_rope": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    },
+    "gelu": {"hidden_act": "gelu"},
+    "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh"},
     "one_layer": {"num_hidden_layers": 1},
 }
 
@@ -99,12 +105,12 @@ def test_only_the_rows_that_are_asked_for_get_logits_in_their_order(
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ({"hidden_act": "mish"}, "mish"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
-        ({"head_dim": 24}, "head_dim 24"),
+        ({"head_dim": 20}, "head_dim 20"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )

@@ -1,0 +1,92 @@
+"""Llama: RMS norms, rotary positions, grouped KV heads and a gated MLP; with it Mistral and SmolLM3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from genserve.export.decoder import Activation, Attention, Decoder, Rotary
+from genserve.export.family import Family, require
+from genserve.export.rotary import read_rotary
+from genserve.export.weights import Names
+
+__all__ = ["LLAMA", "LLAMA_NAMES", "describe_llama"]
+
+LLAMA_NAMES: Names = MappingProxyType(
+    {
+        "embedding": "model.embed_tokens",
+        "layers.{}.attention.norm": "model.layers.{}.input_layernorm",
+        "layers.{}.attention.query": "model.layers.{}.self_attn.q_proj",
+        "layers.{}.attention.key": "model.layers.{}.self_attn.k_proj",
+        "layers.{}.attention.value": "model.layers.{}.self_attn.v_proj",
+        "layers.{}.attention.output": "model.layers.{}.self_attn.o_proj",
+        "layers.{}.mlp.norm": "model.layers.{}.post_attention_layernorm",
+        "layers.{}.mlp.gate": "model.layers.{}.mlp.gate_proj",
+        "layers.{}.mlp.up": "model.layers.{}.mlp.up_proj",
+        "layers.{}.mlp.down": "model.layers.{}.mlp.down_proj",
+        "norm": "model.norm",
+        "head": "lm_head",
+    }
+)
+
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+)
+
+
+def describe_llama(config: Any) -> Decoder:
+    """The decoder of a config with the fields of Llama's, and perhaps `layer_types` and `sliding_window`."""
+    act = getattr(config, "hidden_activation", None) or config.hidden_act
+    require(act in _ACTIVATIONS, found=f"hidden_act {act!r}", known=", ".join(_ACTIVATIONS))
+    size = _head_dim(config)
+    return Decoder(
+        vocab_size=config.vocab_size,
+        context_length=config.max_position_embeddings,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=size,
+        attentions=_attentions(config),
+        attention_scale=size**-0.5,
+        norm="rms",
+        norm_epsilon=config.rms_norm_eps,
+        activation=_ACTIVATIONS[act],
+        tied=config.tie_word_embeddings,
+    )
+
+
+def _head_dim(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def _attentions(config: Any) -> tuple[Attention, ...]:
+    num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    everywhere = "full_attention" if window is None else "sliding_attention"
+    types = getattr(config, "layer_types", None) or [everywhere] * num_layers
+    turning = getattr(config, "no_rope_layers", None) or [1] * num_layers
+    rotaries = {kind: _rotary(config, layer_type=kind) for kind in set(types)}
+    return tuple(
+        Attention(
+            rotary=rotaries[kind] if turns else None,
+            window=window if kind == "sliding_attention" else None,
+        )
+        for kind, turns in zip(types, turning, strict=True)
+    )
+
+
+def _rotary(config: Any, *, layer_type: str) -> Rotary:
+    own = layer_type in config.rope_parameters
+    parameters = config.rope_parameters[layer_type] if own else config.rope_parameters
+    partial = parameters.get("partial_rotary_factor", 1.0)
+    require(partial == 1.0, found=f"partial_rotary_factor {partial}", known="1.0")
+    return read_rotary(config, num_dims=_head_dim(config), layer_type=layer_type if own else None)
+
+
+LLAMA = Family(
+    name="llama",
+    describe=describe_llama,
+    names=LLAMA_NAMES,
+    prefix="model.",
+    ignored=("rotary_emb.inv_freq",),
+)
