@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
@@ -39,6 +40,7 @@ __all__ = [
     "Status",
     "StreamBroken",
     "Unreachable",
+    "status_of",
 ]
 
 
@@ -204,3 +206,21 @@ class Closed(GenserveError):
     """The object was closed before this call."""
 
     code = "closed"
+
+
+# By class, nearest ancestor first.
+_STATUS: Mapping[type[GenserveError], Status] = {
+    InvalidRequest: Status.INVALID_ARG,
+    ModelNotFound: Status.NOT_FOUND,
+    ModelNotReady: Status.UNAVAILABLE,
+    Overloaded: Status.UNAVAILABLE,
+    Closed: Status.UNAVAILABLE,
+    GenserveError: Status.INTERNAL,
+}
+
+
+def status_of(error: GenserveError) -> Status:
+    """Return Triton's code of an error, by which protocols and Python models tell it."""
+    if isinstance(error, InferenceError):
+        return error.status
+    return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from genserve.errors import GenserveError, Status
-from genserve.kserve.status import status_of
+from genserve.errors import GenserveError, Status, status_of
 
 __all__ = ["status_code"]
 

@@ -10,14 +10,13 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError, Status
+from genserve.errors import GenserveError, InferenceError, Status, status_of
 from genserve.inference import Door, InferenceRequest, Parameter
 from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
 from genserve.kserve.model_version import read_version
 from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.running_inference import RunningInference
-from genserve.kserve.status import status_of
 from genserve.server.beside import beside
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft

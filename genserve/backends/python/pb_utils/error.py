@@ -5,15 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import ClassVar
 
-from genserve.errors import (
-    GenserveError,
-    InferenceError,
-    InvalidRequest,
-    ModelNotFound,
-    ModelNotReady,
-    Overloaded,
-    Status,
-)
+from genserve.errors import GenserveError, InferenceError, Status, status_of
 
 __all__ = ["ErrorCode", "TritonError", "TritonModelException", "error_of", "inference_error"]
 
@@ -62,20 +54,9 @@ class TritonError:
         return self._code
 
 
-_STATUS = {
-    InvalidRequest: ErrorCode.INVALID_ARG,
-    ModelNotFound: ErrorCode.NOT_FOUND,
-    ModelNotReady: ErrorCode.UNAVAILABLE,
-    Overloaded: ErrorCode.UNAVAILABLE,
-}
-
-
 def error_of(error: GenserveError) -> TritonError:
     """Return what a model is shown of an error of genserve's."""
-    if isinstance(error, InferenceError):
-        return TritonError(error.message, ErrorCode[error.status.name])
-    codes = (code for kind, code in _STATUS.items() if isinstance(error, kind))
-    return TritonError(error.message, next(codes, ErrorCode.INTERNAL))
+    return TritonError(error.message, ErrorCode[status_of(error)])
 
 
 def inference_error(error: TritonError) -> InferenceError:

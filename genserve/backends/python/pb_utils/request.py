@@ -22,7 +22,7 @@ from genserve.backends.python.pb_utils.response import (
 from genserve.backends.python.pb_utils.sender import FINAL, InferenceResponseSender
 from genserve.backends.python.pb_utils.tensor import Tensor
 from genserve.errors import InferenceError
-from genserve.inference import CURRENT_EXECUTOR, Executor, Inference, RequestFlags
+from genserve.inference import CURRENT_EXECUTOR, Door, Executor, Inference, RequestFlags
 
 __all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
 
@@ -210,9 +210,7 @@ class InferenceRequest:
         Raises:
             TritonModelException: not called while the model executes.
         """
-        host = self._calling_host()
-        door, executor = host.door, _executor(host)
-        assert door is not None  # or it would not be a calling host
+        door, executor = self._way_out()
         if decoupled:
             return ResponseIterator(Answers(self._to_ask(), door=door, executor=executor))
         return InferenceResponse._of(call(self._to_ask(), door=door, executor=executor))
@@ -230,9 +228,7 @@ class InferenceRequest:
         Raises:
             TritonModelException: not called while the model executes.
         """
-        host = self._calling_host()
-        door, executor = host.door, _executor(host)
-        assert door is not None  # or it would not be a calling host
+        door, executor = self._way_out()
         if decoupled:
             return answers_async(self._to_ask(), door=door, executor=executor, convert=ResponseIterator)
         return call_async(self._to_ask(), door=door, executor=executor, convert=InferenceResponse._of)
@@ -269,11 +265,12 @@ class InferenceRequest:
         if self._inference is not None:
             self._inference.fail(error)
 
-    def _calling_host(self) -> Host:
+    def _way_out(self) -> tuple[Door, Executor | None]:
+        """Return the door to other models, and the instance that waits for what is asked there."""
         host = self._host or current_host()
         if host is None or host.door is None or host.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
-        return host
+        return host.door, _executor(host)
 
     def _to_ask(self) -> inner.InferenceRequest:
         if self._flags == self._asked.flags:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from genserve.errors import (
+    Closed,
+    ContextLengthExceeded,
+    InferenceError,
+    ModelFailed,
+    ModelNotFound,
+    Overloaded,
+    Status,
+    status_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InferenceError("no", status=Status.ALREADY_EXISTS), Status.ALREADY_EXISTS),
+        (ContextLengthExceeded("too long"), Status.INVALID_ARG),
+        (ModelNotFound("no such model"), Status.NOT_FOUND),
+        (Overloaded("full", retry_after_s=1), Status.UNAVAILABLE),
+        (Closed("gone"), Status.UNAVAILABLE),
+        (ModelFailed("nan"), Status.INTERNAL),
+    ],
+)
+def test_an_error_has_its_own_code_or_that_of_its_nearest_ancestor(error, status) -> None:
+    assert status_of(error) is status
+
+
+def test_a_requester_is_told_our_errors_as_they_are() -> None:
+    error = ModelFailed("nan")
+    assert InferenceError.of(error) is error
+
+
+def test_a_requester_is_told_the_kind_and_the_text_of_any_other_exception() -> None:
+    error = InferenceError.of(KeyError("x"))
+    assert isinstance(error, InferenceError)
+    assert (error.status, error.message) == (Status.INTERNAL, "KeyError: 'x'")
