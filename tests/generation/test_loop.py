@@ -170,18 +170,22 @@ def test_a_failing_forward_ends_its_requests_and_not_the_loop():
     loop.close()
 
 
-def test_an_engine_that_dies_ends_its_requests_and_says_that_it_is_dead():
+def dying_loop() -> EngineLoop:
     class Broken(Engine):
         def step(self):
             raise MemoryError
 
-    loop = EngineLoop(
+    return EngineLoop(
         Broken(CachedLogits(), decode=sample_loop),
         name="test",
         num_slots=1,
         max_waiting=1,
         metrics=Metrics().for_model("test"),
     )
+
+
+def test_an_engine_that_dies_ends_its_requests_and_says_that_it_is_dead():
+    loop = dying_loop()
     with pytest.raises(ModelFailed, match="loaded again"):
         list(ThreadStream(loop, sequence_of([1])))
     loop.close()
@@ -341,17 +345,7 @@ def test_closing_answers_logits_requests_with_an_error(gated):
 
 
 def test_an_engine_that_dies_answers_logits_requests():
-    class Broken(Engine):
-        def step(self):
-            raise MemoryError
-
-    loop = EngineLoop(
-        Broken(CachedLogits(), decode=sample_loop),
-        name="test",
-        num_slots=1,
-        max_waiting=1,
-        metrics=Metrics().for_model("test"),
-    )
+    loop = dying_loop()
     answers: SimpleQueue = SimpleQueue()
     loop.submit_logits([logits_request([1], on_logits=answers.put)])
     assert isinstance(answers.get(), ModelFailed)

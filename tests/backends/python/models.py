@@ -22,6 +22,7 @@ from genserve.schedulers.choice import make_scheduler
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
+DECOUPLED = "model_transaction_policy { decoupled: true }"
 HEADER = """\
 import triton_python_backend_utils as pb_utils
 import numpy as np

@@ -5,9 +5,8 @@ import time
 import pytest
 
 from genserve.errors import InferenceError, Status
-from tests.backends.python.models import declared, floats
+from tests.backends.python.models import DECOUPLED, declared, floats
 
-DECOUPLED = "model_transaction_policy { decoupled: true }"
 TWO = "instance_group [{ count: 2 kind: KIND_CPU }]"
 
 DOUBLE = """

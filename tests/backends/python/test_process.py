@@ -17,10 +17,9 @@ from genserve.backends.python.process_side import ModelSetup
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceRequest
 from genserve.tensor import Tensor
-from tests.backends.python.models import declared, floats
+from tests.backends.python.models import DECOUPLED, declared, floats
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
-DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 def test_a_model_runs_in_a_process_of_its_own(models, caplog):

@@ -14,14 +14,13 @@ import torch
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.tensor import Tensor
-from tests.backends.python.models import declared, floats
+from tests.backends.python.models import DECOUPLED, declared, floats
 
 IDENTITY = """
     class TritonPythonModel:
         def execute(self, requests):
             return [answer(tensor(request).as_numpy()) for request in requests]
 """
-DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 def executing(body):
