@@ -19,12 +19,13 @@ from genserve.backends.onnx_session import Provider, onnxruntime_module, open_se
 from genserve.backends.onnx_signature import GraphTensor, OnnxSignature
 from genserve.backends.per_device import PerDevice
 from genserve.backends.strings import string_tensor, texts
+from genserve.config.model_config import ModelConfig
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference
 from genserve.tensor import Tensor
 
-__all__ = ["OnnxGraph", "OnnxRuntimeBackend", "OnnxVersion"]
+__all__ = ["OnnxGraph", "OnnxRuntimeBackend", "OnnxVersion", "open_graph"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,24 +101,34 @@ class OnnxVersion:
         )
 
     def _open(self, placement: Placement) -> OnnxGraph:
-        config, optimization = self._config, self._config.message.optimization
-        choice = choose_providers(
-            optimization.execution_accelerators,
-            placement,
-            parameters=config.parameters,
-            available=onnxruntime_module().get_available_providers(),
-        )
-        for warning in choice.warnings:
-            logger.warning("model %s: %s", config.name, warning)
-        session = open_session(
-            self._path,
-            parameters=config.parameters,
-            graph_level=optimization.graph.level,
-            providers=choice.providers,
-        )
-        graph = OnnxGraph(session, parameters=config.parameters)
-        graph.signature.check(config)
-        return graph
+        return open_graph(self._path, config=self._config, placement=placement)
+
+
+def open_graph(path: Path, *, config: ModelConfig, placement: Placement) -> OnnxGraph:
+    """Load a graph onto the device of a placement, and compare it with its config.
+
+    Raises:
+        MissingDependency: ONNX Runtime is not installed.
+        RepositoryError: the file cannot be loaded, or the config tells of another graph.
+    """
+    optimization = config.message.optimization
+    choice = choose_providers(
+        optimization.execution_accelerators,
+        placement,
+        parameters=config.parameters,
+        available=onnxruntime_module().get_available_providers(),
+    )
+    for warning in choice.warnings:
+        logger.warning("model %s: %s", config.name, warning)
+    session = open_session(
+        path,
+        parameters=config.parameters,
+        graph_level=optimization.graph.level,
+        providers=choice.providers,
+    )
+    graph = OnnxGraph(session, parameters=config.parameters)
+    graph.signature.check(config)
+    return graph
 
 
 class OnnxRuntimeBackend:

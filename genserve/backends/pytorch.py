@@ -13,9 +13,10 @@ from genserve.backends.model_file import model_file
 from genserve.backends.parameters import integer_parameter
 from genserve.backends.per_device import PerDevice
 from genserve.backends.torch_module import TorchModule, torch_library
+from genserve.config.model_config import ModelConfig
 from genserve.inference import Inference
 
-__all__ = ["PyTorchBackend", "TorchVersion"]
+__all__ = ["PyTorchBackend", "TorchVersion", "open_module"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,23 +52,34 @@ class TorchVersion:
             logger.warning(
                 "model %s: the parameter %s has no effect: %s", config.name, key, _WITHOUT_EFFECT[key]
             )
-        _set_threads(config.parameters)
 
     def _open(self, placement: Placement) -> TorchModule:
-        return TorchModule(self._path, config=self._config, device=self._device(placement))
+        return open_module(self._path, config=self._config, placement=placement)
 
-    def _device(self, placement: Placement) -> str | None:
-        if placement.kind == "MODEL":
-            return None
-        if placement.kind == "GPU" and torch_library().cuda.is_available():
-            return f"cuda:{placement.device_id}"
-        if placement.kind == "GPU":
-            logger.warning(
-                "model %s: %s runs on the CPU: this PyTorch was built without CUDA, or sees no GPU",
-                self._config.name,
-                placement.name,
-            )
-        return "cpu"
+
+def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> TorchModule:
+    """Load a module onto the device of a placement.
+
+    Raises:
+        MissingDependency: PyTorch is not installed.
+        RepositoryError: the file cannot be loaded, or does not fit the config.
+    """
+    _set_threads(config.parameters)
+    return TorchModule(path, config=config, device=_device(placement, model=config.name))
+
+
+def _device(placement: Placement, *, model: str) -> str | None:
+    if placement.kind == "MODEL":
+        return None
+    if placement.kind == "GPU" and torch_library().cuda.is_available():
+        return f"cuda:{placement.device_id}"
+    if placement.kind == "GPU":
+        logger.warning(
+            "model %s: %s runs on the CPU: this PyTorch was built without CUDA, or sees no GPU",
+            model,
+            placement.name,
+        )
+    return "cpu"
 
 
 class PyTorchBackend:

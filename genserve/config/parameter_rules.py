@@ -10,8 +10,9 @@ from genserve.config.judged import JudgedConfig
 __all__ = ["parameters"]
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
-_ONNXRUNTIME = {
-    "max_sequence_length": _POSITIVE,     # of genserve's own: how many tokens a slot of the KV cache holds
+# Of genserve's own, for a stage that gives logits: how many tokens a slot holds.
+_LENGTH = {"max_sequence_length": _POSITIVE}
+_ONNXRUNTIME = _LENGTH | {
     "intra_op_thread_count": _NUMBER,
     "inter_op_thread_count": _NUMBER,
     "execution_mode": _NUMBER,
@@ -20,7 +21,7 @@ _ONNXRUNTIME = {
     "memory.enable_memory_arena_shrinkage": _TEXT,
     "session.use_device_allocator_for_initializers": _NUMBER,
 }
-_PYTORCH = {
+_PYTORCH = _LENGTH | {
     "DISABLE_OPTIMIZED_EXECUTION": _SWITCH,
     "INFERENCE_MODE": _SWITCH,
     "DISABLE_CUDNN": _SWITCH,

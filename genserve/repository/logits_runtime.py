@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from enum import Enum, auto
+from pathlib import Path
 from typing import Protocol
 
+from genserve.backends.backend import Placement
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.logits_whole import Run, WholeLogits
+from genserve.backends.model_file import model_file
+from genserve.backends.onnxruntime import open_graph
 from genserve.backends.parameters import integer_parameter
+from genserve.backends.pytorch import open_module
+from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
 from genserve.repository.index import ModelEntry
 
 __all__ = ["LoadedLogits", "is_logits_stage", "load_logits"]
+
+logger = logging.getLogger(__name__)
+
+_FILES = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
+_DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it can take
 
 
 class LoadedLogits(LogitsModel, Protocol):
@@ -25,13 +39,17 @@ class LoadedLogits(LogitsModel, Protocol):
         """What its export wrote into the file: `genserve.precision` and others."""
 
 
+class _Cache(Enum):
+    """Where a logits stage keeps the keys and values of its tokens, by the states of its config."""
+
+    IN_PLACE = auto()   # written where it lies
+    NONE = auto()       # no states: every step computes all tokens again
+
+
 def is_logits_stage(entry: ModelEntry) -> bool:
-    """Whether a model is an exported logits graph: its states are a KV cache that is written in place."""
+    """Whether a model is an exported logits graph: its states are a KV cache."""
     config = entry.config
-    if config is None or config.backend != "onnxruntime" or config.sequence_batching is None:
-        return False
-    states = config.sequence_batching.states
-    return config.sequence_batching.iterative and bool(states) and all(state.same_buffer for state in states)
+    return config is not None and config.backend in _FILES and _cache(config) is not _Cache.NONE
 
 
 def load_logits(entry: ModelEntry) -> LoadedLogits:
@@ -43,9 +61,44 @@ def load_logits(entry: ModelEntry) -> LoadedLogits:
     """
     config = entry.config
     assert config is not None  # or it would have an error
-    return OnnxLogits(
-        entry.latest_version() / (config.default_model_filename or "model.onnx"),
-        num_slots=max(1, config.max_batch_size),
-        max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
-        num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
+    path = model_file(
+        entry.latest_version(),
+        filename=config.default_model_filename,
+        default=_FILES[config.backend],
+        model=entry.name,
     )
+    match _cache(config):
+        case _Cache.NONE:
+            return _whole(path, config)
+        case _Cache.IN_PLACE:
+            return OnnxLogits(
+                path,
+                num_slots=max(1, config.max_batch_size),
+                max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
+                num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
+            )
+
+
+def _cache(config: ModelConfig) -> _Cache:
+    batching = config.sequence_batching
+    if batching is None or not batching.iterative or not batching.states:
+        return _Cache.NONE
+    return _Cache.IN_PLACE if all(state.same_buffer for state in batching.states) else _Cache.NONE
+
+
+def _whole(path: Path, config: ModelConfig) -> LoadedLogits:
+    on_cpu = Placement(name=config.name, kind="CPU")
+    run: Run
+    if config.backend == "pytorch":
+        run = open_module(path, config=config, placement=on_cpu).run
+    else:
+        run = open_graph(path, config=config, placement=on_cpu).run
+    stated = integer_parameter(config.parameters, "max_sequence_length", default=0)
+    max_length = stated or _DEFAULT_LENGTH
+    logger.warning(
+        "model %s has no KV cache: each token costs a run of the whole sequence, of %d tokens at the most "
+        "(max_sequence_length); `genserve export` of its checkpoint makes one with a cache",
+        config.name,
+        max_length,
+    )
+    return WholeLogits(run, config, max_length=max_length)

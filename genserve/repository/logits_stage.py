@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.backends.logits_names import LogitsNames
 from genserve.errors import Closed, GenserveError, InvalidRequest
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
@@ -22,7 +23,7 @@ __all__ = ["LogitsStage"]
 
 
 class LogitsStage:
-    """`input_ids` [batch, n] to `logits` [batch, 1, vocab_size], those after the last token; a `Runner`.
+    """Token ids [batch, n] to logits [batch, 1, vocab_size], those after the last token; a `Runner`.
 
     A request whose ids begin with those of an earlier one computes only what is new, and shares its step
     with whatever else the engine runs: a loop that sends all its ids again for each token costs no more
@@ -33,6 +34,7 @@ class LogitsStage:
         self,
         loop: EngineLoop,
         *,
+        names: LogitsNames,
         vocab_size: int,
         max_length: int,
         statistics: ModelStatistics,
@@ -42,12 +44,14 @@ class LogitsStage:
 
         Args:
             loop: of the engine.
+            names: how the config calls its tensors.
             vocab_size: length of a row of logits.
             max_length: tokens of a row of ids.
             statistics: to count executions in.
             close: ends the engine; None: it is an ensemble's, which ends it.
         """
         self._loop = loop
+        self._names = names
         self._statistics = statistics
         self._close = close
         self._vocab_size = vocab_size
@@ -71,7 +75,7 @@ class LogitsStage:
             ContextLengthExceeded: a row is longer than a slot.
             Overloaded: as many as may wait are waiting.
         """
-        rows = _Rows(inference)
+        rows = _Rows(inference, output=self._names.logits)
         requests = [
             LogitsRequest(
                 token_ids,
@@ -79,7 +83,7 @@ class LogitsStage:
                 vocab_size=self._vocab_size,
                 max_length=self._max_length,
             )
-            for row, token_ids in enumerate(_unpadded(inference))
+            for row, token_ids in enumerate(_unpadded(inference, self._names))
         ]
         inference.started_ns = inference.submitted_ns
         inference.when_ended(self._statistics.executed_alone)
@@ -101,8 +105,9 @@ class LogitsStage:
 class _Rows:
     """The logits of the rows of one inference, until all of them are there."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, *, output: str) -> None:
         self._inference = inference
+        self._output = output
         self._lock = threading.Lock()
         self._logits: list[FloatArray | None] = [None] * inference.batch_size
         self._num_missing = inference.batch_size
@@ -119,21 +124,21 @@ class _Rows:
                 return
         rows = [logits for logits in self._logits if logits is not None]
         logits = rows[0][np.newaxis] if len(rows) == 1 else np.stack(rows)
-        outputs = (Tensor("logits", logits[:, np.newaxis, :]),)
+        outputs = (Tensor(self._output, logits[:, np.newaxis, :]),)
         with suppress(Closed):  # it may have been cancelled while the step ran
             self._inference.send(InferenceResponse(outputs=outputs), final=True)
 
 
-def _unpadded(inference: Inference) -> list[NDArray[np.int64]]:
-    """Return the ids of each row, without those that `attention_mask` leaves out."""
-    ids = inference.inputs["input_ids"].array
-    mask = inference.inputs.get("attention_mask")
+def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64]]:
+    """Return the ids of each row, without those that the attention mask leaves out."""
+    ids = inference.inputs[names.input_ids].array
+    mask = inference.inputs.get(names.attention_mask or "")
     if mask is None:
         return list(ids)
     if mask.shape != ids.shape:
         raise InvalidRequest(
-            f"attention_mask has the shape {list(mask.shape)}, input_ids {list(ids.shape)}",
-            field="attention_mask",
+            f"{mask.name} has the shape {list(mask.shape)}, {names.input_ids} {list(ids.shape)}",
+            field=mask.name,
             remedy="send one 1 for each id, and 0 for padding; or leave it out",
         )
     return [row[keep != 0] for row, keep in zip(ids, mask.array, strict=True)]

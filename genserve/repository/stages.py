@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
+from genserve.backends.logits_names import LogitsNames
 from genserve.backends.python.decoding import load_decode
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
@@ -66,11 +67,12 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
     """
     started_s = time.monotonic()
     accept(model_faults(entry, {entry.name: entry}))
-    logits = load_logits(entry)
+    names, logits = _logits_names(entry), load_logits(entry)
     loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
     statistics = ModelStatistics()
     runner = LogitsStage(
         loop,
+        names=names,
         vocab_size=logits.vocab_size,
         max_length=logits.max_length,
         statistics=statistics,
@@ -98,12 +100,14 @@ def load_generation(
     """
     started_s = time.monotonic()
     accept(fault for model in (entry, *stages.values()) for fault in model_faults(model, entries))
+    names = _logits_names(stages["logits"])
     ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
     load_s = time.monotonic() - started_s
     of_text, of_logits = ModelStatistics(), ModelStatistics()
     generation = TextGeneration(ensemble, statistics=of_text)
     logits = LogitsStage(
         ensemble.loop,
+        names=names,
         vocab_size=ensemble.vocab_size,
         max_length=ensemble.max_length,
         statistics=of_logits,
@@ -117,6 +121,11 @@ def load_generation(
 
 async def _nothing(sequence: TokenSequence) -> None:
     """The decoding loop of an engine that only answers with logits."""
+
+
+def _logits_names(entry: ModelEntry) -> LogitsNames:
+    assert entry.config is not None  # or it would have an error
+    return LogitsNames.of(entry.config)
 
 
 class _Inside:

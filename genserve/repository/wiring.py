@@ -17,8 +17,8 @@ from genserve.repository.index import ModelEntry, served_versions
 
 __all__ = ["generation_stages", "is_decoupled", "wiring_faults"]
 
-# Which backend makes which stage of a model that generates text.
-_STAGE_BACKENDS = {"tokenizer": "tokenizer", "logits": "onnxruntime", "decoder": "python"}
+# Which stage of a model that generates text is made by which backend.
+_STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
 _DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
 
@@ -33,12 +33,13 @@ def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> d
 
     None: it is none of these. Its decoder is a model.py with an `async def decode`.
     """
-    by_backend = {model.config.backend: model for model in _step_models(entry, entries) if model.config}
-    if entry.config is None or len(entry.config.ensemble_steps) != len(_STAGE_BACKENDS):
+    models = _step_models(entry, entries)
+    stages = {_STAGES.get(model.config.backend, ""): model for model in models if model.config}
+    if entry.config is None or len(entry.config.ensemble_steps) != len(stages):
         return None
-    if by_backend.keys() != set(_STAGE_BACKENDS.values()) or not _decodes(by_backend["python"]):
+    if stages.keys() != set(_STAGES.values()) or not _decodes(stages["decoder"]):
         return None
-    return {stage: by_backend[backend] for stage, backend in _STAGE_BACKENDS.items()}
+    return stages
 
 
 def _decodes(decoder: ModelEntry) -> bool:

@@ -1,0 +1,73 @@
+"""Which logits runtime answers for which config: each kind over HTTP, with the tiny model's weights."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from genserve.repository.check import repository_faults
+from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.live import LiveServer
+
+
+@pytest.fixture(scope="module")
+def root(tiny_repository: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kinds") / "models"
+    shutil.copytree(tiny_repository, root)
+    names = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
+    version = add_chain(tiny_repository, root, name="whole", logits_config=WHOLE_CONFIG, **names)
+    whole_torchscript(version / "model.pt", tiny_checkpoint)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[LiveServer]:
+    with LiveServer(root) as server:
+        yield server
+
+
+def test_all_of_them_are_clean_to_check(root: Path) -> None:
+    assert set(repository_faults([root]).values()) == {()}
+
+
+@pytest.mark.parametrize("kind", ["whole"])
+def test_every_kind_of_logits_stage_gives_the_same_text(server: LiveServer, kind: str) -> None:
+    messages = [{"role": "user", "content": "hello world, how are you"}]
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+    answers = {
+        model: httpx2.post(f"{server.url}/v1/chat/completions", json=body | {"model": model}, timeout=60)
+        for model in ("tiny", kind)
+    }
+    expected, found = (answers[model].json() for model in ("tiny", kind))
+    assert found["choices"] == expected["choices"]
+    assert found["usage"] == expected["usage"]
+    assert found["usage"]["completion_tokens"] == 12
+
+
+def test_a_graph_without_a_cache_answers_under_the_names_of_its_own_config(server: LiveServer) -> None:
+    def asked(model: str, ids: str, mask: str) -> list[float]:
+        inputs = [
+            {"name": ids, "shape": [1, 3], "datatype": "INT64", "data": [5, 6, 7]},
+            {"name": mask, "shape": [1, 3], "datatype": "INT64", "data": [1, 1, 0]},
+        ]
+        answer = httpx2.post(f"{server.url}/v2/models/{model}/infer", json={"inputs": inputs}, timeout=60)
+        [output] = answer.json()["outputs"]
+        return output["data"]
+
+    numbered = asked("whole_logits", "INPUT__0", "INPUT__1")
+    assert numbered == pytest.approx(asked("tiny_logits", "input_ids", "attention_mask"), abs=1e-4)
+
+
+def test_a_graph_without_a_cache_says_what_it_costs_as_it_is_loaded(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), LiveServer(root, load_model=("whole",)):
+        pass
+    [line] = [record.getMessage() for record in caplog.records if "KV cache" in record.getMessage()]
+    assert line.startswith("model whole_logits has no KV cache: each token costs a run of the whole sequence")
+    assert "128 tokens" in line
