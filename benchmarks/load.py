@@ -18,11 +18,12 @@ import re
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Load", "Measured", "run"]
+__all__ = ["Load", "Measured", "random_prompts", "run"]
 
 # An event that brings text to the reader: not the first one, which has a role only, nor the last.
 TEXT = re.compile(rb'^data:.*?"(?:content|text)": ?"(?!")', re.MULTILINE)
@@ -46,12 +47,14 @@ class Load:
     host: str
     port: int
     model: str
-    api: str                # "chat" or "generate"
+    api: str                # "chat", "generate" (TGI's) or "completions" (OpenAI's older one)
     concurrency: int
     num_requests: int
     new_tokens: int
     prompt_words: int       # a word is about one token
     seed: int               # another seed, other prompts: no prefix cache helps
+    shared_words: int = 0   # of each prompt, so many at its beginning are those of all the others
+    extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of the body
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,12 +145,20 @@ class _Connection:
         self._measured.new_tokens.append(int(new[-1]))
 
 
+def random_prompts(count: int, *, words: int, shared_words: int = 0, seed: int) -> list[str]:
+    """So many texts of so many words, of which the first `shared_words` are the same in all of them."""
+    rng = random.Random(seed)
+    shared = rng.choices(WORDS.split(), k=shared_words)
+    return [" ".join(shared + rng.choices(WORDS.split(), k=words - shared_words)) for _ in range(count)]
+
+
 def _requests(load: Load) -> Iterator[bytes]:
-    rng = random.Random(load.seed)
-    for number in range(load.num_requests):
-        prompt = f"{load.seed}.{number}: " + " ".join(rng.choices(WORDS.split(), k=load.prompt_words))
-        path, body = _chat(prompt, load) if load.api == "chat" else _generate(prompt, load)
-        payload = json.dumps(body).encode()
+    prompts = random_prompts(
+        load.num_requests, words=load.prompt_words, shared_words=load.shared_words, seed=load.seed
+    )
+    for prompt in prompts:
+        path, body = BODIES[load.api](prompt, load)
+        payload = json.dumps(body | dict(load.extra)).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -172,17 +183,32 @@ def _generate(prompt: str, load: Load) -> tuple[str, dict[str, object]]:
     return "/generate_stream", {"model": load.model, "inputs": prompt, "parameters": parameters}
 
 
+def _completions(prompt: str, load: Load) -> tuple[str, dict[str, object]]:
+    return "/v1/completions", {
+        "model": load.model,
+        "prompt": prompt,
+        "max_tokens": load.new_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
+BODIES = {"chat": _chat, "generate": _generate, "completions": _completions}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--api", choices=["chat", "generate"], default="chat")
+    parser.add_argument("--api", choices=BODIES, default="chat")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--requests", dest="num_requests", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=32)
+    parser.add_argument("--shared-words", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--extra", type=json.loads, default={}, help="more fields of the body, as JSON")
     measured = run(Load(**vars(parser.parse_args())))
     print(json.dumps({name: getattr(measured, name) for name in Measured.__slots__}))
 

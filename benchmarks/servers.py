@@ -1,4 +1,4 @@
-"""Servers: genserve and a real Triton, each started on a repository and ended with the block."""
+"""Servers: genserve, a real Triton and others, each started with a block and ended with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def genserve_server(repository: Path) -> Iterator[Ports]:
     """`genserve serve` on free ports."""
     ports = _free_ports()
     command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}"]
-    with _running([*command, *_flags(ports)], ports):
+    with running([*command, *_flags(ports)], ready_url=_ready_url(ports)):
         yield ports
 
 
@@ -45,8 +45,18 @@ def triton_server(command: str, repository: Path) -> Iterator[Ports]:
     """
     ports = _free_ports()
     program = [*shlex.split(command), f"--model-repository={repository}", *_flags(ports)]
-    with _running(program, ports):
+    with running(program, ready_url=_ready_url(ports)):
         yield ports
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _ready_url(ports: Ports) -> str:
+    return f"http://127.0.0.1:{ports.http}/v2/health/ready"
 
 
 def _flags(ports: Ports) -> list[str]:
@@ -54,25 +64,26 @@ def _flags(ports: Ports) -> list[str]:
 
 
 @contextmanager
-def _running(command: Sequence[str], ports: Ports) -> Iterator[None]:
+def running(command: Sequence[str], *, ready_url: str) -> Iterator[None]:
+    """A server of any kind; it is ready when `ready_url` answers with a status below 400."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
         try:
-            _wait(process, ports, log)
+            _wait(process, ready_url, log)
             yield
         finally:
             process.terminate()
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], ports: Ports, log: IO[str]) -> None:
+def _wait(process: subprocess.Popen[bytes], ready_url: str, log: IO[str]) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"{process.args} ended with {process.returncode}:\n{_end_of(log)}")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{ports.http}/v2/health/ready", timeout=5):
+            with urllib.request.urlopen(ready_url, timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)

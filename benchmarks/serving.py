@@ -1,10 +1,15 @@
-"""Serving: tokens per second and latencies of a running server, beside the bare forward loop.
+"""Serving: tokens per second and latencies of a running server, beside the bare forward loop and its peers.
 
     python benchmarks/serving.py --model-repository model_repository --model smollm2
+    python benchmarks/serving.py --peer llama-server:PROGRAM:MODEL.gguf --peer openvino:PYTHON:FOLDER
 
-starts `genserve serve`, lets `load.py` ask it in a closed loop at several concurrencies, and measures
-`bare_loop.py` with as many rows in between, while the server is idle. Both run in every round, because
-machines have fast and slow minutes; a row of the table is the median of the rounds, the share too.
+starts `genserve serve` and each peer, and asks all of them for the same texts in turns: in each round each
+load goes to one after the other while the others are idle, because machines have fast and slow minutes. A
+figure of the tables is the median of the rounds, a ratio the median of the ratios within the rounds.
+
+Servers are asked over HTTP by `load.py`; `openvino`, `onnxruntime-genai` and `engine` (genserve's own, its
+model is a repository) are asked in their process (`peers/closed_loop.py`), without HTTP and without a client.
+docs/performance.md says how to get the peers.
 """
 
 from __future__ import annotations
@@ -12,163 +17,177 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
 
-from rich.console import Console
-from rich.table import Table
+from report import Figures, markdown, median, prefix_figures, ratio, serving_figures
+from targets import PEERS, Measured, Target, Work, bare_loop, genserve
 
-HERE = Path(__file__).parent
-READY_S = 120
-HEADINGS = ("streams", "tokens/s", "bare loop", "share", "first token", "inter-token")
+GENSERVE, BARE = "genserve", "bare forward"
+SERVING_HEADINGS = ("", "tokens/s", "genserve is", "first token, together", "first token", "between tokens")
+PREFIX_HEADINGS = ("", "first time", "second time", "sooner")
+QUESTION_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """What is measured under one load."""
+
+    title: str
+    work: Work
+    figures: Callable[[Measured], Figures]
+    rounds: dict[str, list[Figures]] = field(default_factory=dict)  # by target
 
 
 def main() -> None:
     options = _options()
-    port = _free_port()
-    measured: dict[int, list[dict[str, float]]] = {c: [] for c in options.concurrency}
-    with _server(options.model_repository, port=port):
-        _load(options, port=port, concurrency=max(options.concurrency), seed=0)  # warm-up
+    servings = [_serving(options, words, c) for words in options.prompt_words for c in options.concurrency]
+    prefixes = [_prefix(words) for words in options.prefix_words]
+    with ExitStack() as stack:
+        targets = dict(_targets(options, stack))
+        for target in targets.values():
+            target.measure(replace(servings[-1].work, new_tokens=8))  # warm-up
+        bare = {BARE: bare_loop(options.model_repository, model=options.model)}
         for number in range(1, options.rounds + 1):
-            for concurrency in options.concurrency:
-                figures = _round(options, port=port, concurrency=concurrency, seed=number)
-                measured[concurrency].append(figures)
-                _say(f"round {number}, concurrency {concurrency}: {figures['tokens_per_s']:.0f} tokens/s")
-    rows = [{"concurrency": c, **_medians(rounds)} for c, rounds in measured.items()]
-    _print_table(rows, options=options)
+            for table in servings:
+                _round(table, targets | bare, number=number)
+            for table in prefixes:
+                _round(table, targets, number=number)
+    _print([*map(_serving_rows, servings), *map(_prefix_rows, prefixes)], options=options)
     if options.json:
-        report = {"options": {k: str(v) for k, v in vars(options).items()}, "rows": rows, "rounds": measured}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        tables = [{"title": table.title, "rounds": table.rounds} for table in (*servings, *prefixes)]
+        options.json.write_text(json.dumps({"arguments": sys.argv[1:], "tables": tables}, indent=2) + "\n")
 
 
-def _round(options: argparse.Namespace, *, port: int, concurrency: int, seed: int) -> dict[str, float]:
-    """One load and one bare loop, one after the other: tokens per second, and times in milliseconds."""
-    load = _load(options, port=port, concurrency=concurrency, seed=seed)
-    bare = _run(
-        "bare_loop.py",
-        f"--repository={options.model_repository}",
-        f"--model={options.model}",
-        f"--rows={concurrency}",
-        f"--prompt-tokens={round(statistics.fmean(load['prompt_tokens']))}",
-        f"--new-tokens={options.new_tokens}",
-    )
-    tokens_per_s = sum(load["new_tokens"]) / load["elapsed_s"]
-    return {
-        "tokens_per_s": tokens_per_s,
-        "bare_tokens_per_s": bare["tokens_per_s"],
-        "share_of_bare": tokens_per_s / bare["tokens_per_s"],
-        "first_token_p50_ms": _percentile(load["first_text_s"], 50) * 1e3,
-        "first_token_p99_ms": _percentile(load["first_text_s"], 99) * 1e3,
-        "inter_token_p50_ms": _percentile(load["gaps_s"], 50) * 1e3,
-        "inter_token_p99_ms": _percentile(load["gaps_s"], 99) * 1e3,
-        "client_cores": load["cpu_s"] / load["elapsed_s"],
-    }
+def _targets(options: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, Target]]:
+    server = genserve(options.model_repository, model=options.model, api=options.api)
+    yield GENSERVE, stack.enter_context(server)
+    for kind, program, model in options.peer:
+        yield f"{kind} {Path(model).name}", stack.enter_context(PEERS[kind](program, model))
 
 
-def _load(options: argparse.Namespace, *, port: int, concurrency: int, seed: int) -> dict[str, Any]:
-    return _run(
-        "load.py",
-        f"--port={port}",
-        f"--model={options.model}",
-        f"--api={options.api}",
-        f"--concurrency={concurrency}",
-        f"--requests={max(4, options.waves * concurrency)}",
-        f"--new-tokens={options.new_tokens}",
-        f"--prompt-words={options.prompt_words}",
-        # Without the process id, the next run would ask a server that has seen these prompts.
-        f"--seed={os.getpid() * 1000 + seed * 100 + concurrency}",
+def _serving(options: argparse.Namespace, words: int, concurrency: int) -> Table:
+    return Table(
+        title=f"{concurrency} at once, prompts of {words} words, {options.new_tokens} new tokens",
+        work=Work(
+            concurrency=concurrency,
+            num_requests=max(4, options.waves * concurrency),
+            new_tokens=options.new_tokens,
+            prompt_words=words,
+        ),
+        figures=lambda measured: serving_figures(measured, concurrency=concurrency),
     )
 
 
-def _run(script: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, str(HERE / script), *arguments]
-    answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return answer
-
-
-@contextmanager
-def _server(repository: Path, *, port: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "genserve", "serve"]
-    command += [f"--model-repository={repository}", f"--http-port={port}"]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _wait_until_ready(process, port=port, log=log)
-            yield
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], *, port: int, log: IO[bytes]) -> None:
-    deadline_s = time.monotonic() + READY_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    log.seek(0)
-    sys.exit(f"the server is not ready:\n{log.read().decode(errors='replace')}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-
-def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(measured[key] for measured in rounds) for key in rounds[0]}
-
-
-def _print_table(rows: list[dict[str, float]], *, options: argparse.Namespace) -> None:
-    table = Table(
-        title=f"{options.model}: streaming {options.api}, {options.new_tokens} new tokens, greedy",
-        caption=f"median of {options.rounds} rounds on {os.cpu_count()} cores; times: p50 / p99 in ms",
+def _prefix(words: int) -> Table:
+    return Table(
+        title=f"Time to the first token of a prompt of {words} words and a question, and of the same words "
+        "with another question",
+        work=Work(
+            concurrency=1,
+            num_requests=2,
+            new_tokens=8,
+            prompt_words=words + QUESTION_WORDS,
+            shared_words=words,
+        ),
+        figures=prefix_figures,
     )
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            f"{row['concurrency']}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['bare_tokens_per_s']:.0f}",
-            f"{row['share_of_bare']:.0%}",
-            f"{row['first_token_p50_ms']:.0f} / {row['first_token_p99_ms']:.0f}",
-            f"{row['inter_token_p50_ms']:.1f} / {row['inter_token_p99_ms']:.1f}",
+
+
+def _round(table: Table, targets: Mapping[str, Target], *, number: int) -> None:
+    """Ask all targets in turn; each round begins with another one."""
+    # Without the process id, the next run would ask a server that has seen these prompts.
+    work = replace(table.work, seed=os.getpid() * 1000 + number)
+    ordered = list(targets.items())
+    first = number % len(ordered)
+    for name, target in ordered[first:] + ordered[:first]:
+        figures = table.figures(target.measure(work))
+        table.rounds.setdefault(name, []).append(figures)
+        told = ", ".join(f"{key} {value:.1f}" for key, value in figures.items())
+        print(f"round {number}, {table.title}: {name}: {told}", file=sys.stderr, flush=True)
+
+
+def _serving_rows(table: Table) -> tuple[str, str]:
+    mine = table.rounds[GENSERVE]
+    rows = [
+        (
+            name,
+            _number(median(rounds, "tokens_per_s")),
+            _share(ratio(mine, rounds, "tokens_per_s"), name),
+            _number(median(rounds, "together_p50_ms")),
+            _pair(rounds, "first"),
+            _pair(rounds, "gap"),
         )
-    Console().print(table)
+        for name, rounds in table.rounds.items()
+    ]
+    return table.title, markdown(SERVING_HEADINGS, rows)
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def _prefix_rows(table: Table) -> tuple[str, str]:
+    rows = [
+        (
+            name,
+            _number(median(rounds, "cold_ms")),
+            _number(median(rounds, "warm_ms")),
+            f"{median(rounds, 'sooner') or 0:.1f}x",
+        )
+        for name, rounds in table.rounds.items()
+    ]
+    return table.title, markdown(PREFIX_HEADINGS, rows)
+
+
+def _share(value: float | None, name: str) -> str:
+    if value is None or name == GENSERVE:
+        return ""
+    return f"{value:.0%}" if name == BARE else f"{value:.2f}x"
+
+
+def _pair(rounds: list[Figures], name: str) -> str:
+    p50, p95 = (median(rounds, f"{name}_p{percent}_ms") for percent in (50, 95))
+    return "" if p50 is None else f"{_number(p50)} / {_number(p95)}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value < 20 else f"{value:.0f}"
+
+
+def _print(tables: list[tuple[str, str]], *, options: argparse.Namespace) -> None:
+    for title, table in tables:
+        print(f"\n{title}\n\n{table}")
+    print(f"\nMedians of {options.rounds} rounds on {os.cpu_count()} cores; times in ms: p50, or p50 / p95.")
+
+
+def _peer(text: str) -> tuple[str, str, str]:
+    kind, program, model = text.split(":")
+    if kind not in PEERS:
+        raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(PEERS)}")
+    return kind, program, model
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--api", choices=["chat", "generate"], default="chat")
+    parser.add_argument("--api", choices=["chat", "generate"], default="generate", help="of genserve")
+    parser.add_argument(
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        metavar="KIND:PROGRAM:MODEL",
+        help=f"one of {', '.join(PEERS)}; the program is a server, or the Python that has the engine",
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt-words", type=int, nargs="+", default=[40], help="a word is about a token")
+    parser.add_argument("--prefix-words", type=int, nargs="*", default=[], help="measure prefix reuse, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--waves", type=int, default=4, help="requests per connection and round")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--json", type=Path, help="write every round to this file")
     return parser.parse_args()
 

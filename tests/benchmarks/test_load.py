@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from benchmarks.load import Load, run
+from benchmarks.load import Load, random_prompts, run
 from tests.live import LiveServer
 
 
@@ -40,3 +40,20 @@ def test_every_request_is_answered_and_counted_by_the_servers_own_figures(
 def test_a_refused_request_is_an_error_and_not_a_figure(tiny_server: LiveServer) -> None:
     with pytest.raises(RuntimeError, match="did not answer"):
         run(load(tiny_server, model="nowhere"))
+
+
+def test_more_fields_of_the_body_reach_the_server(tiny_server: LiveServer) -> None:
+    measured = run(load(tiny_server, api="chat", extra={"max_tokens": 5}))
+    assert measured.new_tokens == [5] * 7
+
+
+def test_prompts_differ_from_each_other_and_from_those_of_another_seed() -> None:
+    prompts = random_prompts(5, words=12, seed=1) + random_prompts(5, words=12, seed=2)
+    assert len(set(prompts)) == 10
+    assert all(len(prompt.split()) == 12 for prompt in prompts)
+
+
+def test_shared_words_are_the_beginning_of_every_prompt_and_no_more() -> None:
+    prompts = [prompt.split() for prompt in random_prompts(5, words=20, shared_words=8, seed=1)]
+    assert len({tuple(words[:8]) for words in prompts}) == 1
+    assert len({tuple(words[8:]) for words in prompts}) == 5

@@ -1,0 +1,70 @@
+"""Report: what was measured in rounds, as medians, ratios and a table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+__all__ = ["Figures", "markdown", "median", "percentile", "prefix_figures", "ratio", "serving_figures"]
+
+Figures: TypeAlias = Mapping[str, float]    # of one target in one round, by name
+
+
+def serving_figures(measured: Mapping[str, Any], *, concurrency: int) -> Figures:
+    """Summarise the fields of `load.Measured`: tokens per second, and times in milliseconds.
+
+    `together_p50_ms` is the time to the first token of those requests that were sent at the beginning, all at
+    once; each of the others was sent when one before it ended.
+    """
+    speed = {"tokens_per_s": sum(measured["new_tokens"]) / measured["elapsed_s"]}
+    first_s, gaps_s = measured["first_text_s"], measured["gaps_s"]
+    if not first_s:
+        return speed
+    return speed | {
+        "prompt_tokens": statistics.fmean(measured["prompt_tokens"]),
+        "together_p50_ms": percentile(first_s[:concurrency], 50) * 1e3,
+        "first_p50_ms": percentile(first_s, 50) * 1e3,
+        "first_p95_ms": percentile(first_s, 95) * 1e3,
+        "gap_p50_ms": percentile(gaps_s, 50) * 1e3,
+        "gap_p95_ms": percentile(gaps_s, 95) * 1e3,
+    }
+
+
+def prefix_figures(measured: Mapping[str, Any]) -> Figures:
+    """Times to the first token of two requests that were sent one after the other, in milliseconds."""
+    cold_s, warm_s = measured["first_text_s"]
+    return {"cold_ms": cold_s * 1e3, "warm_ms": warm_s * 1e3, "sooner": cold_s / warm_s}
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that `percent` of them do not exceed, by nearest rank."""
+    ordered = sorted(values)
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
+
+
+def median(rounds: Sequence[Figures], name: str) -> float | None:
+    """The middle of a figure over the rounds; None where it was not measured."""
+    values = [figures[name] for figures in rounds if name in figures]
+    return statistics.median(values) if values else None
+
+
+def ratio(rounds: Sequence[Figures], others: Sequence[Figures], name: str) -> float | None:
+    """The median of the rounds' ratios: both of a ratio were measured within the same minutes."""
+    pairs = zip(rounds, others, strict=True)
+    ratios = [mine[name] / other[name] for mine, other in pairs if name in mine and name in other]
+    return statistics.median(ratios) if ratios else None
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown, its first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(_line(row, widths) for row in (headings, rule, *rows))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first = cells[0].ljust(widths[0])
+    others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return f"| {' | '.join([first, *others])} |"

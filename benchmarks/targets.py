@@ -1,0 +1,169 @@
+"""Targets: what `serving.py` measures in turns, each started with a block and ended with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
+
+from load import random_prompts
+from servers import free_port, genserve_server, running
+
+__all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
+
+Measured: TypeAlias = Mapping[str, Any]     # the fields of `load.Measured`
+
+HERE = Path(__file__).parent
+CORES = len(os.sched_getaffinity(0))
+SLOTS = 32
+SLOT_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Requests that all are asked alike; a word is about one token."""
+
+    concurrency: int
+    num_requests: int
+    new_tokens: int
+    prompt_words: int
+    shared_words: int = 0   # at the beginning of every prompt
+    seed: int = 0           # another seed, other texts
+
+
+class Target(Protocol):
+    """A server or an engine, ready to be asked."""
+
+    def measure(self, work: Work) -> Measured:
+        """Do the work and wait for its end."""
+
+
+class _Server:
+    """Asked over HTTP by `load.py`, a process of its own."""
+
+    def __init__(self, port: int, *, model: str, api: str, extra: Mapping[str, Any]) -> None:
+        self._flags = [f"--port={port}", f"--model={model}", f"--api={api}", f"--extra={json.dumps(extra)}"]
+
+    def measure(self, work: Work) -> Measured:
+        flags = [
+            f"--concurrency={work.concurrency}",
+            f"--requests={work.num_requests}",
+            f"--new-tokens={work.new_tokens}",
+            f"--prompt-words={work.prompt_words}",
+            f"--shared-words={work.shared_words}",
+            f"--seed={work.seed}",
+        ]
+        return _run("load.py", *self._flags, *flags)
+
+
+class _EngineProcess:
+    """A script of `peers/`, which answers a line with a line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._answer()
+
+    def measure(self, work: Work) -> Measured:
+        prompts = random_prompts(
+            work.num_requests, words=work.prompt_words, shared_words=work.shared_words, seed=work.seed
+        )
+        asked = {"prompts": prompts, "concurrency": work.concurrency, "new_tokens": work.new_tokens}
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class _BareLoop:
+    """The forward of as many rows and nothing else."""
+
+    def __init__(self, repository: Path, *, model: str) -> None:
+        self._flags = [f"--repository={repository}", f"--model={model}"]
+
+    def measure(self, work: Work) -> Measured:
+        flags = [
+            f"--rows={work.concurrency}",
+            f"--prompt-tokens={work.prompt_words}",
+            f"--new-tokens={work.new_tokens}",
+        ]
+        return _run("bare_loop.py", *self._flags, *flags)
+
+
+def _run(script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / script), *arguments]
+    answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return answer
+
+
+@contextmanager
+def genserve(repository: Path, *, model: str, api: str) -> Iterator[Target]:
+    """`genserve serve` over HTTP."""
+    with genserve_server(repository) as ports:
+        yield _Server(ports.http, model=model, api=api, extra={})
+
+
+def bare_loop(repository: Path, *, model: str) -> Target:
+    """The forward of the exported graph alone: one batch of `concurrency` rows, and no latencies."""
+    return _BareLoop(repository, model=model)
+
+
+@contextmanager
+def _llama_server(program: str, model: str) -> Iterator[Target]:
+    """llama.cpp's server with continuous batching, on a GGUF file."""
+    port = free_port()
+    command = [program, f"--model={model}", "--host=127.0.0.1", f"--port={port}", f"--threads={CORES}"]
+    command += [f"--parallel={SLOTS}", f"--ctx-size={SLOTS * SLOT_TOKENS}", "--cont-batching"]
+    extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
+        yield _Server(port, model=model, api="completions", extra=extra)
+
+
+@contextmanager
+def _transformers(program: str, model: str) -> Iterator[Target]:
+    """`transformers serve` with continuous batching, on a Hugging Face folder."""
+    port, block_tokens = free_port(), 32
+    command = [program, "serve", model, "--continuous-batching", "--host=127.0.0.1", f"--port={port}"]
+    command += ["--device=cpu", f"--cb-block-size={block_tokens}"]
+    command += [f"--cb-num-blocks={SLOTS * SLOT_TOKENS // block_tokens}"]
+    # It knows no ignore_eos; a token that does not exist never ends an answer.
+    extra = {"generation_config": json.dumps({"do_sample": False, "eos_token_id": -1})}
+    with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
+        yield _Server(port, model=model, api="completions", extra=extra)
+
+
+def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]:
+    """An engine in a process of its own, by the Python that has it."""
+
+    @contextmanager
+    def start(program: str, model: str) -> Iterator[Target]:
+        command = [program, str(HERE / "peers" / script), model]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield _EngineProcess(process)
+
+    return start
+
+
+# By kind: what starts one, given a program (a server, or the Python of an engine) and a model.
+PEERS: Mapping[str, Callable[[str, str], AbstractContextManager[Target]]] = MappingProxyType(
+    {
+        "llama-server": _llama_server,
+        "transformers": _transformers,
+        "openvino": _engine("openvino_engine.py"),
+        "onnxruntime-genai": _engine("onnxruntime_genai_engine.py"),
+        "engine": _engine("genserve_engine.py"),
+    }
+)
