@@ -24,6 +24,7 @@ __all__ = [
     "config_path",
     "inspect_message",
     "inspect_model_config",
+    "parse_message",
     "parse_model_config",
     "read_model_config",
 ]
@@ -76,6 +77,15 @@ def parse_model_config(text: str, *, source: Path) -> ModelConfig:
             with `source:line:column: `.
     """
     return _config_or_error(_parse(text, path=source, folder=source.parent, backends=known_backends()))
+
+
+def parse_message(text: str) -> Any:
+    """Read the text of one config.pbtxt as it is written, right or wrong, to an `inference.ModelConfig`.
+
+    Raises:
+        google.protobuf.text_format.ParseError: it is not the schema.
+    """
+    return text_format.Parse(_with_new_name(text), new_model_config())
 
 
 def config_path(folder: Path, *, config_name: str = "") -> Path:
@@ -167,16 +177,20 @@ def _read(path: Path, *, folder: Path, backends: tuple[str, ...]) -> ParsedConfi
 
 
 def _parse(text: str, *, path: Path, folder: Path, backends: tuple[str, ...]) -> ParsedConfig:
-    text = _OLD_NAME.sub("iterative_sequence ", text)
     try:
-        message = text_format.Parse(text, new_model_config())
+        message = parse_message(text)
     except text_format.ParseError as error:
         told = PREFIX.sub("", str(error)).rstrip(".")
         unknown = UNKNOWN_NAME.match(told)
         place = f"{error.GetLine()}:{error.GetColumn()}"
         remedy = _nearest_of_schema(unknown) if unknown else ""
         return _unreadable(path, place=place, message=told, remedy=remedy)
-    return inspect_message(message, path=path, folder=folder, backends=backends, places=Places(text))
+    places = Places(_with_new_name(text))
+    return inspect_message(message, path=path, folder=folder, backends=backends, places=places)
+
+
+def _with_new_name(text: str) -> str:
+    return _OLD_NAME.sub("iterative_sequence ", text)
 
 
 _UTF8 = "a model folder holds a config.pbtxt in UTF-8"

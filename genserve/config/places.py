@@ -22,8 +22,9 @@ class Places:
     def __init__(self, text: str) -> None:
         """Read a text that `text_format.Parse` accepts."""
         self._places: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         self._strings: dict[str, str] = {}
-        tokens = text_format.Tokenizer(text.splitlines())
+        tokens = text_format.Tokenizer(text.split("\n"))
         self._message(tokens, path="", end="")
 
     def of(self, path: str) -> str:
@@ -35,25 +36,32 @@ class Places:
 
     def of_key(self, path: str, key: str) -> str:
         """Return the place of the entry of a map that has this key."""
-        for index in range(len(self._strings)):
+        return self.of(self.entry(path, key) or path)
+
+    def entry(self, path: str, key: str) -> str | None:
+        """Return the path of the entry of a map that has this key, the last one if there are several."""
+        for index in reversed(range(len(self._strings))):
             entry = _indexed(path, index=index)
             if self._strings.get(f"{entry}.key".replace("[0]", "")) == key:
-                return self.of(entry)
-        return self.of(path)
+                return entry
+        return None
+
+    def of_value(self, path: str) -> str | None:
+        """Return where the value of a field begins; None: the field is not written."""
+        return self._values.get(path.replace("[0]", ""))
 
     def _message(self, tokens: Any, *, path: str, end: str) -> None:
         """Read fields up to `end`; with an empty one, to the end of the text."""
         counts: Counter[str] = Counter()
         while not tokens.AtEnd() and tokens.token != end:
-            name, here = tokens.token, tokens.ParseError("")
+            name, place = tokens.token, _here(tokens)
             tokens.NextToken()
             if name in ",;":
                 continue
             _skip(tokens, ":")
-            place = f"{here.GetLine()}:{here.GetColumn()}"
-            self._values(tokens, path=f"{path}{name}", counts=counts, place=place)
+            self._field(tokens, path=f"{path}{name}", counts=counts, place=place)
 
-    def _values(self, tokens: Any, *, path: str, counts: Counter[str], place: str) -> None:
+    def _field(self, tokens: Any, *, path: str, counts: Counter[str], place: str) -> None:
         """Read what follows a name: a value, or a list of them, of which each message has its own place."""
         if tokens.token != "[":
             self._value(tokens, path=_next(path, counts=counts), place=place)
@@ -61,14 +69,14 @@ class Places:
         tokens.NextToken()
         while tokens.token != "]":
             if tokens.token in _CLOSING:
-                here = tokens.ParseError("")
-                place = f"{here.GetLine()}:{here.GetColumn()}"
+                place = _here(tokens)
             self._value(tokens, path=_next(path, counts=counts), place=place)
             _skip(tokens, ",")
         tokens.NextToken()
 
     def _value(self, tokens: Any, *, path: str, place: str) -> None:
         self._places[path] = place
+        self._values[path] = _here(tokens)
         first = tokens.token
         self._strings[path] = first.strip("\"'")
         tokens.NextToken()
@@ -79,6 +87,11 @@ class Places:
             tokens.NextToken()
         while first[0] in "\"'" and tokens.token[:1] in ("'", '"'):  # strings side by side are one
             tokens.NextToken()
+
+
+def _here(tokens: Any) -> str:
+    error = tokens.ParseError("")
+    return f"{error.GetLine()}:{error.GetColumn()}"
 
 
 def _skip(tokens: Any, token: str) -> None:
