@@ -15,6 +15,7 @@ from genserve.cli.models import models
 from genserve.cli.pull import pull
 from genserve.cli.serve import serve
 from genserve.cli.switch_command import SwitchCommand
+from genserve.cli.tune import tune
 from genserve.errors import GenserveError
 
 __all__ = ["app", "main"]
@@ -36,6 +37,7 @@ app.command(epilog="Example: echo 'The capital of France is' | genserve generate
 app.command(epilog="Example: genserve pull smollm2")(pull)
 app.command(epilog="Example: genserve export ./checkpoint --name mine --precision int8")(export)
 app.command(epilog="Example: genserve check --model-repository ./model_repository --strict")(check)
+app.command(epilog="Example: genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png")(tune)
 app.command(epilog="Example: genserve models --url http://127.0.0.1:8000")(models)
 
 

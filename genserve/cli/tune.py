@@ -1,0 +1,174 @@
+"""Tune: the command `genserve tune`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from genserve.tuning.choice import Choice, Goal
+    from genserve.tuning.measurement import Measurement
+    from genserve.tuning.setting import Plan, Setting
+    from genserve.tuning.tuned_model import TunedModel
+
+__all__ = ["tune"]
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2."),
+    ] = None,
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    objective: Annotated[
+        Literal["throughput", "latency"],
+        typer.Option(help="Most tokens per second, or the soonest next token of a request that is alone."),
+    ] = "throughput",
+    max_inter_token_ms: Annotated[
+        float, typer.Option(min=0, help="No request shall wait longer for its next token.")
+    ] = 100,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="To try; may be given again. Default: 1, 2, 4 ... 64.")
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="To try; may be given again. Default: all cores, half, a quarter."),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens before the next one; may be given again. Default: 64 and 512."),
+    ] = None,
+    budget_seconds: Annotated[
+        float, typer.Option(min=0, help="How long to measure; each setting has its turn at least once.")
+    ] = 60,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what was measured into this .png, .svg or .pdf.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, write nothing.")] = False,
+) -> None:
+    """Measure batch sizes, threads and graphs of a model here, and write the best into its config.pbtxt.
+
+    Ctrl-C ends the measuring: what is known by then is shown, and nothing is written.
+    """
+    from genserve.cli.local_models import choose_model
+    from genserve.tuning.choice import Goal, Objective, choose
+    from genserve.tuning.plot import check_plot, draw
+    from genserve.tuning.setting import make_plan
+    from genserve.tuning.tuned_model import find_model
+
+    if plot is not None:
+        check_plot(plot)
+    name = model or choose_model(None, repository=model_repository)
+    tuned = find_model(name, repository=model_repository)
+    plan = make_plan(
+        tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
+    )
+    goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
+    measurements, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
+    if measurements:
+        choice = choose(measurements, goal=goal, now=tuned.now)
+        _print_measurements(measurements, choice=choice, now=tuned.now)
+        _print_choice(choice, goal=goal, measurements=measurements, now=tuned.now)
+        if plot is not None:
+            draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
+    if is_interrupted:
+        print("interrupted: nothing was written")
+        raise typer.Exit(130)
+    _write(tuned, choice, dry_run=dry_run)
+
+
+def _measure(
+    tuned: TunedModel, plan: Plan, *, goal: Goal, budget_s: float
+) -> tuple[list[Measurement], bool]:
+    """Return the measurements, and whether Ctrl-C ended them."""
+    from genserve.cli.render import ConsoleProgress
+    from genserve.tuning.measurement import Samples
+    from genserve.tuning.trial import samples
+
+    taken, stage_name = Samples(), f"measuring {tuned.logits.name}"
+    too_long_s = 2 * goal.max_inter_token_s     # so far from the bound that no noise explains it
+    try:
+        with ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
+            last_s = time.monotonic()
+            for sample in samples(tuned.logits, plan, budget_s=budget_s, too_long_s=too_long_s):
+                taken.add(sample)
+                now_s = time.monotonic()
+                advance(round((now_s - last_s) * 1e3))
+                last_s = now_s
+    except KeyboardInterrupt:
+        return taken.measurements(), True
+    return taken.measurements(), False
+
+
+def _print_measurements(measurements: Sequence[Measurement], *, choice: Choice, now: Setting) -> None:
+    from rich.table import Table
+
+    from genserve.cli.render import make_console
+
+    contexts = list(choice.best.step_s)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("graph")
+    for heading in (
+        "threads",
+        "batch",
+        "tokens/s",
+        *(f"ms at {context}" for context in contexts),
+        "cache MiB",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for m in measurements:
+        remarks = ["now"] * (m.setting == now) + ["best"] * (m is choice.best)
+        table.add_row(
+            m.setting.graph,
+            str(m.setting.threads),
+            str(m.setting.batch_size),
+            f"{m.tokens_per_s:.0f}",
+            *(f"{m.step_s[context] * 1e3:.1f}" for context in contexts),
+            f"{m.cache_bytes / 2**20:.0f}",
+            ", ".join(remarks),
+            style="bold" if m is choice.best else None,
+        )
+    make_console().print(table)
+
+
+def _print_choice(
+    choice: Choice, *, goal: Goal, measurements: Sequence[Measurement], now: Setting
+) -> None:
+    if not choice.meets_bound:
+        bound = f"{goal.max_inter_token_s * 1e3:g} ms"
+        print(f"no setting keeps {bound} between tokens; best is the one that comes nearest")
+    for m in measurements:
+        if m.setting == now:
+            print(f"now:  {_line(m)}")
+    print(f"best: {_line(choice.best)}")
+
+
+def _line(m: Measurement) -> str:
+    setting = f"batch {m.setting.batch_size}, threads {m.setting.threads}, {m.setting.graph}"
+    return f"{setting}: {m.tokens_per_s:.0f} tokens/s, at most {m.inter_token_s * 1e3:.0f} ms between tokens"
+
+
+def _write(tuned: TunedModel, choice: Choice, *, dry_run: bool) -> None:
+    from genserve.tuning.tuned_model import write_edits
+
+    edits = tuned.edits(choice.best.setting)
+    for edit in edits:
+        print(edit.diff(), end="")
+    if not edits:
+        print("the configs say so already")
+    elif dry_run:
+        print("nothing was written: --dry-run")
+    else:
+        write_edits(edits)
+        print(
+            "written; a running server reads it when it loads the model again, "
+            "which --model-control-mode poll does by itself"
+        )

@@ -1,0 +1,91 @@
+"""Plot: the measurements of a tuning as a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from genserve.errors import MissingDependency, RepositoryError
+from genserve.tuning.choice import Choice, Goal
+from genserve.tuning.measurement import Measurement
+
+__all__ = ["check_plot", "draw"]
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before anything is measured for it.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+        RepositoryError: the folder is not there, or the name ends in no format of a picture.
+    """
+    formats = _figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise RepositoryError(
+            f"{path} has no format of a picture", remedy=f"end it in one of {', '.join(sorted(formats))}"
+        )
+    if not path.parent.is_dir():
+        raise RepositoryError(f"there is no folder {path.parent} for the plot", remedy="make it")
+
+
+def draw(
+    measurements: Sequence[Measurement], *, choice: Choice, goal: Goal, title: str, path: Path
+) -> None:
+    """Draw tokens per second, and milliseconds between tokens, over the batch size: a line per session.
+
+    Args:
+        measurements: at least one.
+        choice: is marked.
+        goal: its bound is a line.
+        title: above it all.
+        path: the file; its suffix is the format.
+
+    Raises:
+        MissingDependency: matplotlib is not installed.
+    """
+    figure = _figure()
+    figure.suptitle(title)
+    rates, times = figure.subplots(1, 2)
+    for label, line in _lines(measurements).items():
+        sizes = [m.setting.batch_size for m in line]
+        rates.plot(sizes, [m.tokens_per_s for m in line], marker="o", label=label)
+        times.plot(sizes, [m.inter_token_s * 1e3 for m in line], marker="o", label=label)
+    best = choice.best
+    mark = {"marker": "*", "s": 260, "color": "black", "zorder": 3, "label": "chosen"}
+    rates.scatter(best.setting.batch_size, best.tokens_per_s, **mark)
+    times.scatter(best.setting.batch_size, best.inter_token_s * 1e3, **mark)
+    times.axhline(goal.max_inter_token_s * 1e3, color="gray", linestyle="--", label="bound")
+    _axis(rates, "tokens per second", sizes=[m.setting.batch_size for m in measurements])
+    _axis(
+        times,
+        f"ms between tokens, {max(best.step_s)} tokens behind each",
+        sizes=[m.setting.batch_size for m in measurements],
+    )
+    figure.savefig(path)
+
+
+def _lines(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
+    lines: dict[str, list[Measurement]] = defaultdict(list)
+    for m in sorted(measurements, key=lambda m: m.setting.batch_size):
+        lines[f"{m.setting.graph}, threads {m.setting.threads}"].append(m)
+    return lines
+
+
+def _axis(axis: Any, quantity: str, *, sizes: Sequence[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(set(sizes)), labels=[str(size) for size in sorted(set(sizes))])
+    axis.set_xlabel("sequences that share a step")
+    axis.set_ylabel(quantity)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependency("a plot needs matplotlib", remedy="pip install 'genserve[plot]'") from error
+    return Figure(figsize=(12, 5), layout="constrained", dpi=120)

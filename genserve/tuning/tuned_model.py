@@ -1,0 +1,176 @@
+"""Tuned model: the stages of a model that is tuned, and their configs with what was chosen."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.config.edit import edit_config
+from genserve.config.fault import nearest
+from genserve.config.model_config import OldestStrategy
+from genserve.errors import ModelNotFound, RepositoryError
+from genserve.repository.check import accept, model_faults
+from genserve.repository.index import ModelEntry, scan
+from genserve.repository.logits_runtime import is_logits_stage
+from genserve.repository.stages import generation_chains, stage_owners
+from genserve.tuning.setting import THREADS, Setting
+
+__all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedModel:
+    """A logits stage, and the ensemble around it if there is one."""
+
+    logits: ModelEntry
+    ensemble: ModelEntry | None
+    entries: Mapping[str, ModelEntry]       # all models of the repository
+
+    @property
+    def now(self) -> Setting:
+        """What its config says."""
+        config = self.logits.config
+        assert config is not None  # or it would have an error
+        return Setting.of(config)
+
+    def edits(self, setting: Setting) -> list[ConfigEdit]:
+        """Return what writing a setting changes, from the configs as they are now; none: nothing.
+
+        All stages get the batch size, since an ensemble may not ask more of a stage than that takes. A
+        stage that others share keeps what they need of it.
+
+        Raises:
+            RepositoryError: a config cannot be read or edited.
+        """
+        edits = [self._edit(entry, setting) for entry in self._stages(setting.batch_size)]
+        return [edit for edit in edits if edit.before != edit.after]
+
+    def _stages(self, batch_size: int) -> list[ModelEntry]:
+        """In the order in which they may be written: at no time does the ensemble ask too much of a stage."""
+        if self.ensemble is None or self.ensemble.config is None:
+            return [self.logits]
+        names = dict.fromkeys(step.model_name for step in self.ensemble.config.ensemble_steps)
+        stages = [self.entries[name] for name in names]
+        is_more = batch_size > self.ensemble.config.max_batch_size
+        return [*stages, self.ensemble] if is_more else [self.ensemble, *stages]
+
+    def _edit(self, entry: ModelEntry, setting: Setting) -> ConfigEdit:
+        config, path = entry.config, entry.parsed.path.resolve()
+        assert config is not None  # or it would have an error
+        fields: dict[str, int | str] = {}
+        parameters: dict[str, str] = {}
+        if config.max_batch_size > 0:
+            fields["max_batch_size"] = max(setting.batch_size, self._needed(entry))
+        if entry is self.logits:
+            oldest = config.sequence_batching.strategy if config.sequence_batching else None
+            if isinstance(oldest, OldestStrategy) and oldest.max_candidate_sequences > 0:
+                fields["sequence_batching.oldest.max_candidate_sequences"] = fields["max_batch_size"]
+            if setting.graph != self.now.graph:
+                fields["default_model_filename"] = setting.graph
+            if setting.threads != self.now.threads:
+                parameters[THREADS] = str(setting.threads)
+        before = _read(path)
+        try:
+            after = edit_config(before, fields=fields, parameters=parameters)
+        except RepositoryError as error:
+            raise RepositoryError(f"{path}: {error.message}", remedy=error.remedy) from error
+        return ConfigEdit(path=path, before=before, after=after)
+
+    def _needed(self, entry: ModelEntry) -> int:
+        """The batch size that other ensembles ask of a stage."""
+        users = [
+            other.config.max_batch_size
+            for other in self.entries.values()
+            if other.config is not None
+            and other is not self.ensemble
+            and any(step.model_name == entry.name for step in other.config.ensemble_steps)
+        ]
+        return max(users, default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigEdit:
+    """A config.pbtxt and what it is to be."""
+
+    path: Path
+    before: str
+    after: str
+
+    def diff(self) -> str:
+        """Return the changed lines, as `diff -u` does."""
+        return "".join(
+            difflib.unified_diff(
+                self.before.splitlines(keepends=True),
+                self.after.splitlines(keepends=True),
+                fromfile=str(self.path),
+                tofile=str(self.path),
+                n=0,
+            )
+        )
+
+
+def find_model(name: str, *, repository: Path) -> TunedModel:
+    """Find a model to tune, by its own name or that of its logits stage.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        RepositoryError: the folder is not there, the model has no logits stage or one with an error.
+    """
+    entries = scan([repository])
+    if name not in entries:
+        remedy = nearest(name, known=entries)
+        raise ModelNotFound(f"there is no model {name!r} in {repository}", remedy=remedy)
+    chains = generation_chains(entries)
+    owner = name if name in chains else stage_owners(chains).get(name)
+    logits = chains[owner]["logits"] if owner else entries[name]
+    model = TunedModel(logits=logits, ensemble=entries[owner] if owner else None, entries=entries)
+    if not is_logits_stage(logits):
+        accept(model_faults(logits, entries))   # if it should be one, these tell why it is not
+        raise RepositoryError(
+            f"model {name!r} generates no text with a logits stage of its own, so there is nothing to tune",
+            remedy=f"models that do: {', '.join(chains) or 'none; `genserve pull smollm2` brings one'}",
+        )
+    for entry in filter(None, (logits, model.ensemble)):
+        accept(model_faults(entry, entries))
+    return model
+
+
+def write_edits(edits: list[ConfigEdit]) -> None:
+    """Write configs, each of them whole or not at all.
+
+    Raises:
+        RepositoryError: a file cannot be written; those before it in the list are.
+    """
+    for edit in edits:
+        try:
+            _write(edit.path, edit.after)
+        except OSError as error:
+            raise RepositoryError(
+                f"{edit.path} cannot be written: {error.strerror}",
+                remedy="make the folder writable, or change by hand what `--dry-run` shows",
+            ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")    # as it is: with the line ends that it has
+    except (OSError, UnicodeDecodeError) as error:
+        raise RepositoryError(f"{path} cannot be read: {error}", remedy="is it still there?") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Put a file beside the old one, and then in its place."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode("utf-8"))
+        shutil.copymode(path, name)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from genserve.cli.main import app
+from genserve.errors import MissingDependency
+from genserve.llm import LLM
+from genserve.repository.index import scan
+
+CORES = str(len(os.sched_getaffinity(0)))
+QUICK = ("--budget-seconds", "0", "--context", "8", "--max-inter-token-ms", "10000")
+# A shell that started the tests in the background lets them, and so their children, ignore Ctrl-C.
+TUNE = """
+import signal
+from genserve.cli.main import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+
+
+@pytest.fixture
+def repository(tiny_repository: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_repository, tmp_path / "models")
+
+
+def tune(repository: Path, *flags: str) -> Result:
+    flags = ("tune", "--model-repository", str(repository), *QUICK, *flags)
+    return CliRunner().invoke(app, flags, catch_exceptions=False)
+
+
+def test_the_best_setting_is_shown_and_written_and_the_model_still_answers(repository: Path) -> None:
+    ran = tune(repository, "--batch-size", "1", "--batch-size", "2", "--threads", CORES)
+    assert ran.exit_code == 0
+    rows = re.findall(rf"^model\.onnx +{CORES} +(\d+) .*", ran.stdout, re.MULTILINE)
+    assert rows == ["1", "2", "32"]
+    [best] = re.findall(rf"^best: batch (\d+), threads {CORES}, model\.onnx: ", ran.stdout, re.MULTILINE)
+    entries = scan([repository])
+    assert {entry.config.max_batch_size for entry in entries.values() if entry.config} == {int(best)}
+    with LLM(repository) as llm:
+        assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_dry_run_shows_the_changes_and_makes_none(repository: Path) -> None:
+    before = {path: path.read_bytes() for path in repository.rglob("*.pbtxt")}
+    # Nothing is within the bound, so the smallest batch is what comes nearest, or nearly so.
+    flags = ("--max-inter-token-ms", "0", "--dry-run", "--batch-size", "1")
+    ran = tune(repository, *flags)
+    assert "no setting keeps 0 ms between tokens" in ran.stdout
+    assert "-max_batch_size: 32\n+max_batch_size: 1\n" in ran.stdout
+    assert ran.stdout.endswith("nothing was written: --dry-run\n")
+    assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before
+
+
+def test_configs_that_say_so_already_are_left_alone(repository: Path) -> None:
+    for path in repository.rglob("*.pbtxt"):
+        path.write_text(path.read_text().replace(": 32", ": 1"))
+    ran = tune(repository, "tiny", "--batch-size", "1", "--threads", CORES)
+    assert ran.stdout.endswith("the configs say so already\n")
+
+
+def test_a_plot_is_drawn(repository: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ran = tune(repository, "--batch-size", "1", "--plot", str(tmp_path / "tune.png"))
+    assert ran.exit_code == 0
+    assert (tmp_path / "tune.png").stat().st_size > 10_000
+
+
+def test_a_plot_without_matplotlib_is_refused_with_what_to_install(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'genserve\[plot\]'"):
+        tune(repository, "--plot", str(tmp_path / "tune.png"))
+
+
+def test_ctrl_c_shows_what_was_measured_and_writes_nothing(repository: Path) -> None:
+    before = {path: path.read_bytes() for path in repository.rglob("*.pbtxt")}
+    command = ["tune", "--model-repository", str(repository), *QUICK, "--budget-seconds", "100000"]
+    with subprocess.Popen(
+        [sys.executable, "-c", TUNE, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "measuring tiny_logits" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        stdout, _ = process.communicate(timeout=60)
+    assert stdout.endswith("interrupted: nothing was written\n")
+    assert process.returncode == 130
+    assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before

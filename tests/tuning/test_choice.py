@@ -1,0 +1,84 @@
+"""What is chosen of what was measured. Times are in ms."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genserve.tuning.choice import Goal, Objective, choose
+from genserve.tuning.measurement import Measurement
+from genserve.tuning.setting import Setting
+
+NOW = Setting(graph="model.onnx", threads=2, batch_size=32)
+
+
+def measured(batch_size: int, ms: float, *, threads: int = 2, graph: str = "model.onnx") -> Measurement:
+    setting = Setting(graph=graph, threads=threads, batch_size=batch_size)
+    return Measurement(setting=setting, step_s={64: ms / 2e3, 512: ms / 1e3}, token_bytes=1)
+
+
+def goal(objective: Objective = Objective.THROUGHPUT, *, within_ms: float = 100) -> Goal:
+    return Goal(objective=objective, max_inter_token_s=within_ms / 1e3)
+
+
+ALL = [
+    measured(1, 5), measured(8, 15), measured(16, 25), measured(32, 60), measured(64, 130),
+    measured(1, 4, threads=1), measured(8, 30, threads=1), measured(16, 50, threads=1),
+]
+
+
+@pytest.mark.parametrize(
+    ("within_ms", "objective", "batch_size", "threads"),
+    [
+        (100, Objective.THROUGHPUT, 16, 2),
+        (20, Objective.THROUGHPUT, 8, 2),
+        (4, Objective.THROUGHPUT, 1, 1),
+        (100, Objective.LATENCY, 16, 1),
+        (40, Objective.LATENCY, 8, 1),
+    ],
+)
+def test_the_best_within_the_bound_is_chosen(
+    within_ms: float, objective: Objective, batch_size: int, threads: int
+) -> None:
+    choice = choose(ALL, goal=goal(objective, within_ms=within_ms), now=NOW)
+    assert choice.meets_bound
+    assert choice.best.setting == Setting(graph="model.onnx", threads=threads, batch_size=batch_size)
+
+
+def test_if_nothing_is_within_the_bound_the_nearest_is_chosen_and_that_is_told() -> None:
+    choice = choose(ALL, goal=goal(within_ms=3), now=NOW)
+    assert not choice.meets_bound
+    assert choice.best == measured(1, 4, threads=1)
+
+
+def test_what_is_now_stays_unless_another_is_better_by_more_than_noise() -> None:
+    present, others = measured(32, 50), [measured(16, 24.6), measured(64, 98)]
+    assert choose([*others, present], goal=goal(), now=NOW).best == present
+    better = measured(64, 90)
+    assert choose([*others, present, better], goal=goal(), now=NOW).best == better
+
+
+def test_of_those_that_are_the_same_the_one_with_the_shorter_step_is_chosen() -> None:
+    choice = choose([measured(64, 99), measured(16, 25), measured(8, 12.6)], goal=goal(), now=NOW)
+    assert choice.best.setting.batch_size == 8
+
+
+def test_a_graph_is_chosen_like_threads() -> None:
+    smaller = measured(16, 20, graph="model.int4.onnx")
+    assert choose([*ALL, smaller], goal=goal(), now=NOW).best == smaller
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from((1, 2, 4, 8)), st.floats(1, 1000), st.integers(1, 3)), min_size=1),
+    st.floats(1, 1000),
+    st.sampled_from(Objective),
+)
+def test_whatever_was_measured_the_choice_is_one_of_it_and_as_good_as_it_says(
+    rows: list[tuple[int, float, int]], within_ms: float, objective: Objective
+) -> None:
+    measurements = [measured(batch_size, ms, threads=threads) for batch_size, ms, threads in rows]
+    choice = choose(measurements, goal=goal(objective, within_ms=within_ms), now=NOW)
+    assert choice.best in measurements
+    assert choice.meets_bound == any(m.inter_token_s <= within_ms / 1e3 for m in measurements)
+    assert choice.meets_bound == (choice.best.inter_token_s <= within_ms / 1e3)

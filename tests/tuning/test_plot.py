@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from genserve.errors import RepositoryError
+from genserve.tuning.choice import Choice, Goal, Objective
+from genserve.tuning.measurement import Measurement
+from genserve.tuning.plot import check_plot, draw
+from genserve.tuning.setting import Setting
+
+pytest.importorskip("matplotlib")
+
+
+def measurements() -> list[Measurement]:
+    return [
+        Measurement(
+            setting=Setting(graph="model.onnx", threads=threads, batch_size=batch_size),
+            step_s={64: 0.01 * batch_size, 512: 0.02 * batch_size},
+            token_bytes=1,
+        )
+        for threads in (3, 5)
+        for batch_size in (1, 2, 24)
+    ]
+
+
+def test_a_picture_has_a_line_for_each_session_the_bound_and_the_choice(tmp_path: Path) -> None:
+    rows, path = measurements(), tmp_path / "tune.svg"
+    check_plot(path)
+    goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
+    draw(rows, choice=Choice(best=rows[2], meets_bound=True), goal=goal, title="a title", path=path)
+    drawn = path.read_text(encoding="utf-8")
+    drawn_words = set(re.findall("<!-- (.*) -->", drawn))
+    lines = {"model.onnx, threads 3", "model.onnx, threads 5", "chosen", "bound"}
+    assert {"a title", *lines, "1", "2", "24", "ms between tokens, 512 tokens behind each"} <= drawn_words
+
+
+def test_the_suffix_is_the_format(tmp_path: Path) -> None:
+    rows, path = measurements(), tmp_path / "tune.png"
+    goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
+    draw(rows, choice=Choice(best=rows[2], meets_bound=True), goal=goal, title="t", path=path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "words"), [("tune.txt", "no format"), ("none/tune.png", "no folder")])
+def test_what_cannot_be_drawn_is_refused_before(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(RepositoryError, match=words):
+        check_plot(tmp_path / name)

@@ -1,0 +1,47 @@
+"""A real logits stage, run with one setting after the other."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from genserve.errors import RepositoryError
+from genserve.repository.index import ModelEntry, scan
+from genserve.tuning.setting import Plan
+from genserve.tuning.trial import samples
+
+PLAN = Plan(graphs=("model.onnx",), threads=(1, 2), batch_sizes=(1, 3), contexts=(4, 9))
+FOREVER = 1e9
+
+
+@pytest.fixture(scope="module")
+def stage(tiny_repository: Path) -> ModelEntry:
+    return scan([tiny_repository])["tiny_logits"]
+
+
+def test_every_setting_has_its_turn_at_every_context_before_any_has_the_next(stage: ModelEntry) -> None:
+    taken = list(itertools.islice(samples(stage, PLAN, budget_s=FOREVER, too_long_s=FOREVER), 16))
+    turns = [(s.setting.threads, s.setting.batch_size, s.context) for s in taken]
+    every = [(1, 1, 4), (1, 1, 9), (1, 3, 4), (1, 3, 9), (2, 1, 4), (2, 1, 9), (2, 3, 4), (2, 3, 9)]
+    assert turns == every + every[4:] + every[:4]
+    assert all(s.setting.graph == "model.onnx" and min(s.steps_s) > 0 for s in taken)
+    # Two layers, keys and values, two heads of 16, float32.
+    assert {s.token_bytes for s in taken} == {2 * 2 * 2 * 16 * 4}
+
+
+def test_the_first_round_is_whole_however_short_the_time(stage: ModelEntry) -> None:
+    assert len(list(samples(stage, PLAN, budget_s=0, too_long_s=FOREVER))) == 8 + 1
+
+
+def test_a_session_that_takes_too_long_gets_no_larger_batch(stage: ModelEntry) -> None:
+    taken = list(samples(stage, PLAN, budget_s=0, too_long_s=0))
+    assert {s.setting.batch_size for s in taken} == {1}
+    assert {s.context for s in taken} == {4, 9}
+
+
+def test_a_graph_that_cannot_be_loaded_is_named(stage: ModelEntry) -> None:
+    plan = Plan(graphs=("model.none.onnx",), threads=(1,), batch_sizes=(1,), contexts=(4,))
+    with pytest.raises(RepositoryError, match=r"model\.none\.onnx"):
+        next(samples(stage, plan, budget_s=0, too_long_s=FOREVER))

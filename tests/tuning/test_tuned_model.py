@@ -1,0 +1,136 @@
+"""Which configs say what was chosen, and how they are written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve.config.fault import Severity
+from genserve.errors import GenserveError, ModelNotFound, RepositoryError
+from genserve.repository.check import repository_faults
+from genserve.repository.index import scan
+from genserve.tuning.setting import Setting
+from genserve.tuning.tuned_model import find_model, write_edits
+
+
+def settings(batch_size: int, *, threads: int = 99, graph: str = "model.onnx") -> Setting:
+    return Setting(graph=graph, threads=threads, batch_size=batch_size)
+
+
+def batch_sizes(repository: Path) -> dict[str, int]:
+    entries = scan([repository]).values()
+    return {entry.name: entry.config.max_batch_size for entry in entries if entry.config is not None}
+
+
+@pytest.mark.parametrize("batch_size", [7, 64])
+def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
+    repository: Path, batch_size: int
+) -> None:
+    (repository / "tiny_logits" / "1" / "model.b.onnx").touch()
+    setting = settings(batch_size, graph="model.b.onnx")
+    write_edits(find_model("tiny", repository=repository).edits(setting))
+    assert set(batch_sizes(repository).values()) == {batch_size}
+    model = find_model("tiny", repository=repository)
+    assert model.now == setting
+    oldest = model.logits.parsed.message.sequence_batching.oldest
+    assert oldest.max_candidate_sequences == batch_size
+    assert model.edits(setting) == []
+    faults = [fault for of_model in repository_faults([repository]).values() for fault in of_model]
+    assert not [fault for fault in faults if fault.severity is Severity.ERROR]
+
+
+def test_no_stage_is_ever_asked_for_more_than_it_takes(repository: Path) -> None:
+    for batch_size in (8, 64):
+        edits = find_model("tiny", repository=repository).edits(settings(batch_size))
+        for edit in edits:
+            write_edits([edit])
+            sizes = batch_sizes(repository)
+            assert sizes["tiny"] == min(sizes.values())
+
+
+def test_the_model_may_be_named_by_its_logits_stage(repository: Path) -> None:
+    by_stage = find_model("tiny_logits", repository=repository)
+    assert by_stage.edits(settings(8)) == find_model("tiny", repository=repository).edits(settings(8))
+
+
+def test_a_logits_stage_without_an_ensemble_is_tuned_alone(repository: Path) -> None:
+    for name in ("tiny", "tiny_decoder", "tiny_tokenizer"):
+        shutil.rmtree(repository / name)
+    model = find_model("tiny_logits", repository=repository)
+    write_edits(model.edits(settings(8)))
+    assert batch_sizes(repository) == {"tiny_logits": 8}
+
+
+def test_a_stage_that_another_ensemble_shares_keeps_what_that_needs(repository: Path) -> None:
+    shutil.copytree(repository / "tiny", repository / "other")
+    config = repository / "other" / "config.pbtxt"
+    config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"').replace(": 32", ": 20"))
+    write_edits(find_model("tiny", repository=repository).edits(settings(8)))
+    assert batch_sizes(repository) == {
+        "other": 20, "tiny": 8, "tiny_decoder": 20, "tiny_logits": 20, "tiny_tokenizer": 20
+    }
+
+
+def test_what_was_edited_since_the_model_was_found_is_kept(repository: Path) -> None:
+    model = find_model("tiny", repository=repository)
+    config = repository / "tiny_logits" / "config.pbtxt"
+    config.write_bytes(b"# mine\r\n" + config.read_bytes())
+    config.chmod(0o640)
+    write_edits(model.edits(settings(8)))
+    assert config.read_bytes().startswith(b"# mine\r\n# Logits stage")
+    assert config.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in config.parent.iterdir()) == ["1", "config.pbtxt"]
+
+
+def test_a_link_stays_a_link(repository: Path, tmp_path: Path) -> None:
+    config = repository / "tiny" / "config.pbtxt"
+    target = config.rename(tmp_path / "elsewhere.pbtxt")
+    config.symlink_to(target)
+    write_edits(find_model("tiny", repository=repository).edits(settings(8)))
+    assert config.is_symlink()
+    assert "max_batch_size: 8" in target.read_text()
+
+
+def test_a_diff_has_the_changed_lines(repository: Path) -> None:
+    edit = next(
+        edit for edit in find_model("tiny", repository=repository).edits(settings(8))
+        if edit.path.parent.name == "tiny_tokenizer"
+    )
+    assert edit.diff().splitlines()[2:] == ["@@ -4 +4 @@", "-max_batch_size: 32", "+max_batch_size: 8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("tinny", ModelNotFound, "no model 'tinny'.*did you mean tiny"),
+        ("tiny_tokenizer", RepositoryError, "'tiny_tokenizer' generates no text.*models that do: tiny"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told(
+    repository: Path, name: str, kind: type[GenserveError], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        find_model(name, repository=repository)
+
+
+def test_a_python_model_is_not_tuned(repository: Path) -> None:
+    (repository / "mine" / "1").mkdir(parents=True)
+    (repository / "mine" / "1" / "model.py").touch()
+    (repository / "mine" / "config.pbtxt").write_text('backend: "python"')
+    with pytest.raises(RepositoryError, match="'mine' generates no text"):
+        find_model("mine", repository=repository)
+
+
+def test_a_model_without_weights_is_told_how_to_get_them(repository: Path) -> None:
+    (repository / "tiny_logits" / "1" / "model.onnx").unlink()
+    with pytest.raises(RepositoryError, match=r"model\.onnx is missing"):
+        find_model("tiny", repository=repository)
+
+
+def test_a_folder_that_cannot_be_written_is_named(repository: Path) -> None:
+    edits = find_model("tiny", repository=repository).edits(settings(8))
+    shutil.rmtree(repository / "tiny")
+    with pytest.raises(RepositoryError, match=r"tiny/config\.pbtxt cannot be written: No such file"):
+        write_edits(edits)
