@@ -11,9 +11,10 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
 
-__all__ = ["Plan", "Setting", "configured", "make_plan", "thread_counts"]
+__all__ = ["THREADS", "Plan", "Setting", "configured", "make_plan", "thread_counts"]
 
-THREADS = "intra_op_thread_count"
+# The parameter that says how many threads a forward has, by backend.
+THREADS = {"onnxruntime": "intra_op_thread_count", "pytorch": "INTRA_OP_THREAD_COUNT"}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 512)
 
@@ -23,13 +24,13 @@ class Setting:
     """What config.pbtxt says of how a logits stage runs."""
 
     graph: str              # the file in its version folder: `default_model_filename`
-    threads: int            # of one forward: `intra_op_thread_count`
+    threads: int            # of one forward: the parameter of THREADS
     batch_size: int         # sequences that share a step: `max_batch_size`
 
     @classmethod
     def of(cls, config: ModelConfig) -> Setting:
         """Return what a config says now."""
-        threads = integer_parameter(config.parameters, THREADS, default=0)
+        threads = integer_parameter(config.parameters, THREADS[config.backend], default=0)
         return cls(
             graph=config.default_model_filename,
             threads=threads if threads > 0 else _num_cores(),
@@ -44,7 +45,7 @@ class Plan:
     graphs: tuple[str, ...]
     threads: tuple[int, ...]
     batch_sizes: tuple[int, ...]
-    contexts: tuple[int, ...]       # tokens that each sequence has behind it
+    contexts: tuple[int, ...]       # tokens that each sequence has behind it, or as many as it can
 
 
 def make_plan(
@@ -60,7 +61,7 @@ def make_plan(
         stage: the logits stage.
         batch_sizes: empty: powers of two from 1 to 64.
         threads: empty: as many as there are cores, half, and a quarter of them.
-        contexts: empty: 64 and 512; a context that a slot cannot hold is cut to what it can.
+        contexts: empty: 64 and 512.
 
     Raises:
         RepositoryError: the stage takes one sequence at a time.
@@ -73,13 +74,11 @@ def make_plan(
             remedy="export it anew: `genserve export` writes a config of which this is a number to choose",
         )
     now = Setting.of(config)
-    longest = integer_parameter(config.parameters, "max_sequence_length", default=0)
-    room = longest - 1 if longest > 1 else max(CONTEXTS)
     return Plan(
         graphs=_graphs(stage, now.graph),
         threads=_ascending((*(threads or thread_counts(_num_cores())), now.threads)),
         batch_sizes=_ascending((*(batch_sizes or BATCH_SIZES), now.batch_size)),
-        contexts=_ascending(min(context, room) for context in contexts or CONTEXTS),
+        contexts=_ascending(contexts or CONTEXTS),
     )
 
 
@@ -91,7 +90,7 @@ def configured(stage: ModelEntry, setting: Setting) -> ModelEntry:
         config,
         default_model_filename=setting.graph,
         max_batch_size=setting.batch_size,
-        parameters={**config.parameters, THREADS: str(setting.threads)},
+        parameters={**config.parameters, THREADS[config.backend]: str(setting.threads)},
     )
     return replace(stage, parsed=replace(stage.parsed, config=changed))
 

@@ -54,11 +54,12 @@ def _visit(
     largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
     model = load_logits(configured(stage, largest))
     token_bytes = model.kv_cache_bytes // (model.num_slots * model.max_length)
+    contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
     num_filled = 0
     for batch_size in plan.batch_sizes:
-        _fill(model, range(num_filled, batch_size), num_tokens=max(plan.contexts))
+        _fill(model, range(num_filled, batch_size), num_tokens=contexts[-1])
         num_filled, longest_s = batch_size, 0.0
-        for context in plan.contexts:
+        for context in contexts:
             steps_s = _steps_s(model, batch_size=batch_size, context=context)
             longest_s = max(longest_s, min(steps_s))
             setting = replace(largest, batch_size=batch_size)

@@ -73,7 +73,7 @@ class TunedModel:
             if setting.graph != self.now.graph:
                 fields["default_model_filename"] = setting.graph
             if setting.threads != self.now.threads:
-                parameters[THREADS] = str(setting.threads)
+                parameters[THREADS[config.backend]] = str(setting.threads)
         before = _read(path)
         try:
             after = edit_config(before, fields=fields, parameters=parameters)
@@ -119,7 +119,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
 
     Raises:
         ModelNotFound: there is no such model.
-        RepositoryError: the folder is not there, the model has no logits stage or one with an error.
+        RepositoryError: the folder is not there, the model generates no text, or has an error.
     """
     entries = scan([repository])
     if name not in entries:
@@ -127,15 +127,18 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
         raise ModelNotFound(f"there is no model {name!r} in {repository}", remedy=remedy)
     chains = generation_chains(entries)
     owner = name if name in chains else stage_owners(chains).get(name)
-    logits = chains[owner]["logits"] if owner else entries[name]
-    model = TunedModel(logits=logits, ensemble=entries[owner] if owner else None, entries=entries)
-    if not is_logits_stage(logits):
-        accept(model_faults(logits, entries))   # if it should be one, these tell why it is not
+    if owner is None and not is_logits_stage(entries[name]):
+        accept(model_faults(entries[name], entries))    # if it should be one, these tell why it is not
         raise RepositoryError(
-            f"model {name!r} generates no text with a logits stage of its own, so there is nothing to tune",
+            f"model {name!r} generates no text, so there is nothing to tune",
             remedy=f"models that do: {', '.join(chains) or 'none; `genserve pull smollm2` brings one'}",
         )
-    for entry in filter(None, (logits, model.ensemble)):
+    model = TunedModel(
+        logits=chains[owner]["logits"] if owner else entries[name],
+        ensemble=entries[owner] if owner else None,
+        entries=entries,
+    )
+    for entry in filter(None, (model.logits, model.ensemble)):
         accept(model_faults(entry, entries))
     return model
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
 from genserve.tuning.setting import Plan
 from genserve.tuning.trial import samples
+from genserve.tuning.tuned_model import find_model
+from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 
 PLAN = Plan(graphs=("model.onnx",), threads=(1, 2), batch_sizes=(1, 3), contexts=(4, 9))
 FOREVER = 1e9
@@ -41,7 +45,31 @@ def test_a_session_that_takes_too_long_gets_no_larger_batch(stage: ModelEntry) -
     assert {s.context for s in taken} == {4, 9}
 
 
+def test_a_context_is_no_longer_than_a_slot(stage: ModelEntry) -> None:
+    plan = replace(PLAN, contexts=(64, 300, 400))
+    assert {s.context for s in samples(stage, plan, budget_s=0, too_long_s=0)} == {64, 255}
+
+
 def test_a_graph_that_cannot_be_loaded_is_named(stage: ModelEntry) -> None:
     plan = Plan(graphs=("model.none.onnx",), threads=(1,), batch_sizes=(1,), contexts=(4,))
     with pytest.raises(RepositoryError, match=r"model\.none\.onnx"):
         next(samples(stage, plan, budget_s=0, too_long_s=FOREVER))
+
+
+def test_a_graph_without_a_cache_is_run_with_the_threads_that_its_backend_is_told_of(
+    tiny_repository: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    tensors = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
+    version = add_chain(tiny_repository, tmp_path, name="whole", logits_config=WHOLE_CONFIG, **tensors)
+    whole_torchscript(version / "model.pt", tiny_checkpoint)
+    before = torch.get_num_threads()
+    model = find_model("whole", repository=tmp_path)
+    plan = Plan(graphs=("model.pt",), threads=(before + 1,), batch_sizes=(2,), contexts=(9, 200))
+    try:
+        taken = list(itertools.islice(samples(model.logits, plan, budget_s=0, too_long_s=FOREVER), 2))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert [(s.context, s.token_bytes) for s in taken] == [(9, 0), (127, 0)]
+    written = f'"INTRA_OP_THREAD_COUNT" value: {{ string_value: "{before + 1}" }}'
+    assert any(written in edit.after for edit in model.edits(taken[0].setting))
