@@ -6,11 +6,14 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from genserve.config.fault import first_error
+from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
 from genserve.repository.check import model_faults
+from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.loading import Loader
 from genserve.repository.logits_runtime import is_logits_stage
@@ -67,6 +70,8 @@ class ModelControl:
         self._loader = loader
         self._locks: dict[str, threading.RLock] = {}    # of each model
         self._asked: set[str] = set()                   # what was loaded for its own sake, not as a step
+        self._away: set[str] = set()                    # ensembles that were unloaded with a step
+        self._following = threading.Lock()
         self._brought: dict[str, set[str]] = {}         # stages that answer too, by their ensemble
         self._traces: dict[str, object] = {}            # of the folders of what is loaded
         self._polled: dict[str, object] = {}            # of all folders, as the last poll saw them
@@ -109,25 +114,25 @@ class ModelControl:
             raise _not_polled(name, remedy="there is no folder of this name in the repository")
         self._load_with_steps(entry, config_json=config_json, upload=upload)
         self._asked.add(name)
+        self._follow_steps()
 
     def load_noted(self, entry: ModelEntry) -> None:
         """Load a model; if it fails, note it in `errors`."""
-        try:
+        with self._noting_errors(entry.name):
             self._load_with_steps(entry)
             self._asked.add(entry.name)
-        except GenserveError as error:
-            cause = error.__cause__  # names file and line
-            self.errors[entry.name] = cause if isinstance(cause, ConfigError) else error
 
     def unload(self, name: str, *, dependents: bool) -> None:
         """Begin to unload a model, and with `dependents` the steps that nothing else needs."""
         steps = {step for served in self._versions.of(name) for step in _steps(served)}
         self._asked.discard(name)
+        self._away.discard(name)
         self._unload(name)
         if dependents:
             needed = {step for served in self._versions.served for step in _steps(served)}
             for step in steps - needed - self._asked:
                 self._unload(step)
+        self._follow_steps()
 
     def note_folders(self) -> None:
         """Remember how the folders are now: what changes from here on, `follow_folders` follows."""
@@ -145,6 +150,7 @@ class ModelControl:
             if trace != self._polled.get(name):
                 self._polled[name] = trace
                 self.load_noted(entry)
+        self._follow_steps()
 
     def close(self) -> None:
         """Unload everything, and wait for it."""
@@ -153,6 +159,41 @@ class ModelControl:
             self._unload(name, timeout_s=0)
         for thread in list(self._retiring):
             thread.join()
+
+    def _follow_steps(self) -> None:
+        """Unload the ensembles of which a step's model does not answer; load those again of which all do.
+
+        As Triton does. Not to be called with the lock of a model.
+        """
+        with self._following:
+            while torn := [served.name for served in self._graphs() if not self._all_answer(served.config)]:
+                self._away.update(torn)
+                for name in torn:
+                    self._unload(name)
+            while whole := [entry for entry in self._entries_away() if self._all_answer(entry.config)]:
+                for entry in whole:
+                    self._away.discard(entry.name)
+                    with self._noting_errors(entry.name):
+                        self._load_with_steps(entry)
+
+    def _graphs(self) -> list[Served]:
+        return [served for served in self._versions.served if isinstance(served.runner, Ensemble)]
+
+    def _entries_away(self) -> list[ModelEntry]:
+        return [entry for name, entry in self.entries.items() if name in self._away]
+
+    def _all_answer(self, config: ModelConfig | None) -> bool:
+        """Whether the models of all steps do."""
+        steps = config.ensemble_steps if config else ()
+        return all(self._versions.get(step.model_name, step.model_version) for step in steps)
+
+    @contextmanager
+    def _noting_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except GenserveError as error:
+            cause = error.__cause__  # names file and line
+            self.errors[name] = cause if isinstance(cause, ConfigError) else error
 
     def _load_with_steps(
         self, entry: ModelEntry, *, config_json: str = "", upload: Upload | None = None

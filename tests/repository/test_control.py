@@ -34,6 +34,15 @@ ENSEMBLE = """
         input_map { key: "X" value: "M" } output_map { key: "Y" value: "Y" } }
     ] }
 """
+OUTER = """
+    platform: "ensemble"
+    input [ { name: "X" data_type: TYPE_FP32 dims: [ -1 ] } ]
+    output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+    ensemble_scheduling { step [
+      { model_name: "both" model_version: -1
+        input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } }
+    ] }
+"""
 
 
 @contextmanager
@@ -299,24 +308,68 @@ def test_the_version_policy_says_what_answers(tmp_path: Path, policy: str, ready
             ask(repository, "one", version=9, X=[0])
 
 
-def test_an_ensemble_brings_its_models_and_needs_them(tmp_path: Path) -> None:
-    write_model(tmp_path, "one", number=1)
-    write_model(tmp_path, "two", number=10)
-    (tmp_path / "both").mkdir()
-    (tmp_path / "both" / "config.pbtxt").write_text(ENSEMBLE)
-    (tmp_path / "both" / "1").mkdir()
-    with opened(tmp_path, "both") as repository:
+@pytest.fixture
+def nested(tmp_path: Path) -> Path:
+    root = tmp_path / "models"
+    write_model(root, "one", number=1)
+    write_model(root, "two", number=10)
+    for name, config in {"both": ENSEMBLE, "outer": OUTER}.items():
+        (root / name / "1").mkdir(parents=True)
+        (root / name / "config.pbtxt").write_text(config)
+    return root
+
+
+def test_an_ensemble_brings_its_models(nested: Path) -> None:
+    with opened(nested, "both") as repository:
         assert value(ask(repository, "both", X=[1])) == [12]
-        repository.unload("two")
-        assert not repository.is_ready("both")
-        with pytest.raises(InferenceError, match="model: 'both' has no available versions"):
-            ask(repository, "both", X=[1])
         repository.load("two")
-        assert value(ask(repository, "both", X=[1])) == [12]
         repository.unload("both", dependents=True)
         # "two" was asked for by itself, "one" only as a step.
         until(lambda: [index(repository)[name][0] for name in ("both", "one")] == ["UNAVAILABLE"] * 2)
         assert index(repository)["two"] == ("READY", "")
+
+
+def test_an_ensemble_is_away_while_a_model_of_its_steps_is(nested: Path) -> None:
+    with opened(nested, "outer") as repository:
+        assert value(ask(repository, "outer", X=[1])) == [12]
+        repository.unload("two")
+        assert not repository.is_ready("both")
+        away = dict.fromkeys(("two", "both", "outer"), ("UNAVAILABLE", "unloaded"))
+        until(lambda: index(repository) == {"one": ("READY", ""), **away})
+        assert repository.state is ModelState.READY     # of what is there
+        for name in away:
+            with pytest.raises(InferenceError, match=f"model: '{name}' has no available versions"):
+                ask(repository, name, X=[1])
+        repository.load("two")
+        assert set(index(repository).values()) == {("READY", "")}
+        assert value(ask(repository, "outer", X=[1])) == [12]
+
+
+def test_an_ensemble_that_was_unloaded_itself_does_not_come_back_with_a_step(nested: Path) -> None:
+    with opened(nested, "outer") as repository:
+        repository.unload("both")
+        repository.unload("two")
+        repository.load("two")
+        until(lambda: [index(repository)[name][0] for name in ("both", "outer")] == ["UNAVAILABLE"] * 2)
+        repository.load("both")
+        assert value(ask(repository, "outer", X=[1])) == [12]
+
+
+def test_loading_an_ensemble_brings_a_step_back_that_was_unloaded(nested: Path) -> None:
+    with opened(nested, "both") as repository:
+        repository.unload("one")
+        repository.load("both")
+        assert value(ask(repository, "both", X=[1])) == [12]
+
+
+def test_an_ensemble_goes_and_comes_with_the_folder_of_a_step(nested: Path, tmp_path: Path) -> None:
+    with opened(nested, mode=ControlMode.POLL, poll_s=0.02) as repository:
+        assert repository.is_ready("outer")
+        (nested / "one").rename(tmp_path / "elsewhere")
+        until(lambda: not repository.is_ready("outer"))
+        (tmp_path / "elsewhere").rename(nested / "one")
+        until(lambda: repository.is_ready("outer"))
+        assert value(ask(repository, "outer", X=[1])) == [12]
 
 
 def test_files_of_the_load_call_take_the_place_of_the_folder(tmp_path: Path) -> None:
