@@ -6,15 +6,32 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from genserve.export.families.bloom import BLOOM
+from genserve.export.families.gemma import GEMMA, GEMMA2, GEMMA3
+from genserve.export.families.gpt2 import GPT2
+from genserve.export.families.gpt_neox import GPT_NEOX
 from genserve.export.families.llama import LLAMA
+from genserve.export.families.opt import OPT
+from genserve.export.families.phi3 import PHI3
+from genserve.export.families.qwen import QWEN2, QWEN3
 from genserve.export.family import Family
 
 __all__ = ["FAMILIES", "architecture", "family_of"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "BloomForCausalLM": BLOOM,
+        "GPT2LMHeadModel": GPT2,
+        "GPTNeoXForCausalLM": GPT_NEOX,
+        "Gemma2ForCausalLM": GEMMA2,
+        "Gemma3ForCausalLM": GEMMA3,
+        "GemmaForCausalLM": GEMMA,
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": LLAMA,
+        "OPTForCausalLM": OPT,
+        "Phi3ForCausalLM": PHI3,
+        "Qwen2ForCausalLM": QWEN2,
+        "Qwen3ForCausalLM": QWEN3,
         "SmolLM3ForCausalLM": LLAMA,
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -11,10 +12,22 @@ from transformers import AutoConfig
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.decoder import Decoder
+from genserve.export.decoder import Activation, Decoder
 from genserve.export.weights import DecoderWeights, Names
 
-__all__ = ["Family", "require"]
+__all__ = ["Family", "read_activation", "require"]
+
+# By transformers' names.
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": "silu",
+        "relu": "relu",
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+    }
+)
 
 # A checkpoint may have a copy of the embedding that is its head.
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -79,8 +92,21 @@ def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
         raise ExportError(f"the config has {found}, which the graph has not", remedy=f"known: {known}")
 
 
+def read_activation(name: str) -> Activation:
+    """The activation that a config names.
+
+    Raises:
+        ExportError: the graph does not have it.
+    """
+    require(name in _ACTIVATIONS, found=f"the activation {name!r}", known=", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[name]
+
+
 def _require_sizes(decoder: Decoder) -> None:
     grouped = decoder.num_heads % decoder.num_kv_heads == 0
     found = f"num_key_value_heads {decoder.num_kv_heads}"
     require(grouped, found=found, known="divisors of num_attention_heads")
     require(decoder.head_dim % 16 == 0, found=f"head_dim {decoder.head_dim}", known="multiples of 16")
+    for attention in decoder.attentions:
+        turning = 2 * len(attention.rotary.frequencies) if attention.rotary else 0
+        require(turning % 16 == 0, found=f"heads that turn in {turning} numbers", known="multiples of 16")

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder
 
-__all__ = ["DecoderWeights", "Names", "Part"]
+__all__ = ["DecoderWeights", "Names", "Part", "Take"]
+
+Take = Callable[[FloatArray, Decoder], FloatArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class Part:
     """A role that a checkpoint keeps in another form than [outputs, inputs], or packed with others."""
 
     name: str
-    take: Callable[[FloatArray, Decoder], FloatArray]  # of a weight and of a bias
+    take: Take  # of its weight and of its bias
 
 
 # Of a role, without .weight and .bias: the name in the checkpoint. `{}` is the layer in both.

@@ -12,7 +12,7 @@ from genserve.export.report import Precision
 from genserve.export.source import read_checkpoint
 from genserve.export.stages import Stages
 
-__all__ = ["WrittenGraph", "write_graph"]
+__all__ = ["WrittenGraph", "conversion_of", "write_conversion", "write_graph"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,15 @@ class WrittenGraph:
 
 
 def write_graph(source: Path, folder: Path, *, precision: Precision = "fp32") -> WrittenGraph:
+    return write_conversion(conversion_of(source, precision=precision), folder)
+
+
+def conversion_of(source: Path, *, precision: Precision = "fp32") -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
-    conversion = Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision)
+    return Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision)
+
+
+def write_conversion(conversion: Conversion, folder: Path) -> WrittenGraph:
     conversion.write_files(folder)
     version = conversion.write_graph(folder, advance=lambda _units: None)
-    return WrittenGraph(folder=version, precision=precision, dimensions=conversion.dimensions)
+    return WrittenGraph(folder=version, precision=conversion.precision, dimensions=conversion.dimensions)

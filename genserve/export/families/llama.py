@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from genserve.export.decoder import Activation, Attention, Decoder, Rotary
-from genserve.export.family import Family, require
+from genserve.export.decoder import Attention, Decoder, Rotary
+from genserve.export.family import Family, read_activation, require
 from genserve.export.rotary import read_rotary
 from genserve.export.weights import Names
 
@@ -30,15 +29,9 @@ LLAMA_NAMES: Names = MappingProxyType(
     }
 )
 
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-)
-
 
 def describe_llama(config: Any) -> Decoder:
     """The decoder of a config with the fields of Llama's, and perhaps `layer_types` and `sliding_window`."""
-    act = getattr(config, "hidden_activation", None) or config.hidden_act
-    require(act in _ACTIVATIONS, found=f"hidden_act {act!r}", known=", ".join(_ACTIVATIONS))
     size = _head_dim(config)
     return Decoder(
         vocab_size=config.vocab_size,
@@ -50,7 +43,7 @@ def describe_llama(config: Any) -> Decoder:
         attention_scale=size**-0.5,
         norm="rms",
         norm_epsilon=config.rms_norm_eps,
-        activation=_ACTIVATIONS[act],
+        activation=read_activation(getattr(config, "hidden_activation", None) or config.hidden_act),
         tied=config.tie_word_embeddings,
     )
 

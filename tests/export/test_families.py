@@ -1,0 +1,259 @@
+"""The graphs of all families against transformers' own models of the same checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from genserve.backends.logits_onnx import OnnxLogits
+from genserve.errors import ExportError
+from genserve.export.architectures import FAMILIES, family_of
+from tests.checkpoints import tiny_llama_checkpoint
+from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+
+MAX_DIFFERENCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def graph(checkpoint: Path) -> WrittenGraph:
+    return write_graph(checkpoint, checkpoint.parent / "graph")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> PreTrainedModel:
+    return reference_model(checkpoint)
+
+
+def test_a_prefill_in_chunks_equals_the_reference_after_every_token(
+    graph: WrittenGraph, reference: PreTrainedModel
+) -> None:
+    ids = random_ids(100, seed=1)
+    logits = chunked_logits(graph, ids)
+    assert np.abs(logits - source_logits(reference, ids)).max() < MAX_DIFFERENCE
+
+
+def test_rows_that_start_move_and_end_beside_each_other_equal_each_row_alone(
+    graph: WrittenGraph, reference: PreTrainedModel
+) -> None:
+    slots = Slots(graph, reference)
+    slots.prefill([random_ids(length, seed=length) for length in (60, 41, 9)], lengths=[40, 23, 1])
+    slots.decode(steps=4)
+    slots.end(slot=0)
+    slots.decode(steps=2)
+    slots.prefill_in_chunks(random_ids(50, seed=2), lengths=[16, 7, 20])
+    slots.decode(steps=2)
+    assert slots.largest_difference < MAX_DIFFERENCE
+
+
+def test_only_the_rows_that_are_asked_for_get_logits_in_their_order(tmp_path: Path) -> None:
+    source, ids = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"]), random_ids(30, seed=2)
+    graph = write_graph(source, tmp_path / "graph")
+    logits = graph.cached(batch=1, max_len=30).forward(ids[None], past=[0], rows=[29, 3])
+    assert logits.shape == (2, 320)
+    assert np.abs(logits - source_logits(reference_model(source), ids)[[29, 3]]).max() < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("model", "wrong"),
+    [
+        ("bloom_4_heads", {"alibi": False}),
+        ("gemma", {"embedding_scale": None}),
+        ("gemma2", {"attention_softcap": None}),
+        ("gemma2", {"logits_softcap": None}),
+        ("gemma2", {"attention_scale": 32**-0.5}),
+        ("gpt_neox", {"parallel": False}),
+        ("gpt2", {"activation": "gelu"}),
+    ],
+)
+def test_a_graph_without_what_its_family_has_is_far_from_the_reference(
+    tmp_path: Path, model: str, wrong: dict[str, Any]
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
+    conversion = conversion_of(source)
+    changed = replace(conversion, decoder=replace(conversion.decoder, **wrong))
+    assert difference_of(write_conversion(changed, tmp_path / "graph"), source) > 4 * MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("wrong", [{"window": None}, {"rotary": None}])
+def test_layers_may_differ_in_their_windows_and_angles(tmp_path: Path, wrong: dict[str, None]) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma3"])
+    conversion = conversion_of(source)
+    first, *others = conversion.decoder.attentions
+    changed = replace(conversion.decoder, attentions=(replace(first, **wrong), *others))
+    graph = write_conversion(replace(conversion, decoder=changed), tmp_path / "graph")
+    assert difference_of(graph, source) > 4 * MAX_DIFFERENCE
+
+
+def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gpt2"])
+    path = source / "model.safetensors"
+    headless = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    # Recomputed from the config, and yet in old checkpoints.
+    save_file(headless | {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8)}, path)
+    assert difference_of(write_graph(source, tmp_path / "graph"), source) < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"hidden_act": "mish"}, "mish"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
+        ({"head_dim": 24}, "head_dim 24"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ],
+)
+def test_what_the_graph_would_not_honour_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], what: str
+) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "checkpoint", **config)
+    with pytest.raises(ExportError, match=what) as caught:
+        write_graph(source, tmp_path / "graph")
+    assert "known" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "what"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gpt_neox", {"hidden_size": 128, "num_attention_heads": 4}, "heads that turn in 8"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
+    ],
+)
+def test_each_family_refuses_what_its_graph_has_not(model: str, config: dict[str, Any], what: str) -> None:
+    family = next(family for family in FAMILIES.values() if family.name == model)
+    with pytest.raises(ExportError, match=what):
+        family.decoder({"model_type": model} | config)
+
+
+def test_an_architecture_without_a_family_has_none() -> None:
+    assert family_of({"architectures": ["FooForCausalLM"]}) is None
+    assert family_of({}) is None
+
+
+@pytest.mark.parametrize(
+    "broken", [{"num_attention_heads": "four"}, {"rope_scaling": {"rope_type": "llama3"}}]
+)
+def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "checkpoint")
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | broken))
+    with pytest.raises(ExportError, match=r"config\.json"):
+        write_graph(source, tmp_path / "graph")
+
+
+def test_the_graph_says_what_it_is(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = write_graph(tiny_checkpoint, tmp_path, precision="fp16").folder
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    assert {entry.key: entry.value for entry in model.metadata_props} == {
+        "genserve.family": "llama",
+        "genserve.precision": "fp16",
+        "genserve.context_length": "256",
+        "genserve.source": "tiny",
+    }
+
+
+class Slots:
+    """Rows in the slots of a logits model; each forward is compared with the reference on the row alone."""
+
+    def __init__(self, graph: WrittenGraph, reference: PreTrainedModel) -> None:
+        self.model = OnnxLogits(graph.folder / "model.onnx", num_slots=4, max_length=64, num_threads=1)
+        self.reference = reference
+        self.rows: list[NDArray[np.int64]] = []
+        self.expected: list[NDArray[np.float32]] = []
+        self.past: list[int] = []
+        self.largest_difference = 0.0
+
+    def prefill(self, rows: list[NDArray[np.int64]], *, lengths: list[int]) -> None:
+        slots = [self.add(row) for row in rows]
+        chunks = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+        self.compare(self.model.prefill(chunks, first_slot=slots[0], past=0), slots=slots, lengths=lengths)
+
+    def prefill_in_chunks(self, row: NDArray[np.int64], *, lengths: list[int]) -> None:
+        slot = self.add(row)
+        for length in lengths:
+            past = self.past[slot]
+            logits = self.model.prefill([row[past : past + length].tolist()], first_slot=slot, past=past)
+            self.compare(logits, slots=[slot], lengths=[length])
+
+    def decode(self, *, steps: int) -> None:
+        slots = range(len(self.rows))
+        for _ in range(steps):
+            tokens = np.array([row[at] for row, at in zip(self.rows, self.past, strict=True)])
+            logits = self.model.decode(tokens, np.array(self.past))
+            self.compare(logits, slots=slots, lengths=[1] * len(slots))
+
+    def end(self, *, slot: int) -> None:
+        """The last row moves into the slot."""
+        self.model.move(source=len(self.rows) - 1, target=slot, length=self.past[-1])
+        for values in (self.rows, self.expected, self.past):
+            values[slot] = values[-1]
+            values.pop()
+
+    def add(self, row: NDArray[np.int64]) -> int:
+        self.rows.append(row)
+        self.expected.append(source_logits(self.reference, row))
+        self.past.append(0)
+        return len(self.rows) - 1
+
+    def compare(
+        self, logits: NDArray[np.float32], *, slots: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        for slot, length, found in zip(slots, lengths, logits, strict=True):
+            self.past[slot] += length
+            difference = np.abs(found - self.expected[slot][self.past[slot] - 1]).max()
+            self.largest_difference = max(self.largest_difference, float(difference))
+
+
+def chunked_logits(graph: WrittenGraph, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    cached, logits, past = graph.cached(batch=1, max_len=128), [], 0
+    for length in (16, 7, 30, 1, len(ids) - 54):
+        chunk = ids[None, past : past + length]
+        logits.append(cached.forward(chunk, past=[past], rows=range(length)))
+        past += length
+    return np.concatenate(logits)
+
+
+def difference_of(graph: WrittenGraph, source: Path) -> float:
+    ids = random_ids(100, seed=1)
+    found, expected = chunked_logits(graph, ids), source_logits(reference_model(source), ids)
+    return float(np.abs(found - expected).max())
+
+
+def reference_model(source: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def random_ids(length: int, *, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(3, 320, length)
+
+
+def source_logits(model: PreTrainedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+    return logits
