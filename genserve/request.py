@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, TypedDict, get_args
 
@@ -33,6 +33,7 @@ Role = Literal["system", "user", "assistant"]
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_CACHE_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
     seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
     logprobs: bool = False                  # report the log-probability of each picked token
+    cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "seed"):
@@ -104,6 +106,12 @@ class SamplingParams:
         _require(
             self.seed is None or 0 <= self.seed < 2**64, "seed", "must be between 0 and 2^64 - 1"
         )
+        salt = self.cache_salt
+        _require(
+            salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT_CHARS),
+            "cache_salt",
+            f"must have 1 to {MAX_CACHE_SALT_CHARS} characters",
+        )
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -118,6 +126,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     seed: int | None
     logprobs: bool
+    cache_salt: str | None
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
@@ -126,7 +135,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     Raises:
         InvalidRequest: an unknown name, with the nearest known one, or a value out of range.
     """
-    known = [field.name for field in fields(SamplingParams)]
+    known = [option.name for option in fields(SamplingParams)]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -180,6 +189,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    # Of the prompt: not computed, since they lay in the KV cache. Says nothing of the answer: not compared.
+    cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

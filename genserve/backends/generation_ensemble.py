@@ -25,7 +25,7 @@ class GenerationEnsemble:
         loop: the engine over its logits and decoder stages.
         max_length: tokens of prompt and answer together.
         num_slots: requests that run together; more wait.
-        kv_cache_bytes: the memory of all slots, if each is used to its end.
+        kv_cache_bytes: the memory that the KV cache takes at the most.
         precision: of the weights, as the exporter wrote it.
         vocab_size: length of a row of logits.
         loaded_s: wall-clock time of the load, seconds since 1970.
@@ -96,7 +96,8 @@ class GenerationEnsemble:
                 f"the prompt has {num_prompt_tokens} tokens; "
                 f"the context of {self.name} is {self.max_length}, answer included",
                 field=field,
-                remedy="shorten the prompt, or raise max_sequence_length in the logits stage's config.pbtxt",
+                remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
+                "kv_cache_bytes in the logits stage's config.pbtxt",
             )
         room = self.max_length - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:

@@ -30,18 +30,27 @@ class OnnxLogits:
 
     Attributes:
         cache: the keys and values of its slots.
+        max_length: see `LogitsModel.max_length`.
+        max_cached_tokens: see `LogitsModel.max_cached_tokens`.
         metadata: what the exporter wrote into the graph.
     """
 
     def __init__(
-        self, path: Path, *, num_slots: int, max_length: int | None = None, num_threads: int | None = None
+        self,
+        path: Path,
+        *,
+        num_slots: int,
+        max_length: int | None = None,
+        cache_bytes: int | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """Load the graph.
 
         Args:
             path: the model.onnx; its weights lie beside it.
             num_slots: how many token sequences may run together.
-            max_length: tokens per slot; None: the graph's whole context.
+            max_length: tokens per slot; None: the graph's whole context. Less, if the cache holds less.
+            cache_bytes: what the cache may hold of all slots together; None: all of it.
             num_threads: None: one per core that this process may use.
 
         Raises:
@@ -70,6 +79,8 @@ class OnnxLogits:
                 f"{path}: {num_slots} slots of {self.max_length} tokens cannot be reserved: {error}",
                 remedy="lower max_batch_size or max_sequence_length in the logits stage's config.pbtxt",
             ) from error
+        self.max_cached_tokens = self._cached_tokens(path, cache_bytes)
+        self.max_length = min(self.max_length, self.max_cached_tokens)
         self._logits = np.empty((num_slots, self.vocab_size), dtype=np.float32)
         self._decode_bindings: dict[int, _Call] = {}
 
@@ -81,10 +92,27 @@ class OnnxLogits:
             )
         return int(text)
 
+    def _cached_tokens(self, path: Path, cache_bytes: int | None) -> int:
+        if cache_bytes is None or cache_bytes >= self.cache.nbytes:
+            return self.cache.nbytes // self.cache.token_bytes
+        page_bytes = self.cache.page_tokens * self.cache.token_bytes
+        if cache_bytes < page_bytes:
+            raise RepositoryError(
+                f"{path}: a KV cache of {cache_bytes} bytes holds nothing; "
+                f"{self.cache.page_tokens} tokens take {page_bytes}",
+                remedy="raise kv_cache_bytes in the logits stage's config.pbtxt",
+            )
+        return cache_bytes // page_bytes * self.cache.page_tokens
+
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the whole cache, if every slot is used to its end."""
-        return self.cache.nbytes
+        """Bytes that the cache takes at the most."""
+        return self.max_cached_tokens * self.cache.token_bytes
+
+    @property
+    def page_tokens(self) -> int:
+        """See `LogitsModel.page_tokens`."""
+        return self.cache.page_tokens
 
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
@@ -117,6 +145,10 @@ class OnnxLogits:
     def move(self, *, source: int, target: int, length: int) -> None:
         """See `LogitsModel.move`."""
         self.cache.move(source=source, target=target, length=length)
+
+    def give_back(self, slot: int, *, length: int) -> None:
+        """See `LogitsModel.give_back`."""
+        self.cache.give_back(slot, length=length)
 
     def _bind(self, *, num_rows: int, width: int, first_slot: int) -> _Call:
         """Bind a call over `num_rows` slots; to bind some hundred buffers takes a quarter millisecond."""

@@ -34,6 +34,7 @@ class WholeLogits:
     """
 
     kv_cache_bytes = 0
+    page_tokens = 1
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, run: Run, config: ModelConfig, *, max_length: int) -> None:
@@ -53,6 +54,7 @@ class WholeLogits:
         self._types = {spec.name: _item_type(spec.data_type, spec.name) for spec in config.inputs}
         self.num_slots = max(1, config.max_batch_size)
         self.max_length = max_length
+        self.max_cached_tokens = self.num_slots * max_length
         self._token_ids = np.zeros((self.num_slots, max_length), dtype=np.int64)
         width = min(2, max_length)
         logits = self._logits(self._token_ids[:1], np.array([width]))
@@ -79,6 +81,9 @@ class WholeLogits:
     def move(self, *, source: int, target: int, length: int) -> None:
         """See `LogitsModel.move`."""
         self._token_ids[target, :length] = self._token_ids[source, :length]
+
+    def give_back(self, slot: int, *, length: int) -> None:
+        """See `LogitsModel.give_back`: ids are kept, they are few."""
 
     def _last_rows(self, token_ids: TokenArray, lengths: TokenArray) -> FloatArray:
         """Return the logits [rows, vocab_size] after the last token of each row, by as few runs as fit."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from genserve.config.byte_size import byte_size
 from genserve.errors import RepositoryError
 
-__all__ = ["boolean_parameter", "integer_parameter"]
+__all__ = ["boolean_parameter", "bytes_parameter", "integer_parameter"]
 
 _BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
@@ -24,6 +25,23 @@ def boolean_parameter(parameters: Mapping[str, str], key: str, *, default: bool)
         raise RepositoryError(
             f"failed to convert '{parameters[key]}' to boolean",
             remedy=f"write true or false for the parameter {key} in config.pbtxt",
+        )
+    return value
+
+
+def bytes_parameter(parameters: Mapping[str, str], key: str) -> int | None:
+    """Return a parameter that is an amount of memory, such as 2GiB; None if it is not there.
+
+    Raises:
+        RepositoryError: it is something else.
+    """
+    if key not in parameters:
+        return None
+    value = byte_size(parameters[key])
+    if value is None:
+        raise RepositoryError(
+            f"failed to convert '{parameters[key]}' to bytes",
+            remedy=f"write an amount such as 2GiB for the parameter {key} in config.pbtxt",
         )
     return value
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from genserve.config.byte_size import byte_size
 from genserve.config.fault import Fault, nearest
 from genserve.config.judged import JudgedConfig
 
 __all__ = ["parameters"]
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
+_BYTES = "number of bytes above 0"
 # Of genserve's own, for a stage that gives logits: how many tokens a slot holds.
 _LENGTH = {"max_sequence_length": _POSITIVE}
 _ONNXRUNTIME = _LENGTH | {
+    "kv_cache_bytes": _BYTES,             # and: what the KV cache of all slots may take together
+    "prefix_cache": _SWITCH,              # and: whether token sequences share what they begin with
     "intra_op_thread_count": _NUMBER,
     "inter_op_thread_count": _NUMBER,
     "execution_mode": _NUMBER,
@@ -103,10 +107,12 @@ def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterato
         _NUMBER: value.strip().lstrip("-").isdecimal(),
         _POSITIVE: value.isdecimal() and int(value) > 0,
         _SWITCH: value.lower() in ("true", "false", "1", "0"),
+        _BYTES: bool(byte_size(value)),
         _TEXT: True,
     }
     if not is_right[kind]:
-        remedy = 'write "true" or "false"' if kind == _SWITCH else "write a whole number, in quotes"
+        remedies = {_SWITCH: 'write "true" or "false"', _BYTES: 'write an amount such as "2GiB"'}
+        remedy = remedies.get(kind, "write a whole number, in quotes")
         message = f"failed to convert {name} '{value}' to {kind}"
         yield config.error("parameters", message, remedy=remedy, key=name)
 

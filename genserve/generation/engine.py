@@ -16,9 +16,10 @@ from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.logits_model import FloatArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.pick import RowPicker, pick
-from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan, plan_step
+from genserve.generation.planner import Decode, Prefill, PrefillBudget, Room, StepPlan, plan_step
+from genserve.generation.prefixes import awaited, worth_reusing
 from genserve.generation.sampler import pick_rows, select_rows
-from genserve.generation.slots import Occupant, Slots
+from genserve.generation.slots import Occupant, Slots, hold_s
 from genserve.generation.token_sequence import TokenSequence, Want
 
 __all__ = ["Engine", "StepResult"]
@@ -34,10 +35,15 @@ class StepResult:
     answered: tuple[tuple[LogitsRequest, FloatArray], ...]
     failed: dict[Occupant, GenserveError]               # these have left without finishing
     num_prompt_tokens: int                              # tokens that a prefill ran; 0: it was a decode
+    num_preempted: int                                  # so many had to leave their slots and wait again
 
 
 class Engine:
     """Continuous batching over the slots of one logits model. One thread owns it.
+
+    A token sequence that has finished leaves its tokens in its slot, and whoever begins with them goes
+    on there, or with a copy. When the memory of the cache is short, what has been left goes first, then
+    the youngest that runs has to wait again; its stream pauses, and its text is the same.
 
     Attributes:
         clock: seconds; by it a logits request says when it was submitted. Safe from any thread.
@@ -50,16 +56,30 @@ class Engine:
         decode: DecodeFunction,
         budget: PrefillBudget | None = None,
         picker: RowPicker = pick_rows,
+        prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin with nothing to do.
+
+        Args:
+            model: computes the logits.
+            decode: the decoding loop of each token sequence.
+            budget: of a prefill.
+            picker: of the model's logits.
+            prefix_cache: whether token sequences share what they begin with; logits requests always do.
+            clock: seconds.
+        """
         self._model = model
         self.clock = clock
         self._slots = Slots(model)
         self._loops = DecodingLoops(decode)
         self._budget = budget or PrefillBudget()
         self._picker = picker
+        self._prefix_cache = prefix_cache
         self._waiting: deque[Occupant] = deque()
-        self._prefilled_last = False
+        self._last: StepPlan | None = None
+        self._last_prefill: Prefill | None = None
+        self._num_preempted = 0     # in this step
         self._step_started_s = 0.0
 
     @property
@@ -76,6 +96,12 @@ class Engine:
     def num_generating(self) -> int:
         """How many of those that run are ordinary token sequences."""
         return sum(isinstance(s, TokenSequence) for s in self._slots.running)
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the cache's memory that those hold that run."""
+        memory = self._slots.memory
+        return sum(memory.rounded(s.num_computed) for s in self._slots.running) / memory.budget
 
     def add(self, occupant: Occupant) -> None:
         """Put it at the end of the waiting line, or where all but the last of its tokens are known."""
@@ -110,21 +136,11 @@ class Engine:
 
     def step(self) -> StepResult | None:
         """Run one forward and commit what it gives; None if nothing can be done now."""
-        now_s = self._step_started_s = self.clock()
-        self._slots.pack(now_s)
-        self._reuse_prefixes(now_s)
-        plan = plan_step(
-            self._slots.running,
-            waiting=list(islice(self._waiting, self._model.num_slots)),
-            room=self._slots.room,
-            prefilled_last=self._prefilled_last,
-            budget=self._budget,
-        )
+        self._step_started_s = self.clock()
+        self._num_preempted = 0
+        plan = self._plan()
         if plan is None:
             return None
-        self._prefilled_last = isinstance(plan, Prefill)
-        if isinstance(plan, Prefill):
-            self._slots.take((self._waiting.popleft() for _ in range(plan.num_admitted)), now_s=now_s)
         try:
             logits, rows = self._forward(plan)
         except Exception as error:
@@ -136,23 +152,105 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError where slots and loops disagree; for tests."""
         self._slots.check_integrity()
-        assert len(self._loops) <= self.num_running, "a loop outlived its sequence"
+        assert len(self._loops) <= self.num_running + self.num_waiting, "a loop outlived its sequence"
         assert all(s.num_pending >= 1 for s in self._slots.running), "a sequence runs with nothing to compute"
 
-    def _reuse_prefixes(self, now_s: float) -> None:
-        """Admit logits requests from the head of the line whose first tokens lie in some slot."""
-        while self._waiting and self._slots.room:
-            head = self._waiting[0]
-            if not isinstance(head, LogitsRequest) or any(s.in_prompt for s in self._slots.running):
+    def _plan(self) -> StepPlan | None:
+        """Choose the next forward, and give its sequences slots and memory; None: there is nothing to do."""
+        while True:
+            self._pack()
+            self._admit_with_prefixes()
+            plan = plan_step(
+                self._slots.running,
+                waiting=list(islice(self._waiting, self._model.num_slots)),
+                room=self._room(),
+                last=self._last,
+                last_prefill=self._last_prefill,
+                budget=self._budget,
+                share_prefixes=self._prefix_cache,
+            )
+            if plan is None:
+                return None
+            if isinstance(plan, Prefill) and plan.admits:
+                for sequence in plan.sequences:
+                    self._waiting.remove(sequence)
+                self._slots.take(plan.sequences, now_s=self._step_started_s)
+            if self._slots.hold(self._lengths(plan)):
+                break
+            self._preempt(self._slots.youngest)
+        self._last = plan
+        if isinstance(plan, Prefill):
+            self._last_prefill = plan
+        return plan
+
+    def _pack(self) -> None:
+        """Close the gaps between those that run, if need be without some of them."""
+        while leaving := self._slots.pack(self._step_started_s):
+            for occupant in leaving:
+                self._preempt(occupant)
+
+    def _preempt(self, occupant: Occupant) -> None:
+        """Send one that runs back to the head of the line."""
+        self._slots.park(occupant, now_s=self._step_started_s)
+        occupant.preempt()
+        self._waiting.appendleft(occupant)
+        self._num_preempted += 1
+
+    def _room(self) -> Room:
+        return Room(
+            slots=self._slots.room,
+            tokens=self._slots.room_tokens,
+            page_tokens=self._model.page_tokens,
+            max_length=self._model.max_length,
+        )
+
+    def _lengths(self, plan: StepPlan) -> dict[int, int]:
+        """Return how many positions of which slots a plan's forward writes to, idle rows included."""
+        residents = self._slots.residents
+        slots = self._slots_of(plan)
+        if isinstance(plan, Prefill):
+            width = plan.sequences[0].num_computed + max(plan.num_tokens)
+            return dict.fromkeys(slots, width)
+        return {slot: r.num_computed + 1 if r else 1 for slot, r in enumerate(residents[: max(slots) + 1])}
+
+    def _slots_of(self, plan: StepPlan) -> list[int]:
+        slot_of = {resident: slot for slot, resident in enumerate(self._slots.residents) if resident}
+        return [slot_of[s] for s in plan.sequences]
+
+    def _admit_with_prefixes(self) -> None:
+        """Admit those at the head of the line whose first tokens lie in some slot, while they can go on."""
+        for occupant in list(islice(self._waiting, self._model.num_slots)):
+            if not self._slots.room:
                 return
-            if not self._slots.reuse(head, now_s=now_s):
+            if not (self._prefix_cache or isinstance(occupant, LogitsRequest)):
                 return
-            self._waiting.popleft()
+            if self._prefix_cache and awaited(occupant, self._slots.running):
+                continue
+            if not self._begin_with_prefix(occupant):
+                return
+
+    def _begin_with_prefix(self, occupant: Occupant) -> bool:
+        """Admit one that waits, with what lies in some slot; False if that is not worth it, or not yet."""
+        prefix = self._slots.longest_prefix(occupant)
+        num_tokens = len(occupant.token_ids)
+        if not worth_reusing(prefix.length, num_tokens=num_tokens, in_company=len(self._waiting) > 1):
+            return False
+        # One may be in the middle of a long prompt, and one of a short one.
+        short = self._budget.beside_decoding
+        others = [s.num_pending for s in self._slots.running if s.in_prompt]
+        if others and (min(others) <= short or num_tokens - prefix.length > short):
+            return False
+        if not self._slots.reuse(occupant, prefix, now_s=self._step_started_s):
+            return False
+        self._waiting.remove(occupant)
+        if isinstance(occupant, TokenSequence) and not occupant.preempted:
+            occupant.num_cached_tokens = prefix.length
+        self._pack()
+        return True
 
     def _forward(self, plan: StepPlan) -> tuple[FloatArray, Sequence[int]]:
         """Run the plan; returns the logits, and the row of each of its sequences."""
-        slot_of = {resident: slot for slot, resident in enumerate(self._slots.residents) if resident}
-        slots = [slot_of[s] for s in plan.sequences]
+        slots = self._slots_of(plan)
         match plan:
             case Prefill():
                 past = plan.sequences[0].num_computed
@@ -234,13 +332,22 @@ class Engine:
         failed: dict[Occupant, GenserveError],
         plan: StepPlan,
     ) -> StepResult:
-        """Let go of those that finished or failed, and park those that are answered."""
+        """Let go of those that failed, and park what those have computed that finished or are answered."""
         advanced = tuple(s for s in ready if s not in failed)
-        self.remove([*failed, *(s for s in advanced if s.finished)])
         now_s = self.clock()
+        finished = [s for s in advanced if s.finished]
+        if self._prefix_cache:
+            for sequence in finished:
+                self._slots.park(sequence, now_s=now_s)
+        self.remove([*failed, *finished])
         for request, _ in answered:
-            self._slots.park(request, now_s=now_s, step_s=now_s - self._step_started_s)
+            held_s = hold_s(request.pause_s, step_s=now_s - self._step_started_s)
+            self._slots.park(request, now_s=now_s, held_s=held_s)
         prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
         return StepResult(
-            advanced=advanced, answered=tuple(answered), failed=failed, num_prompt_tokens=prompt_tokens
+            advanced=advanced,
+            answered=tuple(answered),
+            failed=failed,
+            num_prompt_tokens=prompt_tokens,
+            num_preempted=self._num_preempted,
         )

@@ -34,6 +34,14 @@ class LogitsModel(Protocol):
     def vocab_size(self) -> int:
         """Length of a row of logits."""
 
+    @property
+    def page_tokens(self) -> int:
+        """A slot's memory is taken and given back for so many tokens at a time."""
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How many tokens all slots together may hold, in whole pages; at least one full slot."""
+
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
         """Run `chunks[i]` in slot `first_slot + i`; more than one chunk needs `past == 0`.
 
@@ -54,3 +62,6 @@ class LogitsModel(Protocol):
 
     def move(self, *, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` over those of slot `target`."""
+
+    def give_back(self, slot: int, *, length: int) -> None:
+        """Give back the memory of slot `slot` behind its first `length` positions; nobody needs them."""

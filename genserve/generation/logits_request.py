@@ -70,6 +70,11 @@ class LogitsRequest:
         self._on_logits = on_logits
 
     @property
+    def cache_salt(self) -> str | None:
+        """None: it may share what it computes with all that have no salt."""
+        return None
+
+    @property
     def num_pending(self) -> int:
         """How many tokens are not in the KV cache yet."""
         return len(self.token_ids) - self.num_computed
@@ -78,6 +83,10 @@ class LogitsRequest:
     def in_prompt(self) -> bool:
         """Whether more is to be computed than a decode step does."""
         return self.num_pending > 1
+
+    def preempt(self) -> None:
+        """Begin anew: its slot is somebody else's."""
+        self.num_computed = 0
 
     def answer(self, content: FloatArray | GenserveError) -> None:
         """Hand over the logits or the error; for the engine's thread."""

@@ -2,9 +2,10 @@
 
 A step is one forward, and there are two kinds. GroupQueryAttention on CPU takes several rows of
 several tokens only where nothing is cached yet, and several rows of one token anywhere. So a
-*prefill* is either a group of whole prompts in fresh slots, or one chunk of one long prompt, and a
-*decode* moves every running sequence by one token. While sequences decode, prefills are bounded and
-alternate with decodes: a long prompt slows the others down and never stops them.
+*prefill* is either a group of whole prompts in fresh slots, or one chunk of one prompt of which the
+first part is there, and a *decode* moves every running sequence by one token. While sequences decode,
+prefills are bounded and alternate with decodes; while a long prompt is computed, its chunks alternate
+with prompts that fit into one: it slows the others down and never stops them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from genserve.generation.prefixes import awaited
 from genserve.generation.slots import Occupant
 
-__all__ = ["Decode", "Prefill", "PrefillBudget", "StepPlan", "plan_step"]
+__all__ = ["Decode", "Prefill", "PrefillBudget", "Room", "StepPlan", "plan_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +32,28 @@ class PrefillBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What the KV cache has for those who wait."""
+
+    slots: int
+    tokens: int             # memory, in whole pages
+    page_tokens: int
+    max_length: int         # tokens of one slot
+
+    def fits(self, num_sequences: int, *, longest: int) -> bool:
+        """Whether so many sequences, padded to the longest, can begin, with a page each to go on."""
+        length = min(longest + self.page_tokens, self.max_length)
+        each = -(-length // self.page_tokens) * self.page_tokens
+        return num_sequences <= self.slots and num_sequences * each <= self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
     """Run the next `num_tokens[i]` tokens of `sequences[i]`, which are in neighbouring slots."""
 
     sequences: tuple[Occupant, ...]
     num_tokens: tuple[int, ...]
-    num_admitted: int               # how many of `sequences` come from the head of the waiting line
+    admits: bool                    # they come from the waiting line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,47 +70,68 @@ def plan_step(
     running: Sequence[Occupant],
     *,
     waiting: Sequence[Occupant],
-    room: int,
-    prefilled_last: bool,
+    room: Room,
+    last: StepPlan | None,
+    last_prefill: Prefill | None,
     budget: PrefillBudget,
+    share_prefixes: bool,
 ) -> StepPlan | None:
     """Choose the next forward; None if there is nothing to do.
 
     Args:
-        running: by slot; one at the most is in the middle of its prompt.
+        running: by slot; those in the middle of their prompts among them.
         waiting: first come, first served.
-        room: how many of them can have a slot.
-        prefilled_last: whether the step before this one was a prefill.
+        room: for them.
+        last: the step before this one.
+        last_prefill: the last of those.
         budget: limits of a prefill.
+        share_prefixes: one that waits may begin with what another has computed.
     """
-    partial = next((s for s in running if s.in_prompt), None)
-    decoding = tuple(s for s in running if s is not partial)
-    if decoding and prefilled_last:
+    partial = sorted((s for s in running if s.in_prompt), key=lambda s: s.num_pending)
+    decoding = tuple(s for s in running if not s.in_prompt)
+    if decoding and isinstance(last, Prefill):
         return Decode(sequences=decoding)
     max_tokens = budget.beside_decoding if decoding else budget.alone
+    if len(partial) > 1 and not _continues(last_prefill, partial[0]):
+        return _chunk(partial[0], max_tokens=max_tokens)
+    if not partial or _continues(last_prefill, partial[-1]):
+        computing = running if share_prefixes else None
+        group = _whole_prompts(waiting, computing=computing, room=room, max_tokens=max_tokens)
+        if group and (not partial or group[0].num_pending <= max_tokens):
+            return Prefill(
+                sequences=group, num_tokens=tuple(min(s.num_pending, max_tokens) for s in group), admits=True
+            )
     if partial:
-        chunk = min(max_tokens, partial.num_pending)
-        return Prefill(sequences=(partial,), num_tokens=(chunk,), num_admitted=0)
-    group = _whole_prompts(waiting[:room], max_tokens=max_tokens)
-    if group:
-        return Prefill(
-            sequences=group,
-            num_tokens=tuple(min(s.num_pending, max_tokens) for s in group),
-            num_admitted=len(group),
-        )
+        return _chunk(partial[-1], max_tokens=max_tokens)
     return Decode(sequences=decoding) if decoding else None
 
 
-def _whole_prompts(waiting: Sequence[Occupant], *, max_tokens: int) -> tuple[Occupant, ...]:
-    """Take prompts from the head of the line while their padded batch fits; at least one.
+def _chunk(sequence: Occupant, *, max_tokens: int) -> Prefill:
+    return Prefill(sequences=(sequence,), num_tokens=(min(max_tokens, sequence.num_pending),), admits=False)
 
-    A first prompt longer than `max_tokens` is taken alone, and its first chunk run.
+
+def _continues(prefill: Prefill | None, sequence: Occupant) -> bool:
+    """Whether a prefill was of this sequence."""
+    return prefill is not None and sequence in prefill.sequences
+
+
+def _whole_prompts(
+    waiting: Sequence[Occupant], *, computing: Sequence[Occupant] | None, room: Room, max_tokens: int
+) -> tuple[Occupant, ...]:
+    """Take prompts from the head of the line while their padded batch fits, if one does at all.
+
+    A first prompt longer than `max_tokens` is taken alone, and its first chunk run. One whose first
+    tokens one of `computing` or of the group is about to compute waits for these; None: nobody waits.
     """
     group: list[Occupant] = []
     longest = 0
     for sequence in waiting:
+        if computing is not None and awaited(sequence, (*computing, *group)):
+            continue
         longest = max(longest, sequence.num_pending)
         if group and longest * (len(group) + 1) > max_tokens:
+            break
+        if not room.fits(len(group) + 1, longest=longest):
             break
         group.append(sequence)
     return tuple(group)

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from genserve.generation.cache_memory import CacheMemory
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.prefixes import common_prefix
 from genserve.generation.token_sequence import TokenSequence
 
-__all__ = ["Move", "Occupant", "Parked", "Resident", "Slots", "common_prefix", "compaction", "hold_s"]
+__all__ = ["Move", "Occupant", "Parked", "Prefix", "Resident", "Slots", "compaction", "hold_s"]
 
 # A loop that is away keeps its slot, as a running sequence does, for so long and a few times its last pause.
 HOLD_S = 0.02
 NUM_PAUSES = 4
 LONGEST_PAUSE_S = 1.0   # one that was away for longer is like one that has not come back yet
 
-# Fewer common tokens than this are not worth leaving the prefill of a group, unless they are half of all.
-WORTH_COPYING = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parked:
-    """What an answered logits request leaves in its slot: tokens that the next one may begin with."""
+    """What one that has left leaves in its slot: tokens that others may begin with."""
 
     token_ids: list[int]
+    cache_salt: str | None
     since_s: float
     held_until_s: float     # until then its slot is its own
     pause_s: float          # how long its caller was away the last time; infinite: it has not come back yet
@@ -49,12 +49,21 @@ class Move:
     target: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The first `length` tokens of one that waits lie in a slot."""
+
+    slot: int
+    length: int
+
+
 class Slots:
     """Who is in which slot of the KV cache. Belongs to the engine's thread.
 
     Those that run, and the parked ones that are held for their loops, are in front, so that a decode
     step is one forward over the slots 0 to B-1, with idle rows for those that are away. Behind them lie
-    the other parked ones; they make room for whoever needs it, least recently used first.
+    the other parked ones; they make room for whoever needs it, least recently used first: a slot, or memory
+    for which the last of their tokens go.
 
     An idle row takes 0.7 ms of a step of the default model, a move 0.2 ms per 100 tokens: to be moved
     out and in again at each step is what a loop must be spared, to be moved once is nothing.
@@ -64,6 +73,8 @@ class Slots:
         self._model = model
         self._residents: list[Resident | None] = [None] * model.num_slots
         self._num_front = 0     # as the last `pack` and `take` left it
+        self._memory = CacheMemory(model)
+        self._by_age: dict[Occupant, None] = {}     # those that run, as they were given a slot
 
     @property
     def residents(self) -> Sequence[Resident | None]:
@@ -80,13 +91,36 @@ class Slots:
         """How many `take` would accept, right after `pack`."""
         return len(self._residents) - self._num_front
 
-    def pack(self, now_s: float) -> None:
-        """Bring to the front whoever belongs there, by moving as little as can be."""
+    @property
+    def memory(self) -> CacheMemory:
+        """What the slots hold."""
+        return self._memory
+
+    @property
+    def room_tokens(self) -> int:
+        """How many tokens of memory those may take that wait, so that it will do for those that run too."""
+        return self._memory.budget - sum(self._memory.headed_for(len(s.token_ids)) for s in self._by_age)
+
+    @property
+    def youngest(self) -> Occupant:
+        """Of those that run, the one that was given its slot last."""
+        return next(reversed(self._by_age))
+
+    def pack(self, now_s: float) -> list[Occupant]:
+        """Bring to the front whoever belongs there, by moving as little as can be.
+
+        Returns:
+            Those that must leave instead, since memory is too short to move them.
+        """
         front = [self._in_front(resident, now_s) for resident in self._residents]
         self._num_front = sum(front)
+        leaving: list[Occupant] = []
         for move in compaction(front):
             self._clear(move.target, behind=self._num_front, now_s=now_s)
-            self._move(move)
+            resident = self._residents[move.source]  # a parked one may be gone by now
+            if resident and not self._move(move) and not isinstance(resident, Parked):
+                leaving.append(resident)
+        return leaving
 
     def take(self, occupants: Iterable[Occupant], *, now_s: float) -> None:
         """Give each the next slot behind the front; `room` says how many fit."""
@@ -94,7 +128,34 @@ class Slots:
         first, self._num_front = self._num_front, self._num_front + len(arriving)
         for slot, occupant in enumerate(arriving, start=first):
             self._clear(slot, behind=self._num_front, now_s=now_s)
-            self._residents[slot] = occupant
+            self._seat(slot, occupant)
+
+    def hold(self, lengths: Mapping[int, int], *, keep: Collection[int | None] = ()) -> bool:
+        """Take memory for so many tokens in each of these slots, from parked ones where it is short.
+
+        Args:
+            lengths: tokens, by slot. A parked one among them, an idle row, may be forgotten like others.
+            keep: slots that lose nothing.
+
+        Returns:
+            False: those that run hold too much; nothing was taken, but parked ones may be gone.
+        """
+        lengths = dict(lengths)
+        if self._memory.missing(lengths) > 0:
+            self._give_back_unused(lengths)
+        for slot in self._parked_by_age():
+            missing = self._memory.missing(lengths)
+            if missing <= 0:
+                break
+            if slot in lengths and slot not in keep:
+                self._shorten(slot, by=self._memory.budget)
+                lengths[slot] = 1
+            elif slot not in keep:
+                self._shorten(slot, by=missing)
+        if self._memory.missing(lengths) > 0:
+            return False
+        self._memory.hold(lengths)
+        return True
 
     def resume(self, request: LogitsRequest) -> bool:
         """Let the request go on in a slot where only its last token is missing; False if there is none."""
@@ -102,49 +163,72 @@ class Slots:
         if not known:
             return False
         for slot, resident in enumerate(self._residents):
-            if isinstance(resident, Parked) and resident.token_ids in (known, request.token_ids):
+            if (
+                isinstance(resident, Parked)
+                and resident.cache_salt == request.cache_salt
+                and resident.token_ids in (known, request.token_ids)
+            ):
                 self._take_over(slot, resident, request)
                 return True
         return False
 
-    def reuse(self, request: LogitsRequest, *, now_s: float) -> bool:
-        """Give the request a slot that holds what it has in common with another; False if not worth it.
+    def longest_prefix(self, occupant: Occupant) -> Prefix:
+        """Return where most of the first tokens of one that waits lie; its last one does not count."""
+        known = occupant.token_ids[:-1]
+        return max(
+            (
+                Prefix(slot=slot, length=common_prefix(resident.token_ids[: resident.num_computed], known))
+                for slot, resident in enumerate(self._residents)
+                if resident is not None and resident.cache_salt == occupant.cache_salt
+            ),
+            key=lambda prefix: prefix.length,
+            default=Prefix(slot=0, length=0),
+        )
+
+    def reuse(self, occupant: Occupant, prefix: Prefix, *, now_s: float) -> bool:
+        """Give one that waits a slot that holds its prefix; False if memory is too short.
 
         Needs `room`. What belongs to somebody who may go on with it is copied, not taken.
         """
-        source, common = self._longest_prefix(request.token_ids[:-1])
-        if common < WORTH_COPYING and 2 * common < len(request.token_ids):
+        if self._memory.headed_for(len(occupant.token_ids)) > self.room_tokens:
             return False
-        resident = self._residents[source]
+        resident = self._residents[prefix.slot]
         assert resident is not None
-        if isinstance(resident, Parked) and common == len(resident.token_ids):
-            self._take_over(source, resident, request)
+        if isinstance(resident, Parked) and prefix.length == len(resident.token_ids):
+            self._take_over(prefix.slot, resident, occupant)
             return True
-        target, self._num_front = self._num_front, self._num_front + 1
-        self._clear(target, behind=self._num_front, now_s=now_s, keep=source)
-        if target != source:
-            self._model.move(source=source, target=target, length=common)
-        self._residents[target] = request
-        request.num_computed = common
+        target = self._num_front
+        self._clear(target, behind=target + 1, now_s=now_s, keep=prefix.slot)
+        if target != prefix.slot:
+            if not self.hold({target: prefix.length}, keep=(prefix.slot,)):
+                return False
+            self._model.move(source=prefix.slot, target=target, length=prefix.length)
+        self._num_front += 1
+        occupant.num_computed = prefix.length
+        self._seat(target, occupant)
         return True
 
-    def park(self, request: LogitsRequest, *, now_s: float, step_s: float) -> None:
-        """Keep what an answered request has computed, for the next one; its step took `step_s`.
+    def park(self, occupant: Occupant, *, now_s: float, held_s: float = 0.0) -> None:
+        """Keep what one that leaves has computed, for whoever begins with it; its slot is held for `held_s`.
 
         A full slot is let go: nothing can follow, and an idle row writes one position further.
         """
         parked = Parked(
-            token_ids=request.token_ids,
+            token_ids=occupant.token_ids[: occupant.num_computed],
+            cache_salt=occupant.cache_salt,
             since_s=now_s,
-            held_until_s=now_s + hold_s(request.pause_s, step_s=step_s),
-            pause_s=request.pause_s,
+            held_until_s=now_s + held_s,
+            pause_s=occupant.pause_s if isinstance(occupant, LogitsRequest) else math.inf,
         )
-        full = len(request.token_ids) == self._model.max_length
-        self._residents[self._residents.index(request)] = None if full else parked
+        usable = 0 < occupant.num_computed < self._model.max_length
+        self._residents[self._residents.index(occupant)] = parked if usable else None
+        del self._by_age[occupant]
 
     def release(self, leaving: Collection[Occupant]) -> None:
         """Free the slots of `leaving`."""
         self._residents = [None if resident in leaving else resident for resident in self._residents]
+        for occupant in leaving:
+            self._by_age.pop(occupant, None)
 
     @property
     def held_until_s(self) -> float:
@@ -161,9 +245,11 @@ class Slots:
         residents = [r for r in self._residents if r is not None]
         assert len(self._residents) == self._model.num_slots, "a slot was lost or invented"
         assert len(set(residents)) == len(residents), "somebody sits in two slots"
-        assert sum(s.in_prompt for s in self.running) <= 1, "two are in the middle of their prompts"
+        assert sum(s.in_prompt for s in self.running) <= 2, "three are in the middle of their prompts"
         parked = [r for r in residents if isinstance(r, Parked)]
         assert all(0 < p.num_computed < self._model.max_length for p in parked), "no room for an idle row"
+        assert set(self._by_age) == set(self.running), "the ages are not of those that run"
+        assert self._memory.held <= self._memory.budget, "more memory is held than the budget allows"
 
     def _in_front(self, resident: Resident | None, now_s: float) -> bool:
         if isinstance(resident, Parked):
@@ -188,31 +274,47 @@ class Slots:
             }
             free = min(ages, key=lambda place: ages[place])
             self._residents[free] = None
-        if free != slot:
-            self._move(Move(source=slot, target=free))
+        if free != slot and not self._move(Move(source=slot, target=free), keep=keep):
+            self._residents[slot] = None
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move, *, keep: int | None = None) -> bool:
+        """Move a resident; False if memory is too short for the two copies of the moment."""
         resident = self._residents[move.source]
         assert resident is not None
+        if not self.hold({move.target: resident.num_computed}, keep=(move.source, keep)):
+            return False
         self._model.move(source=move.source, target=move.target, length=resident.num_computed)
         self._residents[move.target], self._residents[move.source] = resident, None
+        return True
 
-    def _take_over(self, slot: int, parked: Parked, request: LogitsRequest) -> None:
-        request.num_computed = min(parked.num_computed, len(request.token_ids) - 1)
-        request.pause_s = request.submitted_s - parked.since_s
-        self._residents[slot] = request
+    def _seat(self, slot: int, occupant: Occupant) -> None:
+        self._residents[slot] = occupant
+        self._by_age[occupant] = None
 
-    def _longest_prefix(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the slot that holds the most of the first `token_ids`, and how many."""
-        return max(
-            (
-                (slot, common_prefix(resident.token_ids[: resident.num_computed], token_ids))
-                for slot, resident in enumerate(self._residents)
-                if resident is not None
-            ),
-            key=lambda match: match[1],
-            default=(0, 0),
-        )
+    def _take_over(self, slot: int, parked: Parked, occupant: Occupant) -> None:
+        occupant.num_computed = min(parked.num_computed, len(occupant.token_ids) - 1)
+        if isinstance(occupant, LogitsRequest):
+            occupant.pause_s = occupant.submitted_s - parked.since_s
+        self._seat(slot, occupant)
+
+    def _parked_by_age(self) -> list[int]:
+        """Return the slots of the parked ones, least recently used first."""
+        since_s = {slot: r.since_s for slot, r in enumerate(self._residents) if isinstance(r, Parked)}
+        return sorted(since_s, key=lambda slot: since_s[slot])
+
+    def _give_back_unused(self, lengths: Mapping[int, int]) -> None:
+        """Give back what lies behind the tokens of each slot, but for what is about to be written."""
+        for slot, resident in enumerate(self._residents):
+            used = resident.num_computed if resident is not None else 0
+            self._memory.give_back(slot, length=max(used, lengths.get(slot, 0)))
+
+    def _shorten(self, slot: int, *, by: int) -> None:
+        """Give back the memory of the last tokens of a parked one; `by` is in whole pages."""
+        parked = self._residents[slot]
+        assert isinstance(parked, Parked)
+        length = max(0, self._memory.rounded(parked.num_computed) - by)
+        self._residents[slot] = replace(parked, token_ids=parked.token_ids[:length]) if length else None
+        self._memory.give_back(slot, length=length)
 
 
 def hold_s(pause_s: float, *, step_s: float) -> float:
@@ -234,16 +336,3 @@ def compaction(front: Sequence[bool]) -> list[Move]:
     holes = [slot for slot in range(num_front) if not front[slot]]
     behind = [slot for slot in range(num_front, len(front)) if front[slot]]
     return [Move(source=source, target=target) for source, target in zip(behind, holes, strict=True)]
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens are the same; by halving, so that lists compare at C's speed."""
-    same, limit = 0, min(len(first), len(second))
-    probe = limit
-    while same < limit:
-        if first[same:probe] == second[same:probe]:
-            same = probe
-        else:
-            limit = probe - 1
-        probe = (same + limit + 1) // 2
-    return same

@@ -46,7 +46,9 @@ class TokenSequence:
     Attributes:
         token_ids: prompt and answer together; read only.
         num_prompt_tokens: how many of them are the prompt.
-        num_computed: how many of them are in the KV cache; written by the engine alone.
+        num_computed: how many of them are in the KV cache; written by the engine and its slots.
+        num_cached_tokens: how many of the prompt's were there already; written by the engine.
+        preempted: whether it had to leave its slot, and computes again what it had; its text is the same.
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
@@ -58,15 +60,18 @@ class TokenSequence:
         "_eos_token_ids",
         "_max_length",
         "_num_delivered",
+        "_num_to_prefill",
         "_stop_token_ids",
         "_text",
         "_text_delta",
         "_vocab_size",
         "finish_reason",
+        "num_cached_tokens",
         "num_computed",
         "num_prompt_tokens",
         "params",
         "picked_logprob",
+        "preempted",
         "seed",
         "token_ids",
     )
@@ -85,6 +90,8 @@ class TokenSequence:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_cached_tokens = 0
+        self.preempted = False
         self.params = params
         self.seed = seed
         self.picked_logprob: float | None = None
@@ -95,6 +102,7 @@ class TokenSequence:
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
         self._num_delivered = self.num_prompt_tokens
+        self._num_to_prefill = self.num_prompt_tokens
         self._vocab_size = vocab_size
         room = max_length - self.num_prompt_tokens
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -111,9 +119,18 @@ class TokenSequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def cache_salt(self) -> str | None:
+        """What keeps its tokens in the cache from others; None: shared with all that have no salt."""
+        return self.params.cache_salt
+
+    @property
     def in_prompt(self) -> bool:
-        """Whether part of the prompt is still to be computed."""
-        return self.num_computed < self.num_prompt_tokens
+        """Whether more of the prompt is to be computed than a decode step does.
+
+        After a preemption all tokens that there were count as prompt. Those that a decoding loop
+        appends by itself do not: each takes a decode step.
+        """
+        return self.num_pending > 1 and self.num_computed < self._num_to_prefill
 
     @property
     def num_new_tokens(self) -> int:
@@ -168,6 +185,12 @@ class TokenSequence:
             reason = FinishReason.STOP_STRING
         self.finish_reason = reason
 
+    def preempt(self) -> None:
+        """Begin anew, with all its tokens as the prompt: its slot is somebody else's."""
+        self.num_computed = 0
+        self._num_to_prefill = len(self.token_ids)
+        self.preempted = True
+
     def take_delta(self) -> Delta | None:
         """Return what came since the last call; None if nothing did."""
         token_ids = tuple(self.token_ids[self._num_delivered :])
@@ -186,4 +209,8 @@ class TokenSequence:
         return delta
 
     def _usage(self) -> Usage:
-        return Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=self.num_new_tokens)
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_new_tokens,
+            cached_tokens=self.num_cached_tokens,
+        )

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 from genserve.backends.backend import Placement
+from genserve.backends.free_memory import free_memory_bytes
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_whole import Run, WholeLogits
 from genserve.backends.model_file import model_file
 from genserve.backends.onnxruntime import open_graph
-from genserve.backends.parameters import integer_parameter
+from genserve.backends.parameters import bytes_parameter, integer_parameter
 from genserve.backends.pytorch import open_module
 from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
@@ -32,7 +33,7 @@ class LoadedLogits(LogitsModel, Protocol):
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the whole cache, if every slot is used to its end; 0: it has none."""
+        """Bytes that the cache takes at the most; 0: it has none."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -75,8 +76,15 @@ def load_logits(entry: ModelEntry) -> LoadedLogits:
                 path,
                 num_slots=max(1, config.max_batch_size),
                 max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
+                cache_bytes=_cache_bytes(config),
                 num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
             )
+
+
+def _cache_bytes(config: ModelConfig) -> int | None:
+    """Return what the config gives the KV cache, or half of what is free."""
+    free = free_memory_bytes()
+    return bytes_parameter(config.parameters, "kv_cache_bytes") or (free // 2 if free else None)
 
 
 def _cache(config: ModelConfig) -> _Cache:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.logits_names import LogitsNames
+from genserve.backends.parameters import boolean_parameter
 from genserve.backends.python.decoding import load_decode
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
@@ -68,7 +69,7 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
     started_s = time.monotonic()
     accept(model_faults(entry, {entry.name: entry}))
     names, logits = _logits_names(entry), load_logits(entry)
-    loop = _start(logits, decode=_nothing, name=entry.name, max_queue=max_queue, metrics=metrics)
+    loop = _start(logits, decode=_nothing, entry=entry, stage=entry, max_queue=max_queue, metrics=metrics)
     statistics = ModelStatistics()
     runner = LogitsStage(
         loop,
@@ -160,7 +161,9 @@ def _ensemble(
     decoder = stages["decoder"]
     decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
     logits = load_logits(stages["logits"])
-    loop = _start(logits, decode=decode, name=entry.name, max_queue=max_queue, metrics=metrics)
+    loop = _start(
+        logits, decode=decode, entry=entry, stage=stages["logits"], max_queue=max_queue, metrics=metrics
+    )
     return GenerationEnsemble(
         name=entry.name,
         tokenizer=tokenizer,
@@ -175,14 +178,23 @@ def _ensemble(
 
 
 def _start(
-    logits: LoadedLogits, *, decode: DecodeFunction, name: str, max_queue: int, metrics: Metrics
+    logits: LoadedLogits,
+    *,
+    decode: DecodeFunction,
+    entry: ModelEntry,
+    stage: ModelEntry,
+    max_queue: int,
+    metrics: Metrics,
 ) -> EngineLoop:
+    """Start the engine of a model, `entry`, whose logits stage is `stage`."""
+    assert stage.config is not None  # or it would have an error
+    prefix_cache = boolean_parameter(stage.config.parameters, "prefix_cache", default=True)
     return EngineLoop(
-        Engine(logits, decode=decode),
-        name=name,
+        Engine(logits, decode=decode, prefix_cache=prefix_cache and logits.kv_cache_bytes > 0),
+        name=entry.name,
         num_slots=logits.num_slots,
         max_waiting=max_queue,
-        metrics=metrics.for_model(name),
+        metrics=metrics.for_model(entry.name),
     )
 
 

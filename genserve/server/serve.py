@@ -48,7 +48,7 @@ class ModelInfo:
     name: str
     max_length: int             # tokens of prompt and answer together
     num_slots: int
-    kv_cache_bytes: int         # if every slot is used to its end
+    kv_cache_bytes: int         # at the most
     precision: str
 
 

@@ -1,0 +1,120 @@
+"""Random schedules of arrivals, lengths, departures and loops, over caches that are too small for them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from genserve.generation.engine import Engine
+from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.planner import PrefillBudget
+from genserve.generation.token_sequence import TokenSequence
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+
+NUM_SCHEDULES = 500
+MAX_LENGTH = 96
+SALTS = (None, None, "a", "b")
+
+
+class Schedule:
+    """One engine, and a crowd that comes and goes; every answer is compared with that of a plain loop."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        pages = rng.choice([4, 8])
+        num_slots = rng.choice([1, 2, 3, 6])
+        slot_tokens = -(-MAX_LENGTH // pages) * pages
+        self.model = CachedLogits(
+            num_slots=num_slots,
+            max_length=MAX_LENGTH,
+            page_tokens=pages,
+            max_cached_tokens=rng.randint(slot_tokens // pages, num_slots * slot_tokens // pages) * pages,
+        )
+        self.clock = Clock()
+        self.engine = Engine(
+            self.model,
+            decode=sample_loop,
+            budget=PrefillBudget(alone=rng.choice([16, 64]), beside_decoding=rng.choice([8, 32])),
+            prefix_cache=rng.random() < 0.9,
+            clock=self.clock,
+        )
+        self.stems = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
+        self.histories = [self.prompt() for _ in range(2)]
+        self.asking: dict[int, LogitsRequest] = {}
+        self.running: set[TokenSequence] = set()
+        self.ended: list[TokenSequence] = []
+        self.num_preempted = 0
+
+    def prompt(self) -> list[int]:
+        stem = self.rng.choice(self.stems)[: self.rng.randint(1, 60)]
+        return stem + [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.choice([0, 0, 1, 5]))]
+
+    def arrive(self) -> None:
+        for caller, history in enumerate(self.histories):
+            if caller not in self.asking and self.rng.random() < 0.2:
+                request = logits_request(history, max_length=MAX_LENGTH)
+                request.submitted_s = self.clock()
+                self.asking[caller] = request
+                self.engine.add(request)
+        while self.rng.random() < 0.25:
+            sequence = sequence_of(
+                self.prompt(),
+                max_length=MAX_LENGTH,
+                max_tokens=self.rng.randint(1, 40),
+                cache_salt=self.rng.choice(SALTS),
+            )
+            self.running.add(sequence)
+            self.engine.add(sequence)
+
+    def leave(self) -> None:
+        if self.running and self.rng.random() < 0.02:
+            sequence = self.rng.choice(sorted(self.running, key=id))
+            self.running.remove(sequence)
+            self.engine.remove([sequence])
+
+    def step(self) -> bool:
+        self.clock.now_s += self.rng.choice([0.0, 0.001, 0.05])
+        result = self.engine.step()
+        self.engine.check_integrity()
+        if result is None:
+            return False
+        assert not result.failed
+        self.num_preempted += result.num_preempted
+        for request, row in result.answered:
+            np.testing.assert_array_equal(row, logits_after(request.token_ids))
+            caller = next(c for c, r in self.asking.items() if r is request)
+            del self.asking[caller]
+            self.histories[caller] = [*request.token_ids, self.rng.randrange(VOCAB_SIZE)][:MAX_LENGTH]
+        for sequence in result.advanced:
+            assert sequence in self.running, "it has ended already"
+            if sequence.finished:
+                self.running.remove(sequence)
+                self.ended.append(sequence)
+        return True
+
+    def run(self, *, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.arrive()
+            self.leave()
+            self.step()
+        self.clock.now_s += 10  # no slot is held for a loop any more
+        while self.step():
+            self.clock.now_s += 10
+        assert not self.running
+        assert not self.asking
+        for sequence in self.ended:
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            assert answer == greedy_answer(prompt, num_tokens=len(answer))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, 50))
+def test_no_schedule_changes_an_answer_loses_a_request_or_passes_the_budget(first):
+    schedules = [Schedule(seed) for seed in range(first, first + 50)]
+    for schedule in schedules:
+        schedule.run(num_steps=25)
+    assert sum(schedule.num_preempted for schedule in schedules) > 5
+    assert sum(s.num_cached_tokens for schedule in schedules for s in schedule.ended) > 500
