@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from genserve.tuning.choice import Choice, Goal
-    from genserve.tuning.measurement import Measurement
+    from genserve.tuning.measurement import Measurement, Samples
     from genserve.tuning.setting import Plan, Setting
     from genserve.tuning.tuned_model import TunedModel
 
 __all__ = ["tune"]
+
+_QUIET = 0.1    # if others have more of a core, what is measured says more of them than of the model
 
 
 def tune(
@@ -71,11 +73,14 @@ def tune(
         tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
     )
     goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
-    measurements, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
+    samples, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
+    measurements = samples.measurements()
     if measurements:
         choice = choose(measurements, goal=goal, now=tuned.now)
         _print_measurements(measurements, choice=choice, now=tuned.now)
         _print_choice(choice, goal=goal, measurements=measurements, now=tuned.now)
+        if samples.lost_share > _QUIET:
+            print(f"other programs had {samples.lost_share:.0%} of the time: tune again when they rest")
         if plot is not None:
             draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
     if is_interrupted:
@@ -86,8 +91,8 @@ def tune(
 
 def _measure(
     tuned: TunedModel, plan: Plan, *, goal: Goal, budget_s: float
-) -> tuple[list[Measurement], bool]:
-    """Return the measurements, and whether Ctrl-C ended them."""
+) -> tuple[Samples, bool]:
+    """Return what was measured, and whether Ctrl-C ended it."""
     from genserve.cli.render import ConsoleProgress
     from genserve.tuning.measurement import Samples
     from genserve.tuning.trial import samples
@@ -103,8 +108,8 @@ def _measure(
                 advance(round((now_s - last_s) * 1e3))
                 last_s = now_s
     except KeyboardInterrupt:
-        return taken.measurements(), True
-    return taken.measurements(), False
+        return taken, True
+    return taken, False
 
 
 def _print_measurements(measurements: Sequence[Measurement], *, choice: Choice, now: Setting) -> None:

@@ -19,6 +19,7 @@ class Sample:
     setting: Setting
     context: int                    # tokens that each sequence had behind it
     steps_s: tuple[float, ...]
+    cpu_s: float                    # that the thread which runs them had, of all steps together
     token_bytes: int                # of the KV cache, for each token of a sequence; 0: there is none
 
 
@@ -52,11 +53,19 @@ class Samples:
     def __init__(self) -> None:
         self._steps_s: dict[Setting, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._token_bytes: dict[Setting, int] = {}
+        self._elapsed_s = self._cpu_s = 0.0
 
     def add(self, sample: Sample) -> None:
         """Take a sample in."""
+        self._elapsed_s += sum(sample.steps_s)
+        self._cpu_s += sample.cpu_s
         self._steps_s[sample.setting][sample.context] += sample.steps_s
         self._token_bytes[sample.setting] = sample.token_bytes
+
+    @property
+    def lost_share(self) -> float:
+        """Which part of the time others had the core of the thread that computes, from 0 to 1."""
+        return max(0.0, 1 - self._cpu_s / self._elapsed_s) if self._elapsed_s else 0.0
 
     def measurements(self) -> list[Measurement]:
         """Return the settings that have samples at every context that any has, in the order of the first."""

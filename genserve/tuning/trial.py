@@ -60,10 +60,10 @@ def _visit(
         _fill(model, range(num_filled, batch_size), num_tokens=contexts[-1])
         num_filled, longest_s = batch_size, 0.0
         for context in contexts:
-            steps_s = _steps_s(model, batch_size=batch_size, context=context)
-            longest_s = max(longest_s, min(steps_s))
             setting = replace(largest, batch_size=batch_size)
-            yield Sample(setting=setting, context=context, steps_s=steps_s, token_bytes=token_bytes)
+            sample = _sample(model, setting, context=context, token_bytes=token_bytes)
+            longest_s = max(longest_s, min(sample.steps_s))
+            yield sample
         if longest_s > too_long_s:
             return
 
@@ -78,14 +78,23 @@ def _fill(model: LogitsModel, slots: range, *, num_tokens: int) -> None:
             model.move(source=0, target=slot, length=num_tokens)
 
 
-def _steps_s(model: LogitsModel, *, batch_size: int, context: int) -> tuple[float, ...]:
+def _sample(model: LogitsModel, setting: Setting, *, context: int, token_bytes: int) -> Sample:
     """Time decode steps, each at the same positions."""
-    token_ids, past = np.zeros(batch_size, dtype=np.int64), np.full(batch_size, context, dtype=np.int64)
+    token_ids = np.zeros(setting.batch_size, dtype=np.int64)
+    past = np.full(setting.batch_size, context, dtype=np.int64)
     model.decode(token_ids, past)
-    return tuple(_timed(model, token_ids, past) for _ in range(_NUM_STEPS))
+    cpu_started_s = time.thread_time()
+    steps_s = tuple(_step_s(model, token_ids, past) for _ in range(_NUM_STEPS))
+    return Sample(
+        setting=setting,
+        context=context,
+        steps_s=steps_s,
+        cpu_s=time.thread_time() - cpu_started_s,
+        token_bytes=token_bytes,
+    )
 
 
-def _timed(model: LogitsModel, token_ids: TokenArray, past: TokenArray) -> float:
+def _step_s(model: LogitsModel, token_ids: TokenArray, past: TokenArray) -> float:
     started_s = time.perf_counter()
     model.decode(token_ids, past)
     return time.perf_counter() - started_s

@@ -9,8 +9,8 @@ FOUR = Setting(graph="model.onnx", threads=2, batch_size=4)
 EIGHT = Setting(graph="model.onnx", threads=2, batch_size=8)
 
 
-def sample(setting: Setting, context: int, *steps_s: float) -> Sample:
-    return Sample(setting=setting, context=context, steps_s=steps_s, token_bytes=1000)
+def sample(setting: Setting, context: int, *steps_s: float, cpu_s: float = 0.1) -> Sample:
+    return Sample(setting=setting, context=context, steps_s=steps_s, cpu_s=cpu_s, token_bytes=1000)
 
 
 def test_a_measurement_is_the_median_of_all_rounds_at_each_context() -> None:
@@ -35,3 +35,13 @@ def test_what_was_not_measured_at_every_context_does_not_count() -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert Samples().measurements() == []
+
+
+def test_what_others_took_of_the_core_is_a_share_of_the_time_of_all_steps() -> None:
+    samples = Samples()
+    assert samples.lost_share == 0
+    samples.add(sample(FOUR, 64, 0.1, 0.1, cpu_s=0.15))
+    samples.add(sample(EIGHT, 64, 0.6, cpu_s=0.45))
+    assert samples.lost_share == pytest.approx(0.25)
+    samples.add(sample(EIGHT, 64, 0.2, cpu_s=0.9))
+    assert samples.lost_share == 0
