@@ -50,13 +50,16 @@ def samples(stage: ModelEntry, plan: Plan, *, budget_s: float, too_long_s: float
 def _visit(
     stage: ModelEntry, plan: Plan, *, graph: str, threads: int, too_long_s: float
 ) -> Iterator[Sample]:
-    """Open a session, and take one sample of each of its settings at each context."""
+    """Open a session, and take one sample of each of its settings that fit into the cache at each context."""
     largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
     model = load_logits(configured(stage, largest))
-    token_bytes = model.kv_cache_bytes // (model.num_slots * model.max_length)
+    token_bytes = model.kv_cache_bytes // model.max_cached_tokens
     contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
     num_filled = 0
+    slot_tokens = -(-(contexts[-1] + 1) // model.page_tokens) * model.page_tokens
     for batch_size in plan.batch_sizes:
+        if batch_size * slot_tokens > model.max_cached_tokens:
+            return
         _fill(model, range(num_filled, batch_size), num_tokens=contexts[-1])
         num_filled, longest_s = batch_size, 0.0
         for context in contexts:

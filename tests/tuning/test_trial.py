@@ -45,6 +45,16 @@ def test_a_session_that_takes_too_long_gets_no_larger_batch(stage: ModelEntry) -
     assert {s.context for s in taken} == {4, 9}
 
 
+def test_what_the_cache_cannot_hold_is_not_tried(stage: ModelEntry) -> None:
+    assert stage.config is not None
+    parameters = {**stage.config.parameters, "kv_cache_bytes": f"{2 * 256 * 512} B"}
+    config = replace(stage.config, parameters=parameters)
+    small = replace(stage, parsed=replace(stage.parsed, config=config))
+    plan = replace(PLAN, batch_sizes=(1, 2, 3), contexts=(200,))
+    taken = samples(small, plan, budget_s=0, too_long_s=FOREVER)
+    assert {s.setting.batch_size for s in taken} == {1, 2}
+
+
 def test_a_context_is_no_longer_than_a_slot(stage: ModelEntry) -> None:
     plan = replace(PLAN, contexts=(64, 300, 400))
     assert {s.context for s in samples(stage, plan, budget_s=0, too_long_s=0)} == {64, 255}
