@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Self
+from weakref import WeakValueDictionary
 
 from genserve.errors import InvalidRequest
 from genserve.request import Message
@@ -19,6 +19,9 @@ __all__ = ["Tokenizer"]
 # Stand-ins for special tokens that somebody wrote into a message: these code points are not characters,
 # so that no message and no template has one.
 SURROGATES = range(0xD800, 0xE000)
+
+# By folder, and what its files are: a tokenizer stage and the ensembles that it is of share one.
+_IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionary()
 
 
 class Tokenizer:
@@ -52,14 +55,19 @@ class Tokenizer:
         byte_tokens = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._byte_fallback = {token_id for token_id in byte_tokens if token_id is not None}
 
-    @classmethod
-    def from_folder(cls, path: Path) -> Self:
-        """The tokenizer whose files lie in `path`.
+    @staticmethod
+    def from_folder(path: Path) -> Tokenizer:
+        """The tokenizer whose files lie in `path`; one that is in use is not read again while they stay.
 
         Raises:
             RepositoryError: a file is missing or broken; names it.
         """
-        return cls(read_tokenizer_files(path))
+        files = sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.glob("*"))
+        key = (path, *files)
+        tokenizer = _IN_USE.get(key)
+        if tokenizer is None:
+            tokenizer = _IN_USE[key] = Tokenizer(read_tokenizer_files(path))
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. Text of special tokens in it means these tokens: the caller meant them.

@@ -169,6 +169,15 @@ def test_the_template_file_wins_over_the_one_in_tokenizer_config(tmp_path: Path)
     assert [t.decode(t.encode_chat([user("x")])) for t in (old, new)] == ["old", "new"]
 
 
+def test_a_folder_that_is_in_use_is_not_read_again_until_a_file_of_it_changes(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    first, second = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tmp_path)
+    assert first is second
+    write_folder(tmp_path, backend=tiny_tokenizer(vocab_size=330))
+    assert Tokenizer.from_folder(tmp_path).vocab_size == 330
+    assert first.vocab_size == 320
+
+
 def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, chat_template=named))
