@@ -20,6 +20,7 @@ class KvCache:
     thread uses it.
 
     Attributes:
+        num_slots: how many token sequences have a place.
         page_tokens: so many tokens of a slot fill whole pages of memory; no page belongs to two slots,
             or to two heads: `length` is the number of tokens asked for, rounded up to these.
         token_bytes: keys and values of one token in all layers.
@@ -38,6 +39,7 @@ class KvCache:
         Raises:
             OSError, OverflowError: there is not so much address space.
         """
+        self.num_slots = num_slots
         rows = {name: head_dim * dtype.itemsize for name, (_, head_dim, dtype) in layers.items()}
         self.page_tokens = math.lcm(*(mmap.PAGESIZE // math.gcd(row, mmap.PAGESIZE) for row in rows.values()))
         self.token_bytes = sum(kv_heads * rows[name] for name, (kv_heads, _, _) in layers.items())

@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.kv_cache import KvCache
-from genserve.backends.onnx_session import SPIN_US, onnxruntime_module
+from genserve.backends.logits_memory import HostMemory, LogitsMemory
+from genserve.backends.onnx_session import SPIN_US, Provider, onnxruntime_module, preload_cuda
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.logits_model import LogitsArray, TokenArray
 
 __all__ = ["OnnxLogits"]
 
 _GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
+_ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
+_MARK = 3   # no key or value is this in all of its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
@@ -43,21 +45,24 @@ class OnnxLogits:
         max_length: int | None = None,
         cache_bytes: int | None = None,
         num_threads: int | None = None,
+        memory: LogitsMemory | None = None,
     ) -> None:
         """Load the graph.
 
         Args:
             path: the model.onnx; its weights lie beside it.
-            num_slots: how many token sequences may run together.
+            num_slots: how many token sequences may run together; fewer, if the memory has no room for them.
             max_length: tokens per slot; None: the graph's whole context. Less, if the cache holds less.
             cache_bytes: what the cache may hold of all slots together; None: all of it.
             num_threads: None: one per core that this process may use.
+            memory: of the device that runs it; None: of the host. The logits are of its kind.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
             RepositoryError: the file cannot be loaded, or is not such a graph.
         """
-        self._session = _open_session(path, num_threads=num_threads)
+        self._memory = memory or HostMemory()
+        self._session = _open_session(path, num_threads=num_threads, providers=self._memory.providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         inputs = {i.name: i for i in self._session.get_inputs()}
         past = [name for name in inputs if name.startswith("past_key_values.")]
@@ -67,13 +72,14 @@ class OnnxLogits:
                 remedy="make it with `genserve export`",
             )
         context_length = self._context_length(path)
-        self.num_slots = num_slots
         self.max_length = min(max_length or context_length, context_length)
         outputs = {o.name: o for o in self._session.get_outputs()}
         self.vocab_size = int(outputs["logits"].shape[-1])
         layers = {name: _layer(inputs[name], path) for name in past}
         try:
-            self.cache = KvCache(layers, num_slots=num_slots, max_length=self.max_length)
+            self.cache = self._memory.cache(
+                layers, num_slots=num_slots, max_length=self.max_length, cache_bytes=cache_bytes
+            )
         except (OSError, OverflowError) as error:
             raise RepositoryError(
                 f"{path}: {num_slots} slots of {self.max_length} tokens cannot be reserved: {error}",
@@ -81,8 +87,31 @@ class OnnxLogits:
             ) from error
         self.max_cached_tokens = self._cached_tokens(path, cache_bytes)
         self.max_length = min(self.max_length, self.max_cached_tokens)
-        self._logits = np.empty((num_slots, self.vocab_size), dtype=np.float32)
+        self.num_slots = self.cache.num_slots
+        self._logits = self._memory.logits(self.num_slots, self.vocab_size)
         self._decode_bindings: dict[int, _Call] = {}
+        if not self._memory.is_host:
+            self._check_cache(path)
+
+    def _check_cache(self, path: Path) -> None:
+        """Run one token, and see that it is written into every buffer of the cache where that lies.
+
+        An operator that has no kernel on the device would be given a copy, and nobody would notice.
+        """
+        for _, slot in self.cache.slots(0, num_slots=1):
+            slot[0, :, 0] = _MARK
+        try:
+            self.prefill([[0]], first_slot=0, past=0)
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            raise RepositoryError(
+                f"{path} does not run on {self._memory.device}: {error}", remedy=_ON_THE_CPU
+            ) from error
+        for name, slot in self.cache.slots(0, num_slots=1):
+            if (slot[0, :, 0] == _MARK).all():
+                raise RepositoryError(
+                    f"{path} does not keep its cache on {self._memory.device}: {name} is not written",
+                    remedy=_ON_THE_CPU,
+                )
 
     def _context_length(self, path: Path) -> int:
         text = self.metadata.get("genserve.context_length", "")
@@ -114,7 +143,7 @@ class OnnxLogits:
         """See `LogitsModel.page_tokens`."""
         return self.cache.page_tokens
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
+    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
 
         The padding's keys and values are written behind the chunk, where the next tokens overwrite
@@ -130,7 +159,7 @@ class OnnxLogits:
         call.total_len[()] = past + width
         return self._run(call)
 
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
+    def decode(self, token_ids: TokenArray, past: TokenArray) -> LogitsArray:
         """See `LogitsModel.decode`."""
         call = self._decode_bindings.get(len(token_ids))
         if call is None:
@@ -154,12 +183,22 @@ class OnnxLogits:
         """Bind a call over `num_rows` slots; to bind some hundred buffers takes a quarter millisecond."""
         call = _Call(self._session, num_rows=num_rows, width=width)
         for name, slots in self.cache.slots(first_slot, num_slots=num_rows):
-            call.bind_input(name, slots)
-            call.bind_output(name.replace("past_key_values", "present"), slots)
-        call.bind_output("logits", self._logits[:num_rows])
+            place = self._place(slots)
+            call.binding.bind_input(name, *place)
+            call.binding.bind_output(name.replace("past_key_values", "present"), *place)
+        call.binding.bind_output("logits", *self._place(self._logits[:num_rows]))
         return call
 
-    def _run(self, call: _Call) -> FloatArray:
+    def _place(self, buffer: Any) -> tuple[Any, ...]:
+        """Return where a buffer lies, in the words of ONNX Runtime's bindings."""
+        dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
+        memory = self._memory
+        return memory.device, memory.device_id, dtype.type, tuple(buffer.shape), memory.address(buffer)
+
+    def _run(self, call: _Call) -> LogitsArray:
+        if not self._memory.is_host:
+            call.bind_inputs()
+        self._memory.settle()
         self._session.run_with_iobinding(call.binding)
         return self._logits[: len(call.rows)]
 
@@ -173,14 +212,13 @@ class _Call:
         self.seqlens_k = np.zeros(num_rows, dtype=np.int32)     # past + S - 1, per row
         self.total_len = np.zeros((), dtype=np.int32)           # the largest past + S
         self.rows = np.zeros(num_rows, dtype=np.int64)          # of the R*S hidden states, which get logits
+        self.bind_inputs()
+
+    def bind_inputs(self) -> None:
+        """Bind the arrays where they lie; for a graph on a device, this copies what they hold now."""
         for name in _GRAPH_INPUTS:
-            self.bind_input(name, getattr(self, name))
-
-    def bind_input(self, name: str, array: NDArray[Any]) -> None:
-        self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-
-    def bind_output(self, name: str, array: NDArray[Any]) -> None:
-        self.binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            array: NDArray[Any] = getattr(self, name)
+            self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
 def _layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
@@ -194,14 +232,23 @@ def _layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
     return kv_heads, head_dim, np.dtype(_CACHE_TYPES[past.type])
 
 
-def _open_session(path: Path, *, num_threads: int | None) -> Any:
+def _open_session(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
     onnxruntime = onnxruntime_module()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads or len(os.sched_getaffinity(0))
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    preload_cuda(providers)
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
+        )
     except Exception as error:  # onnxruntime's exceptions share no base class
         raise RepositoryError(
             f"{path} cannot be loaded: {error}", remedy="export it again with `genserve export --overwrite`"
         ) from error
+    if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
+        raise RepositoryError(
+            f"{path}: {providers[0].name} does not start: libraries are missing or do not fit the driver",
+            remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
+        )
+    return session

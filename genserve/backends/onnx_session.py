@@ -12,7 +12,7 @@ from typing import Any
 from genserve.backends.parameters import boolean_parameter, integer_parameter
 from genserve.errors import MissingDependency, RepositoryError, Status
 
-__all__ = ["SPIN_US", "Provider", "onnxruntime_module", "open_session", "runtime_message"]
+__all__ = ["SPIN_US", "Provider", "onnxruntime_module", "open_session", "preload_cuda", "runtime_message"]
 
 # After a run ONNX Runtime's workers spin in wait of the next one. By default that burns 36 ms of a
 # core, which the event loop needs; with 200 us it is 1 to 3 ms, and the step takes no longer.
@@ -20,6 +20,7 @@ SPIN_US = 200
 
 _RUNTIME_ERROR = re.compile(r"\[ONNXRuntimeError\] : (?P<code>\d+) : \w+ : (?P<text>.*)", re.DOTALL)
 _GRAPH_LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
+_OF_CUDA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _ALLOCATOR_KEY = "session.use_device_allocator_for_initializers"
 
 
@@ -47,6 +48,15 @@ def onnxruntime_module() -> Any:
     return onnxruntime
 
 
+def preload_cuda(providers: Sequence[Provider]) -> None:
+    """Load the libraries of CUDA that pip has installed, if one of the providers needs them.
+
+    ONNX Runtime itself looks for them only where the system has its libraries.
+    """
+    if any(provider.name in _OF_CUDA for provider in providers):
+        onnxruntime_module().preload_dlls()
+
+
 def open_session(
     path: Path, *, parameters: Mapping[str, str], graph_level: int, providers: Sequence[Provider]
 ) -> Any:
@@ -69,6 +79,7 @@ def open_session(
     onnxruntime = onnxruntime_module()
     options = _session_options(onnxruntime, parameters, graph_level=graph_level)
     file = path / "model.onnx" if path.is_dir() else path
+    preload_cuda(providers)
     try:
         return onnxruntime.InferenceSession(
             str(file), options, providers=[(provider.name, dict(provider.options)) for provider in providers]

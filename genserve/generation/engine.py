@@ -13,7 +13,7 @@ import numpy as np
 
 from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
-from genserve.generation.logits_model import FloatArray, LogitsModel
+from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.pick import RowPicker, pick
 from genserve.generation.planner import Decode, Prefill, PrefillBudget, Room, StepPlan, plan_step
@@ -32,7 +32,7 @@ class StepResult:
     """What one step did."""
 
     advanced: tuple[TokenSequence, ...]                 # each has a delta to take; some have finished
-    answered: tuple[tuple[LogitsRequest, FloatArray], ...]
+    answered: tuple[tuple[LogitsRequest, LogitsArray], ...]   # a row each, the receiver's own
     failed: dict[Occupant, GenserveError]               # these have left without finishing
     num_prompt_tokens: int                              # tokens that a prefill ran; 0: it was a decode
     num_preempted: int                                  # so many had to leave their slots and wait again
@@ -248,7 +248,7 @@ class Engine:
         self._pack()
         return True
 
-    def _forward(self, plan: StepPlan) -> tuple[FloatArray, Sequence[int]]:
+    def _forward(self, plan: StepPlan) -> tuple[LogitsArray, Sequence[int]]:
         """Run the plan; returns the logits, and the row of each of its sequences."""
         slots = self._slots_of(plan)
         match plan:
@@ -266,7 +266,7 @@ class Engine:
             sequence.num_computed += count
         return logits, rows
 
-    def _decode(self, sequences: Sequence[Occupant], slots: Sequence[int]) -> FloatArray:
+    def _decode(self, sequences: Sequence[Occupant], slots: Sequence[int]) -> LogitsArray:
         """Run one token of each sequence; a slot between them that has none gets an idle row.
 
         An idle row writes behind what its slot holds, where the next tokens overwrite it.
@@ -277,10 +277,13 @@ class Engine:
         token_ids[slots] = [s.token_ids[s.num_computed] for s in sequences]
         return self._model.decode(token_ids, past_lengths)
 
-    def _commit(self, plan: StepPlan, logits: FloatArray, rows: Sequence[int]) -> StepResult:
+    def _commit(self, plan: StepPlan, logits: LogitsArray, rows: Sequence[int]) -> StepResult:
         """Give each that is fully computed its token or its row."""
         ready = [(row, s) for row, s in zip(rows, plan.sequences, strict=True) if s.num_pending == 0]
-        answered = [(s, logits[row].copy()) for row, s in ready if isinstance(s, LogitsRequest)]
+        asking = [(row, s) for row, s in ready if isinstance(s, LogitsRequest)]
+        # To index with a list is to copy, for numpy and for torch: the buffer is the next step's.
+        rows_asked = logits[[row for row, _ in asking]] if asking else ()
+        answered = [(s, row) for (_, s), row in zip(asking, rows_asked, strict=True)]
         generating = [(row, s) for row, s in ready if isinstance(s, TokenSequence)]
         failed: dict[Occupant, GenserveError] = {}
         sampling: list[tuple[int, TokenSequence]] = []
@@ -300,7 +303,7 @@ class Engine:
 
     def _sample(
         self,
-        logits: FloatArray,
+        logits: LogitsArray,
         sampling: Sequence[tuple[int, TokenSequence]],
         failed: dict[Occupant, GenserveError],
     ) -> None:
@@ -328,7 +331,7 @@ class Engine:
     def _leave(
         self,
         ready: Iterable[TokenSequence],
-        answered: Iterable[tuple[LogitsRequest, FloatArray]],
+        answered: Iterable[tuple[LogitsRequest, LogitsArray]],
         failed: dict[Occupant, GenserveError],
         plan: StepPlan,
     ) -> StepResult:

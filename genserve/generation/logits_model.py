@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FloatArray", "LogitsModel", "TokenArray"]
+__all__ = ["FloatArray", "LogitsArray", "LogitsModel", "TokenArray"]
 
 FloatArray = NDArray[np.float32]
 TokenArray = NDArray[np.int64]
+# float32: a numpy array, or of a model on another device a torch tensor that lies there. Both are indexed
+# alike and have `__dlpack__`.
+LogitsArray: TypeAlias = Any
 
 
 class LogitsModel(Protocol):
@@ -42,14 +45,14 @@ class LogitsModel(Protocol):
     def max_cached_tokens(self) -> int:
         """How many tokens all slots together may hold, in whole pages; at least one full slot."""
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
+    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
         """Run `chunks[i]` in slot `first_slot + i`; more than one chunk needs `past == 0`.
 
         Returns:
             [len(chunks), vocab_size] float32: the logits after the last token of each chunk.
         """
 
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
+    def decode(self, token_ids: TokenArray, past: TokenArray) -> LogitsArray:
         """Run one token in each of the slots 0 to B-1.
 
         Args:

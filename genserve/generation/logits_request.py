@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
-from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.logits_model import LogitsArray, TokenArray
 
 __all__ = ["LogitsRequest"]
 
@@ -32,7 +32,7 @@ class LogitsRequest:
         self,
         token_ids: Sequence[int] | TokenArray,
         *,
-        on_logits: Callable[[FloatArray | GenserveError], None],
+        on_logits: Callable[[LogitsArray | GenserveError], None],
         vocab_size: int,
         max_length: int,
     ) -> None:
@@ -41,8 +41,8 @@ class LogitsRequest:
         Args:
             token_ids: [n] integers.
             on_logits: called once, on the engine's thread, with the logits after the last token or with
-                what went wrong; must not block. The logits are [vocab_size] float32, whatever the model
-                gave, NaN included, and the receiver's own.
+                what went wrong; must not block. The logits are [vocab_size] float32, where the model
+                runs, whatever it gave, NaN included, and the receiver's own.
             vocab_size: of the model.
             max_length: of the model's slots.
 
@@ -88,6 +88,6 @@ class LogitsRequest:
         """Begin anew: its slot is somebody else's."""
         self.num_computed = 0
 
-    def answer(self, content: FloatArray | GenserveError) -> None:
+    def answer(self, content: LogitsArray | GenserveError) -> None:
         """Hand over the logits or the error; for the engine's thread."""
         self._on_logits(content)

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, Overloaded
 from genserve.generation.engine import Engine, StepResult
-from genserve.generation.logits_model import FloatArray
+from genserve.generation.logits_model import LogitsArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.slots import Occupant
 from genserve.generation.token_sequence import TokenSequence
@@ -291,7 +291,7 @@ class EngineLoop:
             )
             self._end(sequence)
 
-    def _answer(self, request: LogitsRequest, content: FloatArray | GenserveError) -> None:
+    def _answer(self, request: LogitsRequest, content: LogitsArray | GenserveError) -> None:
         if isinstance(content, GenserveError):
             self._metrics.request_failed()
         self._end(request)

@@ -10,7 +10,7 @@ from types import coroutine
 from typing import Any, Protocol
 
 from genserve.errors import ModelFailed
-from genserve.generation.logits_model import FloatArray
+from genserve.generation.logits_model import LogitsArray
 from genserve.request import Delta, FinishReason, SamplingParams, Usage
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
@@ -144,12 +144,13 @@ class TokenSequence:
         return token_id
 
     @coroutine
-    def logits(self) -> Generator[Want, Any, FloatArray]:
+    def logits(self) -> Generator[Want, Any, LogitsArray]:
         """Wait for the logits after the last token: [vocab_size] float32.
 
-        The array is a view of the step's buffer: it may be changed, and is gone at the next await.
+        It is a view of the step's buffer: it may be changed, and is gone at the next await. A numpy array;
+        of a model that runs on a GPU, a torch tensor there, for which `int(logits.argmax())` works alike.
         """
-        row: FloatArray = yield Want.LOGITS
+        row: LogitsArray = yield Want.LOGITS
         return row
 
     def append(self, token_id: int) -> None:

@@ -222,7 +222,7 @@ class ModelControl:
         self, entry: ModelEntry, config_json: str, upload: Upload | None
     ) -> Callable[[], list[Served]]:
         """Return what loads a model: an engine and its stages, or versions with instances."""
-        max_queue, metrics = self._options.max_queue, self._loader.metrics
+        options, metrics = self._options, self._loader.metrics
         chain = self.chains.get(entry.name)
         if (chain or is_logits_stage(entry)) and config_json:
             raise InferenceError(
@@ -232,10 +232,10 @@ class ModelControl:
             )
         if chain:
             return lambda: load_generation(
-                entry, chain, self.entries, max_queue=max_queue, metrics=metrics
+                entry, chain, self.entries, options=options, metrics=metrics
             )
         if is_logits_stage(entry):
-            return lambda: [load_logits_stage(entry, max_queue=max_queue, metrics=metrics)]
+            return lambda: [load_logits_stage(entry, options=options, metrics=metrics)]
         for step in self._missing_steps(entry):
             self._load_with_steps(step)
         return lambda: self._load_versions(entry, config_json, upload)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from genserve.backends.backend import Placement
-from genserve.backends.free_memory import free_memory_bytes
+from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_whole import Run, WholeLogits
 from genserve.backends.model_file import model_file
@@ -20,11 +20,12 @@ from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
 from genserve.repository.index import ModelEntry
 
-__all__ = ["LoadedLogits", "is_logits_stage", "load_logits"]
+__all__ = ["ON_CPU", "LoadedLogits", "is_logits_stage", "load_logits"]
 
 logger = logging.getLogger(__name__)
 
 _FILES = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
+ON_CPU = Placement(name="cpu", kind="CPU")
 _DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it can take
 
 
@@ -53,8 +54,8 @@ def is_logits_stage(entry: ModelEntry) -> bool:
     return config is not None and config.backend in _FILES and _cache(config) is not _Cache.NONE
 
 
-def load_logits(entry: ModelEntry) -> LoadedLogits:
-    """Load the latest version of a logits stage, whose config has no error.
+def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLogits:
+    """Load the latest version of a logits stage, whose config has no error, onto the device of a placement.
 
     Raises:
         RepositoryError: its file cannot be loaded, or does not fit the config.
@@ -70,20 +71,30 @@ def load_logits(entry: ModelEntry) -> LoadedLogits:
     )
     match _cache(config):
         case _Cache.NONE:
-            return _whole(path, config)
+            return _whole(path, config, placement)
         case _Cache.IN_PLACE:
+            memory = _memory(placement)
             return OnnxLogits(
                 path,
                 num_slots=max(1, config.max_batch_size),
                 max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
-                cache_bytes=_cache_bytes(config),
+                cache_bytes=_cache_bytes(config, memory),
                 num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
+                memory=memory,
             )
 
 
-def _cache_bytes(config: ModelConfig) -> int | None:
+def _memory(placement: Placement) -> LogitsMemory:
+    if placement.kind != "GPU":
+        return HostMemory()
+    from genserve.backends.device_memory import DeviceMemory  # it imports torch, which takes seconds
+
+    return DeviceMemory(f"cuda:{placement.device_id}")
+
+
+def _cache_bytes(config: ModelConfig, memory: LogitsMemory) -> int | None:
     """Return what the config gives the KV cache, or half of what is free."""
-    free = free_memory_bytes()
+    free = memory.free_bytes()
     return bytes_parameter(config.parameters, "kv_cache_bytes") or (free // 2 if free else None)
 
 
@@ -94,13 +105,12 @@ def _cache(config: ModelConfig) -> _Cache:
     return _Cache.IN_PLACE if all(state.same_buffer for state in batching.states) else _Cache.NONE
 
 
-def _whole(path: Path, config: ModelConfig) -> LoadedLogits:
-    on_cpu = Placement(name=config.name, kind="CPU")
+def _whole(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
     run: Run
     if config.backend == "pytorch":
-        run = open_module(path, config=config, placement=on_cpu).run
+        run = open_module(path, config=config, placement=placement).run
     else:
-        run = open_graph(path, config=config, placement=on_cpu).run
+        run = open_graph(path, config=config, placement=placement).run
     stated = integer_parameter(config.parameters, "max_sequence_length", default=0)
     max_length = stated or _DEFAULT_LENGTH
     logger.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.logits_names import LogitsNames
+from genserve.data_type import DataType
 from genserve.errors import Closed, GenserveError, InvalidRequest
-from genserve.generation.logits_model import FloatArray
+from genserve.generation.logits_model import LogitsArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.loop import EngineLoop
 from genserve.inference import Inference, InferenceResponse
@@ -109,10 +110,10 @@ class _Rows:
         self._inference = inference
         self._output = output
         self._lock = threading.Lock()
-        self._logits: list[FloatArray | None] = [None] * inference.batch_size
+        self._logits: list[LogitsArray | None] = [None] * inference.batch_size
         self._num_missing = inference.batch_size
 
-    def take(self, row: int, content: FloatArray | GenserveError) -> None:
+    def take(self, row: int, content: LogitsArray | GenserveError) -> None:
         """Take the logits of a row, or what went wrong with it; on the engine's thread."""
         if isinstance(content, GenserveError):
             self._inference.fail(content)
@@ -123,10 +124,20 @@ class _Rows:
             if self._num_missing:
                 return
         rows = [logits for logits in self._logits if logits is not None]
-        logits = rows[0][np.newaxis] if len(rows) == 1 else np.stack(rows)
-        outputs = (Tensor(self._output, logits[:, np.newaxis, :]),)
+        outputs = (Tensor(self._output, _stacked(rows)[:, None, :], data_type=DataType.FP32),)
         with suppress(Closed):  # it may have been cancelled while the step ran
             self._inference.send(InferenceResponse(outputs=outputs), final=True)
+
+
+def _stacked(rows: Sequence[LogitsArray]) -> LogitsArray:
+    """Return the rows as one array [R, V], where they lie."""
+    if len(rows) == 1:
+        return rows[0][None]
+    if isinstance(rows[0], np.ndarray):
+        return np.stack(rows)
+    import torch  # theirs: it is loaded
+
+    return torch.stack(list(rows))
 
 
 def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64]]:

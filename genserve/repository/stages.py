@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from genserve.backends.backend import Placement
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.logits_names import LogitsNames
 from genserve.backends.parameters import boolean_parameter
 from genserve.backends.python.decoding import load_decode
+from genserve.backends.row_picker import pick_rows
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
 from genserve.errors import InferenceError, Status
@@ -20,9 +22,12 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.check import accept, model_faults
+from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry
-from genserve.repository.logits_runtime import LoadedLogits, load_logits
+from genserve.repository.logits_placement import logits_placement
+from genserve.repository.logits_runtime import ON_CPU, LoadedLogits, load_logits
 from genserve.repository.logits_stage import LogitsStage
+from genserve.repository.options import RepositoryOptions
 from genserve.repository.served import Runner, Served
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.wiring import generation_stages
@@ -59,7 +64,7 @@ def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
     return owners
 
 
-def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) -> Served:
+def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics: Metrics) -> Served:
     """Load a logits stage that no ensemble has, with an engine of its own.
 
     Raises:
@@ -68,8 +73,9 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
     """
     started_s = time.monotonic()
     accept(model_faults(entry, {entry.name: entry}))
-    names, logits = _logits_names(entry), load_logits(entry)
-    loop = _start(logits, decode=_nothing, entry=entry, stage=entry, max_queue=max_queue, metrics=metrics)
+    placement = logits_placement(entry, strict_placement=options.strict_placement)
+    names, logits = _logits_names(entry), load_logits(entry, placement=placement)
+    loop = _start(logits, decode=_nothing, entry=entry, stage=entry, options=options, metrics=metrics)
     statistics = ModelStatistics()
     runner = LogitsStage(
         loop,
@@ -79,7 +85,8 @@ def load_logits_stage(entry: ModelEntry, *, max_queue: int, metrics: Metrics) ->
         statistics=statistics,
         close=loop.close,
     )
-    return _served(entry, runner, statistics, load_s=time.monotonic() - started_s)
+    load_s = time.monotonic() - started_s
+    return _served(entry, runner, statistics, load_s=load_s, placement=placement)
 
 
 def load_generation(
@@ -87,7 +94,7 @@ def load_generation(
     stages: Chain,
     entries: Mapping[str, ModelEntry],
     *,
-    max_queue: int,
+    options: RepositoryOptions,
     metrics: Metrics,
 ) -> list[Served]:
     """Load the three stages of an ensemble and start its engine.
@@ -102,7 +109,8 @@ def load_generation(
     started_s = time.monotonic()
     accept(fault for model in (entry, *stages.values()) for fault in model_faults(model, entries))
     names = _logits_names(stages["logits"])
-    ensemble = _ensemble(entry, stages, max_queue=max_queue, metrics=metrics)
+    placement = logits_placement(stages["logits"], strict_placement=options.strict_placement)
+    ensemble = _ensemble(entry, stages, placement=placement, options=options, metrics=metrics)
     load_s = time.monotonic() - started_s
     of_text, of_logits = ModelStatistics(), ModelStatistics()
     generation = TextGeneration(ensemble, statistics=of_text)
@@ -115,7 +123,7 @@ def load_generation(
     )
     return [
         _served(entry, generation, of_text, load_s=load_s),
-        _served(stages["logits"], logits, of_logits, load_s=load_s),
+        _served(stages["logits"], logits, of_logits, load_s=load_s, placement=placement),
         _served(stages["decoder"], _Inside(ensemble), ModelStatistics(), load_s=load_s),
     ]
 
@@ -155,14 +163,14 @@ class _Inside:
 
 
 def _ensemble(
-    entry: ModelEntry, stages: Chain, *, max_queue: int, metrics: Metrics
+    entry: ModelEntry, stages: Chain, *, placement: Placement, options: RepositoryOptions, metrics: Metrics
 ) -> GenerationEnsemble:
     tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
     decoder = stages["decoder"]
     decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
-    logits = load_logits(stages["logits"])
+    logits = load_logits(stages["logits"], placement=placement)
     loop = _start(
-        logits, decode=decode, entry=entry, stage=stages["logits"], max_queue=max_queue, metrics=metrics
+        logits, decode=decode, entry=entry, stage=stages["logits"], options=options, metrics=metrics
     )
     return GenerationEnsemble(
         name=entry.name,
@@ -183,26 +191,38 @@ def _start(
     decode: DecodeFunction,
     entry: ModelEntry,
     stage: ModelEntry,
-    max_queue: int,
+    options: RepositoryOptions,
     metrics: Metrics,
 ) -> EngineLoop:
     """Start the engine of a model, `entry`, whose logits stage is `stage`."""
     assert stage.config is not None  # or it would have an error
     prefix_cache = boolean_parameter(stage.config.parameters, "prefix_cache", default=True)
     return EngineLoop(
-        Engine(logits, decode=decode, prefix_cache=prefix_cache and logits.kv_cache_bytes > 0),
+        Engine(
+            logits,
+            decode=decode,
+            picker=pick_rows,
+            prefix_cache=prefix_cache and logits.kv_cache_bytes > 0,
+        ),
         name=entry.name,
         num_slots=logits.num_slots,
-        max_waiting=max_queue,
+        max_waiting=options.max_queue,
         metrics=metrics.for_model(entry.name),
     )
 
 
-def _served(entry: ModelEntry, runner: Runner, statistics: ModelStatistics, *, load_s: float) -> Served:
+def _served(
+    entry: ModelEntry,
+    runner: Runner,
+    statistics: ModelStatistics,
+    *,
+    load_s: float,
+    placement: Placement = ON_CPU,
+) -> Served:
     """Serve by the highest version of a model; an ensemble needs no version folder."""
     message = type(entry.parsed.message)()
     message.CopyFrom(entry.parsed.message)
-    normalise(message, model_folder=entry.path)
+    normalise(message, model_folder=entry.path, gpus=num_gpus() if placement.kind == "GPU" else 0)
     config = model_config(message, name=entry.name)
     version = (entry.versions or (1,))[-1]
     return Served(runner, config=config, version=version, statistics=statistics, load_s=load_s)

@@ -7,7 +7,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from genserve.backends.device_memory import DeviceMemory
+from genserve.backends.logits_memory import HostMemory
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.row_picker import pick_rows
 from genserve.errors import RepositoryError
 from genserve.generation.engine import Engine
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
@@ -20,9 +23,12 @@ def reference(tiny_checkpoint):
     return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32, attn_implementation="eager")
 
 
-@pytest.fixture
-def logits(tiny_repository):
-    return OnnxLogits(tiny_repository / "tiny_logits" / "1" / "model.onnx", num_slots=4, max_length=128)
+@pytest.fixture(params=["host", "device"])
+def logits(request, tiny_repository):
+    # The memory of a GPU is here that of the CPU: tensors of torch, which the graph is bound to alike.
+    memory = HostMemory() if request.param == "host" else DeviceMemory("cpu")
+    path = tiny_repository / "tiny_logits" / "1" / "model.onnx"
+    return OnnxLogits(path, num_slots=4, max_length=128, memory=memory)
 
 
 def last_row(reference, token_ids) -> np.ndarray:
@@ -84,7 +90,7 @@ def test_a_reused_slot_does_not_see_what_was_there(logits, reference):
 def test_logits_of_growing_ids_equal_those_computed_afresh(logits, tiny_repository):
     """Two loops beside a sequence that samples: one is away at every third step, one branches off."""
     fresh = OnnxLogits(tiny_repository / "tiny_logits" / "1" / "model.onnx", num_slots=1, max_length=128)
-    engine = Engine(logits, decode=sample_loop, clock=Clock())
+    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
     sizes = {"max_length": 128, "vocab_size": logits.vocab_size}
     sequence = sequence_of(random_ids(9, 12), max_tokens=30, **sizes)
     engine.add(sequence)
@@ -117,10 +123,9 @@ def greedy(logits: OnnxLogits, prompt: list[int], *, num_tokens: int) -> list[in
 
 
 def test_the_logits_are_a_view_of_one_buffer(logits):
-    first = logits.prefill([[5, 6]], first_slot=0, past=0)
-    second = logits.decode(np.array([7]), np.array([2]))
-    assert np.shares_memory(first, second)
-    assert torch.from_dlpack(second).data_ptr() == second.ctypes.data
+    first = torch.from_dlpack(logits.prefill([[5, 6]], first_slot=0, past=0))
+    second = torch.from_dlpack(logits.decode(np.array([7]), np.array([2])))
+    assert first.data_ptr() == second.data_ptr()
 
 
 def test_a_graph_without_a_cache_is_refused_with_what_to_do(tmp_path):

@@ -1,0 +1,119 @@
+"""Device memory: the KV cache and the logits of a graph as torch tensors, on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from genserve.backends.logits_memory import Layers
+from genserve.backends.onnx_session import Provider
+
+__all__ = ["DeviceCache", "DeviceMemory"]
+
+logger = logging.getLogger(__name__)
+
+_CPU = Provider(name="CPUExecutionProvider", options={})
+
+
+class DeviceMemory:
+    """The memory of one device of torch; implements `LogitsMemory`.
+
+    ONNX Runtime and torch have streams of their own. Neither runs ahead of the other: a run of the graph
+    ends with all that it has begun, and `settle` is called before the next.
+    """
+
+    is_host = False
+
+    def __init__(self, device: str) -> None:
+        """Choose the device by torch's name: "cuda:0"; "cpu" is the same in the memory of the host."""
+        self._torch_device = torch.device(device)
+        self.device = self._torch_device.type
+        self.device_id = self._torch_device.index or 0
+        cuda = Provider(name="CUDAExecutionProvider", options={"device_id": str(self.device_id)})
+        self.providers: Sequence[Provider] = (cuda, _CPU) if self.device == "cuda" else (_CPU,)
+
+    def free_bytes(self) -> int | None:
+        """See `LogitsMemory.free_bytes`."""
+        return torch.cuda.mem_get_info(self._torch_device)[0] if self.device == "cuda" else None
+
+    def cache(
+        self, layers: Layers, *, num_slots: int, max_length: int, cache_bytes: int | None
+    ) -> DeviceCache:
+        """See `LogitsMemory.cache`; all of the memory is taken at once."""
+        slot_bytes = max_length * _token_bytes(layers)
+        budget = num_slots * slot_bytes if cache_bytes is None else cache_bytes
+        free_bytes = self.free_bytes()
+        if free_bytes is not None:
+            budget = min(budget, free_bytes * 9 // 10)  # a run needs memory of its own
+        fitting = min(num_slots, budget // slot_bytes)
+        if not fitting:
+            raise OverflowError(f"one slot takes {slot_bytes} bytes, the cache may take {budget}")
+        if fitting < num_slots:
+            logger.warning(
+                "%d token sequences share a step on %s, not %d: a slot takes %d MiB, the cache may take %d",
+                fitting, self._torch_device, num_slots, slot_bytes >> 20, budget >> 20,
+            )
+        return DeviceCache(layers, num_slots=fitting, max_length=max_length, device=self._torch_device)
+
+    def logits(self, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """See `LogitsMemory.logits`."""
+        return torch.empty((num_rows, num_tokens), dtype=torch.float32, device=self._torch_device)
+
+    def address(self, buffer: Any) -> int:
+        """See `LogitsMemory.address`."""
+        address: int = buffer.data_ptr()
+        return address
+
+    def settle(self) -> None:
+        """See `LogitsMemory.settle`."""
+        if self.device == "cuda":
+            torch.cuda.current_stream(self._torch_device).synchronize()
+
+
+class DeviceCache:
+    """The keys and values of all slots on a device; implements `SlotCache`.
+
+    A GPU's memory is not taken page by page: all of it is taken at once, and nothing is given back.
+    """
+
+    def __init__(
+        self, layers: Layers, *, num_slots: int, max_length: int, device: torch.device
+    ) -> None:
+        """Take the memory; the arguments are those of `KvCache`."""
+        self.num_slots = num_slots
+        self.page_tokens = 1
+        self.token_bytes = _token_bytes(layers)
+        self._buffers = {
+            name: torch.zeros(
+                (num_slots, kv_heads, max_length, head_dim),
+                dtype=torch.from_numpy(np.empty(0, dtype)).dtype,
+                device=device,
+            )
+            for name, (kv_heads, head_dim, dtype) in layers.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """See `KvCache.nbytes`."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def slots(self, first_slot: int, *, num_slots: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `KvCache.slots`."""
+        for name, buffer in self._buffers.items():
+            yield name, buffer[first_slot : first_slot + num_slots]
+
+    def move(self, *, source: int, target: int, length: int) -> None:
+        """See `KvCache.move`."""
+        for buffer in self._buffers.values():
+            buffer[target, :, :length] = buffer[source, :, :length]
+
+    def give_back(self, slot: int, *, length: int) -> None:
+        """See `KvCache.give_back`: nothing can be."""
+
+
+def _token_bytes(layers: Layers) -> int:
+    return sum(kv_heads * head_dim * dtype.itemsize for kv_heads, head_dim, dtype in layers.values())

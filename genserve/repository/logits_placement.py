@@ -1,0 +1,85 @@
+"""Logits placement: on which device a logits stage runs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from genserve.backends.backend import Placement
+from genserve.backends.onnx_session import onnxruntime_module
+from genserve.config.from_message import model_config
+from genserve.config.model_config import ModelConfig
+from genserve.config.normalise import normalise
+from genserve.errors import RepositoryError
+from genserve.repository.check import accept
+from genserve.repository.devices import num_gpus
+from genserve.repository.index import ModelEntry
+from genserve.repository.instances import group_placements
+
+__all__ = ["logits_placement"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Obstacle:
+    """Why a stage cannot run on a GPU that is there."""
+
+    reason: str
+    remedy: str
+
+
+def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Placement:
+    """Choose the device by the instance groups of a config that has no error: the first of the first group.
+
+    A stage that no GPU can run, or for which something is not installed, runs on the CPU.
+
+    Raises:
+        RepositoryError: with `strict_placement`, the config wants a GPU in vain.
+        MissingDependency: ONNX Runtime is not installed.
+    """
+    assert entry.config is not None  # or it would have an error
+    message = type(entry.parsed.message)()
+    message.CopyFrom(entry.parsed.message)
+    accept(
+        normalise(message, model_folder=entry.path, gpus=num_gpus(), strict_placement=strict_placement)
+    )
+    config = model_config(message, name=entry.name)
+    first, *others = (place for group in config.instance_groups for place in group_placements(group))
+    if others and entry.config.instance_groups:
+        logger.warning("model %s: one engine runs it, as the instance %s", entry.name, first.name)
+    obstacle = _obstacle(config) if first.kind == "GPU" else None
+    if obstacle is None:
+        return first
+    text = f"model {entry.name} cannot run on a GPU: {obstacle.reason}"
+    wanted = any(group.kind == "KIND_GPU" for group in entry.config.instance_groups)
+    if wanted and strict_placement:
+        raise RepositoryError(text, remedy=obstacle.remedy)
+    level = logging.WARNING if wanted else logging.INFO
+    logger.log(level, "%s; it runs on the CPU (%s)", text, obstacle.remedy)
+    return replace(first, kind="CPU", device_id=0)
+
+
+def _obstacle(config: ModelConfig) -> _Obstacle | None:
+    states = config.sequence_batching.states if config.sequence_batching else ()
+    types = {state.data_type for state in states if state.same_buffer}
+    if config.backend != "onnxruntime" or not types:
+        return None  # its backend runs it wherever it can
+    if types != {"TYPE_FP16"}:
+        return _Obstacle(
+            reason=f"its KV cache is of {', '.join(sorted(types))}, and CUDA has attention in float16 alone",
+            remedy="export it with `genserve export --precision fp16`",
+        )
+    if "CUDAExecutionProvider" not in onnxruntime_module().get_available_providers():
+        return _Obstacle(
+            reason="this ONNX Runtime is the one for CPUs",
+            remedy="`pip uninstall onnxruntime`, then `pip install 'genserve[gpu]'`",
+        )
+    import torch  # only here: it takes seconds
+
+    if not torch.cuda.is_available():
+        return _Obstacle(
+            reason=f"torch {torch.__version__} finds no CUDA",
+            remedy="install the torch that PyPI has, not the one of the index for CPUs, and a driver",
+        )
+    return None

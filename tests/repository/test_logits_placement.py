@@ -1,0 +1,113 @@
+"""Where a logits stage runs, on machines with GPUs and without."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from genserve.errors import RepositoryError
+from genserve.repository import logits_placement as module
+from genserve.repository.index import scan
+from genserve.repository.logits_placement import logits_placement
+
+HALF = ("TYPE_FP32", "TYPE_FP16")  # of the states; the logits of the config are not looked at
+
+
+@pytest.fixture
+def stage(tiny_repository: Path, tmp_path: Path):
+    """Return the entry of a logits stage with some text added to its config."""
+    shutil.copytree(tiny_repository, tmp_path / "models")
+
+    def entry(text: str = "", *, fp16: bool = False):
+        config = tmp_path / "models" / "tiny_logits" / "config.pbtxt"
+        before, states, after = config.read_text().partition("sequence_batching")
+        config.write_text(before + states + (after.replace(*HALF) if fp16 else after) + text)
+        return scan([tmp_path / "models"])["tiny_logits"]
+
+    return entry
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Say what the machine has."""
+
+    def set_up(*, gpus: int, providers: tuple[str, ...] = (), cuda: bool = False) -> None:
+        runtime = SimpleNamespace(get_available_providers=lambda: [*providers, "CPUExecutionProvider"])
+        monkeypatch.setattr(module, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(module, "onnxruntime_module", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+
+    return set_up
+
+
+CUDA = ("CUDAExecutionProvider",)
+
+
+@pytest.mark.parametrize(
+    ("group", "device"),
+    [
+        ("", 0),
+        ("instance_group { kind: KIND_GPU gpus: [ 1 ] }", 1),
+        ("instance_group { kind: KIND_AUTO }", 0),
+    ],
+)
+def test_a_float16_cache_goes_to_the_gpu_that_the_config_names(stage, machine, group, device):
+    machine(gpus=2, providers=CUDA, cuda=True)
+    placement = logits_placement(stage(group, fp16=True), strict_placement=True)
+    assert (placement.kind, placement.device_id) == ("GPU", device)
+
+
+def test_a_config_for_the_cpu_stays_there(stage, machine):
+    machine(gpus=1, providers=CUDA, cuda=True)
+    placement = logits_placement(stage("instance_group { kind: KIND_CPU }", fp16=True))
+    assert placement.kind == "CPU"
+
+
+@pytest.mark.parametrize(
+    ("fp16", "providers", "words"),
+    [
+        (False, CUDA, "float16 alone"),
+        (True, (), "ONNX Runtime is the one for CPUs"),
+        (True, CUDA, "finds no CUDA"),
+    ],
+)
+def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
+    stage, machine, caplog, fp16, providers, words
+):
+    machine(gpus=1, providers=providers)
+    entry = stage("instance_group { kind: KIND_GPU }", fp16=fp16)
+    with caplog.at_level(logging.INFO):
+        assert logits_placement(entry).kind == "CPU"
+    [record] = (r for r in caplog.records if words in r.getMessage())
+    assert record.levelname == "WARNING"
+    with pytest.raises(RepositoryError, match=words):
+        logits_placement(entry, strict_placement=True)
+
+
+def test_nobody_is_warned_of_a_gpu_that_was_not_asked_for(stage, machine, caplog):
+    machine(gpus=1, providers=CUDA, cuda=True)
+    with caplog.at_level(logging.WARNING):
+        assert logits_placement(stage(), strict_placement=True).kind == "CPU"
+    assert not caplog.records
+
+
+def test_without_a_gpu_the_config_that_wants_one_is_told(stage, machine, caplog):
+    machine(gpus=0)
+    entry = stage("instance_group { kind: KIND_GPU }", fp16=True)
+    with caplog.at_level(logging.WARNING):
+        assert logits_placement(entry).kind == "CPU"
+    assert "no GPUs are available" in caplog.text
+    with pytest.raises(RepositoryError, match="no GPUs are available"):
+        logits_placement(entry, strict_placement=True)
+
+
+def test_a_second_instance_is_told_that_one_engine_does_it_all(stage, machine, caplog):
+    machine(gpus=0)
+    with caplog.at_level(logging.WARNING):
+        logits_placement(stage("instance_group { name: 'both' kind: KIND_CPU count: 2 }"))
+    assert "one engine runs it, as the instance both_0" in caplog.text
