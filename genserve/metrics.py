@@ -44,6 +44,30 @@ class Metrics:
         self.generation_tokens = Counter(
             "genserve_generation_tokens", "Tokens generated.", model, registry=self.registry
         )
+        self.preemptions = Counter(
+            "genserve_num_preemptions",
+            "Times that a request had to leave its slot for want of memory.",
+            model,
+            registry=self.registry,
+        )
+        self.prefix_cache_queries = Counter(
+            "genserve_prefix_cache_queries",
+            "Prompt tokens that were looked for in the KV cache.",
+            model,
+            registry=self.registry,
+        )
+        self.prefix_cache_hits = Counter(
+            "genserve_prefix_cache_hits",
+            "Prompt tokens that were found there and not computed.",
+            model,
+            registry=self.registry,
+        )
+        self.cache_usage = Gauge(
+            "genserve_kv_cache_usage_perc",
+            "Share of the KV cache's memory that running requests hold; 1 is all of it.",
+            model,
+            registry=self.registry,
+        )
         self.running = Gauge(
             "genserve_num_requests_running", "Requests that hold a slot.", model, registry=self.registry
         )
@@ -107,6 +131,10 @@ class GenerationMetrics:
         }
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
+        self._preemptions = metrics.preemptions.labels(model)
+        self._prefix_cache_queries = metrics.prefix_cache_queries.labels(model)
+        self._prefix_cache_hits = metrics.prefix_cache_hits.labels(model)
+        self._cache_usage = metrics.cache_usage.labels(model)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
         self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
@@ -115,13 +143,15 @@ class GenerationMetrics:
         self._per_token = metrics.time_per_output_token.labels(model)
         self._request_seconds = metrics.request_seconds.labels(model)
 
-    def step(self, *, seconds: float, prompt_tokens: int) -> None:
+    def step(self, *, seconds: float, prompt_tokens: int, preempted: int) -> None:
         """Report one step; `prompt_tokens` 0 means a decode."""
+        self._preemptions.inc(preempted)
         (self._prefill_seconds if prompt_tokens else self._decode_seconds).observe(seconds)
         self._prompt_tokens.inc(prompt_tokens)
 
-    def occupancy(self, *, running: int, waiting: int) -> None:
-        """Report who holds a slot and who waits for one."""
+    def occupancy(self, *, running: int, waiting: int, cache_usage: float) -> None:
+        """Report who holds a slot and who waits for one, and the share of the cache that the former hold."""
+        self._cache_usage.set(cache_usage)
         self._running.set(running)
         self._waiting.set(waiting)
 
@@ -129,9 +159,11 @@ class GenerationMetrics:
         """Report new tokens of one request."""
         self._generation_tokens.inc(count)
 
-    def first_token(self, *, seconds: float) -> None:
-        """Report the time from submission to the first token."""
+    def first_token(self, *, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """Report the time from submission to the first token, and how much of the prompt was cached."""
         self._first_token.observe(seconds)
+        self._prefix_cache_queries.inc(prompt_tokens)
+        self._prefix_cache_hits.inc(cached_tokens)
 
     def request_finished(
         self, reason: FinishReason, *, seconds: float, decode_seconds: float, new_tokens: int

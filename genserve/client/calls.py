@@ -54,7 +54,10 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> C
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
         with not_understood():
             return tgi_generate.read_completion(
-                json.loads(reply), prompt_tokens=int(headers["x-prompt-tokens"]), params=params
+                json.loads(reply),
+                prompt_tokens=int(headers["x-prompt-tokens"]),
+                cached_tokens=int(headers.get("x-cached-tokens", 0)),
+                params=params,
             )
 
     return Call(request=_post("/generate", body), read=read)

@@ -1,6 +1,7 @@
 """OpenAI chat: the bodies of /v1/chat/completions, written and read.
 
-`top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids` and `stop_reason` are vLLM's additions.
+`top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids`, `cache_salt` and `stop_reason` are
+vLLM's additions.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def request_body(messages: Sequence[Message], *, model: str | None, params: Samp
         "seed": params.seed,
         "logprobs": params.logprobs or None,
         "return_token_ids": True,
+        "cache_salt": params.cache_salt,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -96,4 +98,8 @@ def _finish_reason(choice: Mapping[str, Any]) -> FinishReason:
 
 
 def _usage(usage: Mapping[str, Any]) -> Usage:
-    return Usage(prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])
+    return Usage(
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+    )

@@ -1,7 +1,7 @@
 """TGI generate: the bodies of /generate and /generate_stream, written and read.
 
-The shapes are those of Text Generation Inference; `ignore_eos`, `stop_token_ids` and `model` are
-genserve's additions.
+The shapes are those of Text Generation Inference; `ignore_eos`, `stop_token_ids`, `cache_salt`,
+`cached_tokens` and `model` are genserve's additions.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> d
         "stop_token_ids": list(params.stop_token_ids) or None,
         "ignore_eos": params.ignore_eos or None,
         "seed": params.seed,
+        "cache_salt": params.cache_salt,
     }
     body = {"inputs": prompt, "parameters": {k: v for k, v in parameters.items() if v is not None}}
     return body if model is None else body | {"model": model}
 
 
-def read_completion(reply: Mapping[str, Any], *, prompt_tokens: int, params: SamplingParams) -> Completion:
+def read_completion(
+    reply: Mapping[str, Any], *, prompt_tokens: int, cached_tokens: int, params: SamplingParams
+) -> Completion:
     """Read the reply of /generate.
 
     Args:
         reply: with `details`.
         prompt_tokens: from the header x-prompt-tokens; the body has no such figure.
+        cached_tokens: of these, from the header x-cached-tokens.
         params: what was asked for.
 
     Raises:
@@ -53,7 +57,11 @@ def read_completion(reply: Mapping[str, Any], *, prompt_tokens: int, params: Sam
         token_ids=tuple(token["id"] for token in details["tokens"]),
         logprobs=_logprobs(details["tokens"], params),
         finish_reason=FinishReason(details["finish_reason"]),
-        usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=details["generated_tokens"]),
+        usage=Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=details["generated_tokens"],
+            cached_tokens=cached_tokens,
+        ),
     )
 
 
@@ -78,6 +86,7 @@ class AnswerEvents:
             usage = Usage(
                 prompt_tokens=event["details"]["input_length"],
                 completion_tokens=event["details"]["generated_tokens"],
+                cached_tokens=event["details"].get("cached_tokens", 0),
             )
         self._num_chars += len(text)
         return Delta(

@@ -61,6 +61,12 @@ output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, {vocab_size} ] }} ]
 # A token takes {token_kib:g} KiB of KV cache, a full slot {slot_mib:.4g} MiB; what is unfilled takes nothing.
 parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequence_length}" }} }} ]
 
+# What the cache of all slots may take together; without it, half of the memory that is free at the load.
+# parameters [ {{ key: "kv_cache_bytes" value: {{ string_value: "2GiB" }} }} ]
+
+# A prompt that begins as another did goes on behind what that one left in the cache; "false": it does not.
+# parameters [ {{ key: "prefix_cache" value: {{ string_value: "false" }} }} ]
+
 # Threads of one forward; without it, one for each core.
 # parameters [ {{ key: "intra_op_thread_count" value: {{ string_value: "2" }} }} ]
 

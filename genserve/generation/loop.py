@@ -227,7 +227,11 @@ class EngineLoop:
             self._num_awaited = 1
 
     def _report_occupancy(self) -> None:
-        self._metrics.occupancy(running=self._engine.num_running, waiting=self._engine.num_waiting)
+        self._metrics.occupancy(
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+            cache_usage=self._engine.cache_usage,
+        )
 
     def _step(self) -> bool:
         """Run a step; False if there is work, and all slots are held by loops that are away."""
@@ -239,7 +243,11 @@ class EngineLoop:
         now = time.monotonic()
         if not result.num_prompt_tokens:
             self._decode_s = now - started_s
-        self._metrics.step(seconds=now - started_s, prompt_tokens=result.num_prompt_tokens)
+        self._metrics.step(
+            seconds=now - started_s,
+            prompt_tokens=result.num_prompt_tokens,
+            preempted=result.num_preempted,
+        )
         self._hand_over(self._parcels(result), now=now)
         for request, logits in result.answered:
             self._answer(request, logits)
@@ -279,7 +287,11 @@ class EngineLoop:
         self._metrics.generated(len(content.token_ids))
         if ticket.first_token_s is None:
             ticket.first_token_s = now
-            self._metrics.first_token(seconds=now - ticket.submitted_s)
+            self._metrics.first_token(
+                seconds=now - ticket.submitted_s,
+                prompt_tokens=sequence.num_prompt_tokens,
+                cached_tokens=sequence.num_cached_tokens,
+            )
         if content.finish_reason is not None:
             seconds, num_tokens = now - ticket.submitted_s, sequence.num_new_tokens
             logger.debug("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)

@@ -122,6 +122,11 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["2:1: error: failed to convert max_sequence_length '4k' to number above 0; write a "
          "whole number, in quotes"],
     ),
+    "a parameter that is no amount of memory": (
+        ONNX + 'parameters { key: "kv_cache_bytes" value { string_value: "2 apples" } }',
+        ["2:1: error: failed to convert kv_cache_bytes '2 apples' to number of bytes above 0; write an "
+         'amount such as "2GiB"'],
+    ),
     "a parameter that is neither true nor false": (
         'backend: "pytorch" parameters [\n  { key: "INFERENCE_MODE" value: { string_value: "on" '
         "} }\n]",

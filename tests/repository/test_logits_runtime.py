@@ -45,7 +45,7 @@ def test_every_kind_of_logits_stage_gives_the_same_text(server: LiveServer, kind
     }
     expected, found = (answers[model].json() for model in ("tiny", kind))
     assert found["choices"] == expected["choices"]
-    assert found["usage"] == expected["usage"]
+    assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
     assert found["usage"]["completion_tokens"] == 12
 
 

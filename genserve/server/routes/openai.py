@@ -124,6 +124,7 @@ class ChatBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
 
     def names(self) -> dict[str, str]:
         """Our names of what can be wrong, and this request's."""
@@ -145,6 +146,7 @@ class ChatBody(Body):
             ignore_eos=bool(self.ignore_eos),
             # OpenAI's seeds are signed.
             seed=None if self.seed is None else self.seed % 2**64,
+            cache_salt=self.cache_salt,
         )
 
     def chat(self) -> tuple[Message, ...]:
@@ -276,11 +278,12 @@ def _completion(opened: Open, deltas: list[Delta], *, token_ids: bool) -> dict[s
     return _head(opened, "chat.completion") | {"choices": [choice], "usage": _usage(completion.usage)}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 

@@ -38,6 +38,7 @@ _NAMES = {
     "stop": "parameters.stop",
     "stop_token_ids": "parameters.stop_token_ids",
     "seed": "parameters.seed",
+    "cache_salt": "parameters.cache_salt",
 }
 # Known and not honoured: the values with which a client asks for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -82,6 +83,7 @@ class Parameters(Body):
     # Ours, by vLLM's names.
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None
 
     def sampling(self) -> bool:
         """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
@@ -110,6 +112,7 @@ class Parameters(Body):
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
             logprobs=logprobs,
+            cache_salt=self.cache_salt,
         )
 
 
@@ -205,6 +208,7 @@ class TokenFrames:
             "finish_reason": delta.finish_reason,
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
             "input_length": self._opened.num_prompt_tokens,
+            "cached_tokens": delta.usage.cached_tokens if delta.usage else 0,
             "seed": self._opened.seed if self._sampling else None,
         }
         return f'"generated_text": {json.dumps("".join(self._text))}, "details": {json.dumps(details)}'
@@ -239,6 +243,7 @@ async def _generate(
         "x-compute-type": "cpu",
         "x-total-time": str(round((time.monotonic() - started_s) * 1000)),
         "x-prompt-tokens": str(completion.usage.prompt_tokens),
+        "x-cached-tokens": str(completion.usage.cached_tokens),
         "x-generated-tokens": str(completion.usage.completion_tokens),
     }
     return answer, 200, headers

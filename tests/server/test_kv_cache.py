@@ -1,0 +1,145 @@
+"""The KV cache as a client sees it: prefixes that are shared, tenants that are not, memory that is short."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from genserve.client import Client
+from genserve.export import export_model
+from genserve.export.progress import SilentProgress
+from tests.checkpoints import tiny_llama_checkpoint
+from tests.live import LiveServer
+
+PREFIX = "".join(f"{i:03d} " for i in range(150))  # 600 tokens of the tiny tokenizer: one for each byte
+TOKEN_KIB = 0.5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama_checkpoint(tmp_path_factory.mktemp("long") / "tiny", context=1024)
+
+
+def repository_of(folder: Path, checkpoint: Path, **parameters: str) -> Path:
+    export_model(
+        str(checkpoint), repository=folder, name="tiny", precision="fp32", progress=SilentProgress()
+    )
+    config = folder / "tiny_logits" / "config.pbtxt"
+    lines = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in parameters.items()]
+    config.write_text("\n".join([config.read_text(), *lines]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[LiveServer]:
+    with LiveServer(repository_of(tmp_path_factory.mktemp("shared"), checkpoint)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[LiveServer]:
+    folder = repository_of(tmp_path_factory.mktemp("alone"), checkpoint, prefix_cache="false")
+    with LiveServer(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[LiveServer]:
+    folder = repository_of(
+        tmp_path_factory.mktemp("small"), checkpoint, kv_cache_bytes=f"{512 * TOKEN_KIB:g}KiB"
+    )
+    with LiveServer(folder) as server:
+        yield server
+
+
+def ask(server: LiveServer, content: str, **body: Any) -> tuple[str, int]:
+    """The answer to a chat, and how many tokens of the prompt were cached."""
+    messages = [{"role": "user", "content": content}]
+    defaults = {"messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=defaults | body, timeout=60).json()
+    return (
+        reply["choices"][0]["message"]["content"],
+        reply["usage"]["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def metric(server: LiveServer, name: str) -> float:
+    text = httpx2.get(f"{server.url}/metrics", timeout=60).text
+    return float(re.search(rf"^{name}{{model=\"tiny\"}} (\S+)$", text, re.MULTILINE)[1])
+
+
+def test_a_prefix_is_computed_once_and_changes_nothing_in_the_answer(shared, alone):
+    queries, hits = (
+        metric(shared, f"genserve_prefix_cache_{kind}_total") for kind in ("queries", "hits")
+    )
+    prompts = [f"{PREFIX} and {word}" for word in ("one", "two", "three")]
+    answers = [ask(shared, prompt) for prompt in prompts]
+    assert [cached >= 600 for _, cached in answers] == [False, True, True]
+    assert [ask(alone, prompt) for prompt in prompts] == [(text, 0) for text, _ in answers]
+    assert metric(shared, "genserve_prefix_cache_hits_total") - hits == sum(cached for _, cached in answers)
+    assert metric(shared, "genserve_prefix_cache_queries_total") - queries > 3 * 600
+
+
+def test_the_next_turn_of_a_chat_begins_behind_the_last(shared):
+    first, _ = ask(shared, "turn")
+    messages = [
+        {"role": "user", "content": "turn"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "again"},
+    ]
+    _, cached = ask(shared, "", messages=messages)
+    assert cached >= len("turn")
+
+
+def test_tenants_with_different_salts_never_share_and_with_the_same_one_do(shared):
+    content = f"{PREFIX} of a tenant"[::-1]
+    cached = [ask(shared, content, **salt)[1] for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}) * 2]
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) >= 600
+
+
+def test_the_client_sends_the_salt_and_reads_what_was_cached(shared):
+    with Client(shared.url) as client:
+        for call in (client.chat, client.generate):
+            prompt = f"{call.__name__} {PREFIX}"
+            usages = [
+                call(prompt, max_tokens=2, cache_salt=salt).usage.cached_tokens for salt in ("x", "x", "y")
+            ]
+            assert usages[0] == usages[2] == 0
+            assert usages[1] >= 600
+        with client.stream(prompt, max_tokens=2, cache_salt="x") as stream:
+            assert stream.final().usage.cached_tokens >= 600
+
+
+def test_an_empty_salt_is_refused_by_name(shared):
+    body = {"messages": [{"role": "user", "content": "x"}], "cache_salt": ""}
+    reply = httpx2.post(f"{shared.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "cache_salt"
+
+
+def test_what_the_cache_can_never_hold_is_refused_with_the_figure_and_the_remedy(small):
+    body = {"messages": [{"role": "user", "content": PREFIX}]}
+    reply = httpx2.post(f"{small.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "512" in reply.json()["error"]["message"]
+    assert "kv_cache_bytes" in reply.text
+
+
+def test_more_than_the_cache_holds_at_once_is_answered_all_the_same(small, alone):
+    prompts = [f"{i} {PREFIX[:60]}" for i in range(6)]  # each fits, all together do not
+
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(
+            *(asyncio.to_thread(lambda p=p: ask(small, p, max_tokens=250)[0]) for p in prompts)
+        )
+
+    assert asyncio.run(all_at_once()) == [ask(alone, prompt, max_tokens=250)[0] for prompt in prompts]
+    assert metric(small, "genserve_num_preemptions_total") > 0
+    assert metric(small, "genserve_kv_cache_usage_perc") == 0
