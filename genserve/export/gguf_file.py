@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
 
 from genserve.errors import ExportError
+from genserve.export.architectures import FAMILIES
 from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.gguf_dialects import DIALECTS, Dialect
 from genserve.export.gguf_tokenizer import tokenizer_files
+from genserve.export.weights import parts_of
 
 __all__ = ["read_gguf"]
 
-_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
-    """Open a GGUF file of the architecture `llama`.
+    """Open a GGUF file of an architecture of `gguf_dialects.py`.
 
     Raises:
         ExportError: the file is broken, or of another architecture or rotary scaling.
@@ -41,81 +30,79 @@ def read_gguf(path: Path, *, source: str) -> Checkpoint:
         reader = GGUFReader(path)
     except (ValueError, OSError, IndexError) as error:
         raise ExportError(f"{path} is no readable GGUF file: {error}", remedy="download it again") from error
-    fields = {name: field for name, field in reader.fields.items() if name.startswith(("general.", "llama."))}
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     metadata = {name: field.contents() for name, field in fields.items()}
-    tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _refuse_unknown(metadata, tensors=tensors, source=source)
     try:
-        config = _config(metadata, tensors=tensors, source=source)
+        config = _config(metadata, tensors=tensors)
+        tensors = _by_hugging_face_names(metadata, tensors=tensors)
     except KeyError as error:
         raise ExportError(f"{path} lacks {error}", remedy="download the file again") from error
     return Checkpoint(
         source=source,
         config=config,
         tensor_names=frozenset(tensors),
-        load=partial(_load, tensors, heads=_heads(metadata)),
+        load=partial(_load, tensors, config=config, dialect=_dialect(metadata)),
         tokenizer_files=tokenizer_files(reader.fields, source=source),
     )
 
 
-def _config(
+def _dialect(metadata: Mapping[str, Any]) -> Dialect:
+    return DIALECTS[metadata["general.architecture"]]
+
+
+def _refuse_unknown(
     metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor], source: str
-) -> dict[str, Any]:
+) -> None:
     architecture = metadata.get("general.architecture")
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    if architecture != "llama" or scaling != "none" or "rope_freqs.weight" in tensors:
-        what = f"architecture {architecture!r}" if architecture != "llama" else "scaled rotary positions"
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if architecture not in DIALECTS or scaling != "none" or "rope_freqs.weight" in tensors:
+        what = "scaled rotary positions" if architecture in DIALECTS else f"architecture {architecture!r}"
         raise ExportError(
             f"{source} has {what}, which is not read from GGUF files",
             remedy="export from the original checkpoint folder (config.json and safetensors)",
         )
-    hidden, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
+
+
+def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+    dialect, prefix = _dialect(metadata), metadata["general.architecture"]
+    keys = {key: f"{prefix}.{field}" for key, field in dialect.fields.items()}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": int(tensors["model.embed_tokens.weight"].shape[1]),
-        "max_position_embeddings": metadata["llama.context_length"],
-        "hidden_size": hidden,
-        "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "head_dim": metadata.get("llama.rope.dimension_count", hidden // heads),
-        "hidden_act": "silu",
-        "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
-        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in tensors,
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "architectures": [dialect.architecture],
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **{key: metadata[field] for key, field in keys.items() if field in metadata},
+        **dialect.fixed,
     }
 
 
-def _hugging_face_name(name: str) -> str:
+def _by_hugging_face_names(
+    metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]
+) -> dict[str, ReaderTensor]:
+    """Name the tensors as a checkpoint folder does; those that it would not have keep their names."""
+    architecture, family = metadata["general.architecture"], FAMILIES[_dialect(metadata).architecture]
+    num_layers = metadata[f"{architecture}.block_count"]
+    [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == architecture]
+    known, names = get_tensor_name_map(number, num_layers), {}
+    for part in parts_of(family.names, num_layers=num_layers).values():
+        # Of some architectures llama.cpp knows the names without their prefix only.
+        theirs = known.get_name(part.name) or known.get_name(part.name.removeprefix(family.prefix))
+        names[theirs] = part.name
+    return {_renamed(name, names): tensor for name, tensor in tensors.items()}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
     stem, _, kind = name.rpartition(".")
-    if layer := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
-        number, part = layer.groups()
-        return f"model.layers.{number}.{_LAYER_NAMES.get(part, part)}.{kind}"
-    return f"{_GLOBAL_NAMES.get(stem, stem)}.{kind}"
+    return f"{names.get(stem, stem)}.{kind}"
 
 
-def _heads(metadata: Mapping[str, Any]) -> dict[str, int]:
-    heads = metadata.get("llama.attention.head_count", 1)
-    return {"q_proj": heads, "k_proj": metadata.get("llama.attention.head_count_kv", heads)}
-
-
-def _load(tensors: Mapping[str, ReaderTensor], name: str, *, heads: Mapping[str, int]) -> FloatArray:
+def _load(
+    tensors: Mapping[str, ReaderTensor], name: str, *, config: Mapping[str, Any], dialect: Dialect
+) -> FloatArray:
     tensor = tensors[name]
     # Writable, as torch wants it: what is float32 in the file comes as a view of the file.
     array: FloatArray = np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, "W")
-    for projection, count in heads.items():
-        if f".{projection}." in name:
-            return _halves_apart(array, num_heads=count)
-    return array
-
-
-def _halves_apart(weight: FloatArray, *, num_heads: int) -> FloatArray:
-    """Undo llama.cpp's order of the rotary dimensions, which pairs neighbours where Llama pairs halves.
-
-    Source: `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py; this is its inverse.
-    """
-    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
+    return dialect.undo(array, name, config)

@@ -7,29 +7,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from gguf import ReaderField, TokenType
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from genserve.errors import ExportError
 
 __all__ = ["tokenizer_files"]
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_LLAMA_3_WORDS = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+
+
+def _words(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Words that a pattern matches, as bytes."""
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _gpt4_words(digits: str) -> pre_tokenizers.PreTokenizer:
+    return _words(
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
 
 # By `tokenizer.ggml.pre`; the names are llama.cpp's.
 _PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
     "default": _BYTES,
     "gpt-2": _BYTES,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
-    "llama-bpe": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(_LLAMA_3_WORDS, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    ),
+    "llama-bpe": _gpt4_words(r"\p{N}{1,3}"),
+    "qwen2": _gpt4_words(r"\p{N}"),
+    "bloom": _words(r" ?[^(\s|[.,!?…。，、।۔،])]+"),  # noqa: RUF001
 }
 
 
@@ -88,6 +95,8 @@ def _byte_level_bpe(about: Mapping[str, Any]) -> Tokenizer:
         vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=pre == "llama-bpe"
     )
     tokenizer = Tokenizer(bpe)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
     types = about.get("token_type", [])

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder
 
-__all__ = ["DecoderWeights", "Names", "Part", "Take"]
+__all__ = ["DecoderWeights", "Names", "Part", "Take", "parts_of"]
 
 Take = Callable[[FloatArray, Decoder], FloatArray]
 
@@ -61,7 +61,7 @@ class DecoderWeights:
 
         `load` raises ExportError for what the checkpoint lacks.
         """
-        parts = dict(_parts(names, num_layers=len(decoder.attentions)))
+        parts = parts_of(names, num_layers=len(decoder.attentions))
         places = {
             f"{role}.{kind}": (f"{part.name}.{kind}", part.take)
             for role, part in parts.items()
@@ -76,12 +76,13 @@ class DecoderWeights:
         return DecoderWeights(roles=frozenset(places), load=load)
 
 
-def _parts(names: Names, *, num_layers: int) -> list[tuple[str, Part]]:
-    return [
-        (role.format(i), _part(place, layer=i))
+def parts_of(names: Names, *, num_layers: int) -> dict[str, Part]:
+    """Where a checkpoint keeps what: by role, both without .weight and .bias."""
+    return {
+        role.format(i): _part(place, layer=i)
         for role, place in names.items()
         for i in range(num_layers if "{}" in role else 1)
-    ]
+    }
 
 
 def _part(place: str | Part, *, layer: int) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 
 from genserve.errors import ExportError
+from genserve.export.architectures import family_of
+from genserve.export.checkpoint import Checkpoint
+from genserve.export.decoder import Decoder
 from genserve.export.embedded import FILE, cache_folder
 from genserve.export.source import read_checkpoint
 from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import write_graph
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,19 @@ def test_a_gguf_file_gives_the_graph_of_the_folder_that_it_was_made_from(
     assert np.array_equal(*logits)
 
 
+@pytest.mark.parametrize("model", ["bloom_6_heads", "gpt2", "llama_biases", "qwen2_all", "qwen3"])
+def test_the_checkpoints_of_other_families_are_read_as_their_folders_are(tmp_path: Path, model: str) -> None:
+    models = TINY_MODELS | {"qwen2_all": TINY_MODELS["qwen2"] | {"use_sliding_window": False}}
+    folder = tiny_checkpoint(tmp_path / "tiny", **models[model])
+    expected = read_checkpoint(folder, source="tiny")
+    found = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf"), source="tiny")
+    # llama.cpp's converter may write the embedding again as head.
+    assert found.tensor_names - expected.tensor_names <= {"lm_head.weight"}
+    for name in expected.tensor_names:
+        assert np.array_equal(found.tensor(name), expected.tensor(name)), name
+    assert decoder_of(found) == decoder_of(expected)
+
+
 def test_the_tokenizer_files_are_those_of_a_checkpoint_folder(tmp_path: Path) -> None:
     folder = tiny_llama_checkpoint(tmp_path / "tiny")
     files = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf"), source="tiny").tokenizer_files
@@ -52,7 +70,7 @@ def test_the_tokenizer_files_are_those_of_a_checkpoint_folder(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("metadata", "what"),
     [
-        ({"general.architecture": "qwen2"}, "qwen2"),
+        ({"general.architecture": "mamba"}, "mamba"),
         ({"llama.rope.scaling.type": "yarn"}, "rotary"),
         ({"tokenizer.ggml.model": "llama"}, "'llama' tokenizer"),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "deepseek-llm"),
@@ -95,3 +113,11 @@ def test_the_default_model_is_read_as_transformers_reads_it() -> None:
     assert checkpoint.tensor_names == expected.keys()
     for name, value in expected.items():
         assert np.array_equal(checkpoint.tensor(name), value), name
+
+
+def decoder_of(checkpoint: Checkpoint) -> Decoder:
+    family = family_of(checkpoint.config)
+    assert family is not None
+    decoder = family.decoder(checkpoint.config)
+    # GGUF files have numbers in single precision.
+    return replace(decoder, norm_epsilon=float(np.float32(decoder.norm_epsilon)))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import Qwen2Tokenizer
 
 from genserve.export.embedded import FILE, cache_folder
 from genserve.export.source import read_checkpoint
-from tests.checkpoints import tiny_llama_checkpoint
+from tests.checkpoints import SPECIAL_TOKENS, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 
 TEXTS = [
@@ -46,6 +48,21 @@ def test_digits_stand_in_threes_in_llama_3_and_its_texts_begin_with_the_start_to
     assert [word for word, _ in words] == ["in", "Ġ", "189", "7", "'s", "Ġab"]
     assert tokenizer.encode("a").ids[0] == 1
     assert tokenizer.encode("a", add_special_tokens=False).ids[0] != 1
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "in 1897 ab12", "e\u0301te\u0301"])
+def test_a_qwen2_tokenizer_is_the_one_of_transformers(tmp_path: Path, text: str) -> None:
+    found = tiny_tokenizer(tmp_path, pre="qwen2")
+    model = json.loads(found.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    expected = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, eos_token="<|im_end|>")
+    expected.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
+    assert found.encode(text).ids == expected(text).input_ids
+
+
+def test_words_end_at_punctuation_in_bloom(tmp_path: Path) -> None:
+    words = tiny_tokenizer(tmp_path, pre="bloom").pre_tokenizer.pre_tokenize_str("in 1897, (well) it's. So")
+    assert [word for word, _ in words] == ["in", "Ġ1897", ",Ġ(", "well", ")", "Ġit's", ".", "ĠSo"]
 
 
 @pytest.mark.slow
