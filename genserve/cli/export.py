@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Overwrite, Precision
+from genserve.cli.flags import DEFAULT_REPOSITORY, Beside, ModelRepository, Overwrite, Precision
 
 if TYPE_CHECKING:
     from genserve.export import ExportReport
@@ -24,6 +24,7 @@ def export(
     name: Annotated[str, typer.Option(help="Of the model in the repository.", show_default=False)],
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     precision: Precision = "int8",
+    beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Turn a checkpoint into a model of the repository, and compare it with its source."""
@@ -35,6 +36,7 @@ def export(
         repository=model_repository,
         name=name,
         precision=precision,
+        beside=beside,
         overwrite=overwrite,
         progress=ConsoleProgress(),
     )

@@ -9,6 +9,7 @@ import typer
 
 __all__ = [
     "DEFAULT_REPOSITORY",
+    "Beside",
     "MaxTokens",
     "ModelRepositories",
     "ModelRepository",
@@ -52,5 +53,12 @@ Seed = Annotated[
 Precision = Annotated[
     Literal["int8", "int4", "fp16", "fp32"],
     typer.Option(envvar="GENSERVE_PRECISION", help="Of the weights."),
+]
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Add the graph to a model that is there, in a folder beside its own; `genserve tune` chooses.",
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the weights that are there.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository, Overwrite, Precision
+from genserve.cli.flags import DEFAULT_REPOSITORY, Beside, ModelRepository, Overwrite, Precision
 
 __all__ = ["pull"]
 
@@ -17,6 +17,7 @@ def pull(
     ],
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     precision: Precision = "int8",
+    beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Download a model and make it ready to be served; nothing is done if it is there."""
@@ -28,6 +29,7 @@ def pull(
         name,
         repository=model_repository,
         precision=precision,
+        beside=beside,
         overwrite=overwrite,
         progress=ConsoleProgress(),
     )

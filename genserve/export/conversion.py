@@ -8,6 +8,7 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Self
 
+from genserve.config.model_config import ModelConfig
 from genserve.config.parse import parse_model_config, read_model_config
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture, family_of
@@ -62,15 +63,18 @@ class Conversion:
         """What the stages around the graph need to know of it."""
         return self.decoder.dimensions
 
-    def require_agreeing_config(self, repository: Path) -> None:
-        """Refuse a config.pbtxt of the logits stage that stays there and tells of another model."""
+    def require_agreeing_config(self, repository: Path, *, state_types: bool = True) -> None:
+        """Refuse a config.pbtxt of the logits stage that stays there and tells of another model.
+
+        Its batch size, threads and all else are free. With `state_types` off, so is the type of its KV cache.
+        """
         part = f"{self.stages.logits}/config.pbtxt"
         path = repository / part
         if not path.exists():
             return
         found = read_model_config(path)
         made = parse_model_config(self._files()[part], source=path)
-        if (found.outputs, found.sequence_batching) != (made.outputs, made.sequence_batching):
+        if _signature(found, state_types=state_types) != _signature(made, state_types=state_types):
             raise ExportError(
                 f"{path} declares other outputs or states than {self.checkpoint.source} in {self.precision}",
                 remedy="--overwrite writes a new one; or export under another --name",
@@ -93,6 +97,7 @@ class Conversion:
             ExportError: the checkpoint lacks a tensor, or has one that the family knows nothing of.
         """
         version = folder / self.stages.logits / "1"
+        version.mkdir(parents=True, exist_ok=True)
         used: set[str] = set()
 
         def load(name: str) -> FloatArray:
@@ -126,3 +131,10 @@ class Conversion:
                 f"does not know, {unknown[0]!r} first",
                 remedy="it is not the plain architecture that its config names; nothing was installed",
             )
+
+
+def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:
+    """What a config says of its graph: the outputs and the states."""
+    states = config.sequence_batching.states if config.sequence_batching else ()
+    types = (state.data_type if state_types else "" for state in states)
+    return config.outputs, [(state.input_name, state.dims) for state in states], list(types)

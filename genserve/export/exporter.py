@@ -10,7 +10,7 @@ from genserve.errors import ExportError
 from genserve.export.progress import Progress
 from genserve.export.report import ExportReport, Precision
 from genserve.export.stages import Stages
-from genserve.export.staging import install, staging_folder
+from genserve.export.staging import install, install_beside, staging_folder
 
 __all__ = ["export_model"]
 
@@ -21,6 +21,7 @@ def export_model(
     repository: Path,
     name: str,
     precision: Precision = "int8",
+    beside: str | None = None,
     overwrite: bool = False,
     progress: Progress,
 ) -> ExportReport:
@@ -33,7 +34,11 @@ def export_model(
         repository: the model repository; made if it is not there.
         name: of the model in the repository.
         precision: of weights and activations, see `precision.py`.
-        overwrite: replace the weights, the tokenizer and their configs if they are there.
+        beside: add the graph alone to a model that is there, in a folder of this name beside its own
+            model.onnx; `default_model_filename` of the logits stage chooses between them, by hand or by
+            `genserve tune`.
+        overwrite: replace the weights, the tokenizer and their configs if they are there; with `beside`,
+            the graph of that name.
         progress: is shown the stages of the work.
 
     Raises:
@@ -42,7 +47,11 @@ def export_model(
     """
     start = time.perf_counter()
     stages = Stages(name)
-    _require_free(stages, repository, precision=precision, overwrite=overwrite)
+    _require_known(precision)
+    if beside is None:
+        _require_free(stages, repository, overwrite=overwrite)
+    else:
+        _require_free_beside(stages, repository, beside=beside, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
         from genserve.export.conversion import Conversion
         from genserve.export.parity import check_parity
@@ -52,9 +61,12 @@ def export_model(
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
         conversion = Conversion.of(checkpoint, stages=stages, precision=precision)
     with staging_folder(repository, stages) as staged:
-        if not overwrite:
-            conversion.require_agreeing_config(repository)
-        conversion.write_files(staged)
+        if beside is not None:
+            conversion.require_agreeing_config(repository, state_types=False)
+        else:
+            if not overwrite:
+                conversion.require_agreeing_config(repository)
+            conversion.write_files(staged)
         with progress.stage(f"converting to {precision}", total=conversion.dimensions.num_layers) as advance:
             weights = conversion.write_graph(staged, advance=advance)
         with progress.stage("comparing with the source"):
@@ -62,7 +74,10 @@ def export_model(
                 conversion.checkpoint, weights, precision=precision, dimensions=conversion.dimensions
             )
         size_bytes = sum(path.stat().st_size for path in weights.glob("model.onnx*"))
-        install(staged, repository, stages, overwrite=overwrite)
+        if beside is None:
+            install(staged, repository, stages, overwrite=overwrite)
+        else:
+            install_beside(staged, repository, stages, beside=beside)
     return ExportReport(
         name=name,
         precision=precision,
@@ -74,13 +89,27 @@ def export_model(
     )
 
 
-def _require_free(stages: Stages, repository: Path, *, precision: Precision, overwrite: bool) -> None:
+def _require_known(precision: Precision) -> None:
     if precision not in get_args(Precision):
         raise ExportError(
             f"{precision!r} is no precision", remedy=f"known: {', '.join(get_args(Precision))}"
         )
+
+
+def _require_free(stages: Stages, repository: Path, *, overwrite: bool) -> None:
     if stages.have_weights(repository) and not overwrite:
         raise ExportError(
             f"the weights of {stages.ensemble!r} are in {repository} already",
-            remedy="--overwrite replaces them; or export under another --name",
+            remedy="--overwrite replaces them; or export under another --name, or --beside them",
         )
+
+
+def _require_free_beside(stages: Stages, repository: Path, *, beside: str, overwrite: bool) -> None:
+    folder = stages.beside(repository, beside)
+    if not stages.have_weights(repository):
+        raise ExportError(
+            f"there is no model {stages.ensemble!r} in {repository} to put a graph beside",
+            remedy="export it first, without --beside",
+        )
+    if folder.exists() and not overwrite:
+        raise ExportError(f"{folder} is there already", remedy="--overwrite replaces it")

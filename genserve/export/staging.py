@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.export.stages import Stages
 
-__all__ = ["install", "staging_folder"]
+__all__ = ["install", "install_beside", "staging_folder"]
 
 
 @contextmanager
@@ -40,14 +40,24 @@ def install(staged: Path, repository: Path, stages: Stages, *, overwrite: bool) 
     replaced = {f"{stages.tokenizer}/1", f"{stages.logits}/1"}
     if overwrite:
         replaced |= {f"{stages.tokenizer}/config.pbtxt", f"{stages.logits}/config.pbtxt"}
+    parts = [part for part in _parts(stages) if part in replaced or not (repository / part).exists()]
+    _install({staged / part: repository / part for part in parts}, aside=staged / "replaced")
+
+
+def install_beside(staged: Path, repository: Path, stages: Stages, *, beside: str) -> None:
+    """Move the graph alone from the staging folder into the folder `beside` the one that is there."""
+    target = stages.beside(repository, beside)
+    _install({staged / stages.logits / "1": target}, aside=staged / "replaced")
+
+
+def _install(targets: Mapping[Path, Path], *, aside: Path) -> None:
+    """Move each path to its target; what is there goes into the folder `aside`. A failure puts all back."""
     moves = _Moves()
     try:
-        for part in _parts(stages):
-            if (repository / part).exists() and part not in replaced:
-                continue
-            if (repository / part).exists():
-                moves.move(repository / part, staged / "replaced" / part)
-            moves.move(staged / part, repository / part)
+        for number, (source, target) in enumerate(targets.items()):
+            if target.exists():
+                moves.move(target, aside / str(number))
+            moves.move(source, target)
     except BaseException:
         moves.undo()
         raise

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
 from genserve.export.stages import Stages
+from genserve.llm import LLM
+from genserve.repository.check import repository_faults
 from tests.checkpoints import tiny_llama_checkpoint
 
 STAGES = {"tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder"}
@@ -41,6 +43,7 @@ def export(
     *,
     name: str = "tiny",
     precision: Precision = "fp32",
+    beside: str | None = None,
     overwrite: bool = False,
     progress: SilentProgress | None = None,
 ) -> ExportReport:
@@ -49,6 +52,7 @@ def export(
         repository=repository,
         name=name,
         precision=precision,
+        beside=beside,
         overwrite=overwrite,
         progress=progress or SilentProgress(),
     )
@@ -172,6 +176,57 @@ def test_a_config_of_another_model_is_not_kept_beside_new_weights(
     with pytest.raises(ExportError, match="declares other outputs or states") as caught:
         export(tiny_checkpoint, tmp_path, precision="fp16")
     assert "--overwrite" in caught.value.remedy
+
+
+def test_a_tuned_config_is_kept_with_new_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path)
+    config = tmp_path / "tiny_logits" / "config.pbtxt"
+    config.write_text(config.read_text().replace(": 32", ": 8"))
+    (tmp_path / "tiny_logits" / "1" / "model.onnx").unlink()
+    export(tiny_checkpoint, tmp_path)
+    assert "max_batch_size: 8" in config.read_text()
+
+
+def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path)
+    before = contents(tmp_path)
+    report = export(tiny_checkpoint, tmp_path, precision="fp16", beside="half")
+    added = contents(tmp_path).items() - before.items()
+    names = {"model.onnx", "model.onnx.data", "parity.json"}
+    assert {path for path, _ in added} == {f"tiny_logits/1/half/{name}" for name in names}
+    assert before.items() <= contents(tmp_path).items()
+    assert report.precision == "fp16"
+    config = tmp_path / "tiny_logits" / "config.pbtxt"
+    config.write_text(config.read_text() + 'default_model_filename: "half/model.onnx"\n')
+    assert not any(repository_faults([tmp_path]).values())
+    with LLM(tmp_path) as llm:
+        assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_graph_beside_another_replaces_one_of_its_name_only_on_demand(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    export(tiny_checkpoint, tmp_path)
+    export(tiny_checkpoint, tmp_path, precision="fp16", beside="other")
+    with pytest.raises(ExportError, match="tiny_logits/1/other is there already"):
+        export(tiny_checkpoint, tmp_path, precision="int8", beside="other")
+    export(tiny_checkpoint, tmp_path, precision="int8", beside="other", overwrite=True)
+    written = tmp_path / "tiny_logits" / "1" / "other" / "parity.json"
+    assert json.loads(written.read_text())["precision"] == "int8"
+
+
+def test_a_graph_of_another_model_or_beside_none_or_in_no_folder_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match="no model 'tiny'"):
+        export(tiny_checkpoint, tmp_path, beside="other")
+    export(tiny_checkpoint, tmp_path)
+    with pytest.raises(ExportError, match=r"'\.\./up' cannot be the name of a graph"):
+        export(tiny_checkpoint, tmp_path, beside="../up")
+    wider = tiny_llama_checkpoint(tmp_path.parent / "wider", vocab_size=400)
+    with pytest.raises(ExportError, match="declares other outputs"):
+        export(wider, tmp_path, beside="other")
+    assert not (tmp_path / "tiny_logits" / "1" / "other").exists()
 
 
 def test_what_a_killed_export_left_is_removed_and_that_of_others_is_not(
