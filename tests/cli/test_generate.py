@@ -61,7 +61,7 @@ def test_json_is_one_object_with_the_whole_answer() -> None:
         "text": " is\x1b[2J hot",
         "token_ids": [1, 2],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 2},
+        "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 0},
         "logprobs": [],
     }
     assert "\x1b" not in result.stdout
