@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,25 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-__all__ = ["bare_forward_loop"]
+__all__ = ["BareLoop", "bare_forward_loop", "model_path", "open_session"]
 
 TOKEN_ID = 5  # any will do: its value does not change the cost
+CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
 def bare_forward_loop(
     repository: Path, model: str, *, rows: int, prompt_tokens: int, new_tokens: int
 ) -> float:
     """Seconds for so many tokens of each row, the prefill included."""
-    loop = _Loop(_open(repository, model), rows=rows, max_length=prompt_tokens + new_tokens)
+    session = open_session(model_path(repository, model))
+    loop = BareLoop(session, rows=rows, max_length=prompt_tokens + new_tokens)
     loop.run(prompt_tokens=prompt_tokens, new_tokens=3)  # the first runs pay for memory and weight layout
     started_s = time.perf_counter()
     loop.run(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     return time.perf_counter() - started_s
 
 
-class _Loop:
+class BareLoop:
     """A KV cache for `rows` token sequences, in place: past and present are the same memory."""
 
     def __init__(self, session: Any, *, rows: int, max_length: int) -> None:
@@ -45,20 +48,29 @@ class _Loop:
         inputs = {i.name: i for i in session.get_inputs()}
         past = [name for name in inputs if name.startswith("past_key_values.")]
         _, kv_heads, _, head_dim = inputs[past[0]].shape
-        kind = np.float16 if "float16" in inputs[past[0]].type else np.float32
-        self._cache = {name: np.zeros((rows, kv_heads, max_length, head_dim), dtype=kind) for name in past}
+        shape = (rows, kv_heads, max_length, head_dim)
+        # Written, unlike those of np.zeros, whose pages would all be one until something is written to them.
+        self._cache = {name: np.full(shape, 0, dtype=CACHE_TYPES[inputs[name].type]) for name in past}
         [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")
         self._logits = np.empty((rows, vocab_size), dtype=np.float32)
 
     def run(self, *, prompt_tokens: int, new_tokens: int) -> None:
+        """A prefill, and one call for each further token."""
         prefill = self._inputs(width=prompt_tokens)
         self._session.run_with_iobinding(self._bind(prefill))
+        self.decode(past=prompt_tokens, steps=new_tokens - 1)  # the prefill gave the first token
+
+    def decode(self, *, past: int, steps: int) -> list[float]:
+        """One token of each row, `steps` times, after `past` tokens; the seconds of each step."""
         decode = self._inputs(width=1)
         binding = self._bind(decode)
-        for past in range(prompt_tokens, prompt_tokens + new_tokens - 1):  # the prefill gave the first token
-            decode["seqlens_k"][:] = past
-            decode["total_len"][()] = past + 1
+        times_s = [time.perf_counter()]
+        for length in range(past, past + steps):
+            decode["seqlens_k"][:] = length
+            decode["total_len"][()] = length + 1
             self._session.run_with_iobinding(binding)
+            times_s.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times_s)]
 
     def _inputs(self, *, width: int) -> dict[str, NDArray[Any]]:
         """The graph's inputs for the first `width` tokens of every row."""
@@ -83,12 +95,19 @@ def _memory(array: NDArray[Any]) -> tuple[Any, ...]:
     return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
 
 
-def _open(repository: Path, model: str) -> Any:
+def model_path(repository: Path, model: str) -> Path:
+    """The graph of the newest version of the model's logits stage."""
     versions = (repository / f"{model}_logits").glob("[1-9]*/model.onnx")
-    path = max(versions, key=lambda file: int(file.parent.name))
+    return max(versions, key=lambda file: int(file.parent.name))
+
+
+def open_session(path: Path, *, profile: Path | None = None) -> Any:
+    """A session with the server's options; it writes what its operators take into files named `profile`..."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     options.add_session_config_entry("session.intra_op.spin_duration_us", "200")
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 

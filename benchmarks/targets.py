@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 CORES = len(os.sched_getaffinity(0))
 SLOTS = 32
 SLOT_TOKENS = 1024
+BATCH_TOKENS = 256  # of a step; without it transformers makes attention masks for 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
     """`transformers serve` with continuous batching, on a Hugging Face folder."""
     port, block_tokens = free_port(), 32
     command = [program, "serve", model, "--continuous-batching", "--host=127.0.0.1", f"--port={port}"]
-    command += ["--device=cpu", f"--cb-block-size={block_tokens}"]
+    command += ["--device=cpu", f"--cb-block-size={block_tokens}", f"--cb-max-batch-tokens={BATCH_TOKENS}"]
     command += [f"--cb-num-blocks={SLOTS * SLOT_TOKENS // block_tokens}"]
     # It knows no ignore_eos; a token that does not exist never ends an answer.
     extra = {"generation_config": json.dumps({"do_sample": False, "eos_token_id": -1})}

@@ -1,54 +1,60 @@
-"""ONNX Runtime GenAI engine: its continuous batching, in this process.
+"""ONNX Runtime GenAI engine: its batching, in this process.
 
     PYTHON benchmarks/peers/onnxruntime_genai_engine.py FOLDER
 
-with a Python that has onnxruntime-genai, and a folder that its model builder made.
+with a Python that has onnxruntime-genai, and a folder that its model builder made. On a CPU it batches
+statically: the requests of a batch begin and end together. Its continuous batching needs PagedAttention,
+which is for CUDA.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import onnxruntime_genai
 from closed_loop import answer_standard_input
 
+Flags = onnxruntime_genai.EngineEventFlags
+
+BATCHING = {"engine": {"static_batching": {"max_batch_size": 32}}}
+
 
 class OnnxRuntimeGenaiEngine:
     """One engine over one model."""
 
     def __init__(self, folder: str) -> None:
-        self._model = onnxruntime_genai.Model(folder)
-        self._tokenizer = onnxruntime_genai.Tokenizer(self._model)
-        self._engine = onnxruntime_genai.Engine(self._model)
-        self._requests: dict[int, Any] = {}
+        config = onnxruntime_genai.Config(folder)
+        config.overlay(json.dumps(BATCHING))
+        model = onnxruntime_genai.Model(config)
+        self._tokenizer = onnxruntime_genai.Tokenizer(model)
+        self._engine = onnxruntime_genai.Engine(model)
+        self._events = self._engine.create_event_buffer(256)
+        self._numbers: dict[Any, int] = {}      # by request, which its events name
 
     def add(self, number: int, prompt: str, *, new_tokens: int) -> int:
         token_ids = self._tokenizer.encode(prompt)
-        params = onnxruntime_genai.GeneratorParams(self._model)
-        length = len(token_ids) + new_tokens
-        # The shortest answer is the longest: the end of sequence is left out.
-        params.set_search_options(do_sample=False, min_length=length, max_length=length)
-        request = onnxruntime_genai.Request(params)
-        request.add_tokens(token_ids)
-        self._engine.add_request(request)
-        self._requests[number] = request
+        request = self._engine.create_request()
+        turn = onnxruntime_genai.TurnOptions(request)
+        turn.set_do_sample(False)
+        turn.set_min_generated_tokens(new_tokens)
+        turn.set_max_generated_tokens(new_tokens)
+        request.begin_turn(token_ids, turn)
+        self._numbers[request] = number
         return len(token_ids)
 
     def step(self) -> Mapping[int, int]:
-        self._engine.step()
-        arrived = {}
-        for number, request in list(self._requests.items()):
-            count = 0
-            while request.has_unseen_tokens():
-                request.get_unseen_token()
-                count += 1
-            if count:
-                arrived[number] = count
-            if request.is_done():
-                self._engine.remove_request(request)
-                del self._requests[number]
+        self._events = self._engine.run(self._events)
+        arrived: Counter[int] = Counter()
+        for event in self._events:
+            if event.flags & Flags.TOKEN:
+                arrived[self._numbers[event.request]] += 1
+            if event.flags & Flags.TURN_FINISHED:
+                del self._numbers[event.request]
+                event.request.close()
         return arrived
 
 

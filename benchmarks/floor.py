@@ -1,0 +1,209 @@
+"""Floor: the least time that a decode step could take here, what it takes, and what takes the rest.
+
+    python benchmarks/floor.py --repository model_repository --model smollm2
+
+measures how fast memory is read and matrices are multiplied, counts the bytes and operations of the exported
+graph's steps (`operations.py`), times bare steps (`bare_loop.py`), and lets ONNX Runtime's profiler say which
+operators take how much. Prints tables in Markdown. The floor reads weights and cache from memory: where the
+cores' own caches hold a part of them, a step can be faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bare_loop import BareLoop, model_path, open_session
+from operations import Machine, Part, read_parts
+from report import markdown
+
+# Longer than any cache of the cores.
+READ_BYTES = 1 << 30
+MATRIX = 2048
+FLOOR_HEADINGS = ("rows x context", "read, MB", "GOP", "floor, ms", "step, ms", "share", "tokens/s")
+MIN_SHARE = 0.01    # of any step; smaller operators are told together
+
+
+class Size(NamedTuple):
+    """Of a decode step."""
+
+    rows: int
+    context: int    # tokens before it, of each row
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.context}"
+
+
+def main() -> None:
+    options = _options()
+    path = model_path(options.repository, options.model)
+    sizes = [Size(rows, context) for rows in options.rows for context in options.contexts]
+    parts = read_parts(path)
+    before, steps_s, after = _machine(), _steps_s(path, sizes, options=options), _machine()
+    machine = _best([before, after])  # it may have slow minutes
+    print(_told(machine, parts))
+    rows = [_floor_row(size, parts, machine, step_s=min(steps_s[size])) for size in sizes]
+    print(f"\n{markdown(FLOOR_HEADINGS, rows)}\n")
+    profiles = {size: _profile(path, size, steps=options.steps) for size in sizes}
+    print(_operator_table(profiles, steps_s))
+    if options.json:
+        _write(options.json, machine=machine, parts=parts, steps_s=steps_s, profiles=profiles)
+
+
+def _machine() -> Machine:
+    array = torch.ones(READ_BYTES // 4)
+    floats = torch.randn(MATRIX, MATRIX)
+    integers = torch.randint(-127, 127, (MATRIX, MATRIX), dtype=torch.int8)
+    operations = 2 * MATRIX**3
+    return Machine(
+        bytes_per_s=READ_BYTES / _best_s(array.sum),
+        operations_per_s={
+            "float32": operations / _best_s(lambda: floats @ floats),
+            "int8": operations / _best_s(lambda: torch._int_mm(integers, integers)),
+        },
+    )
+
+
+def _best_s(call: Callable[[], object], *, times: int = 10) -> float:
+    call()
+    seconds = []
+    for _ in range(times):
+        started_s = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started_s)
+    return min(seconds)
+
+
+def _best(machines: list[Machine]) -> Machine:
+    kinds = machines[0].operations_per_s
+    return Machine(
+        bytes_per_s=max(machine.bytes_per_s for machine in machines),
+        operations_per_s={kind: max(m.operations_per_s[kind] for m in machines) for kind in kinds},
+    )
+
+
+def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> dict[Size, list[float]]:
+    """The median seconds of a step in each round; the sizes run in turns."""
+    session = open_session(path)
+    steps_s: dict[Size, list[float]] = {size: [] for size in sizes}
+    for _ in range(options.rounds):
+        for rows in options.rows:
+            loop = BareLoop(session, rows=rows, max_length=max(options.contexts) + options.steps)
+            for context in options.contexts:
+                loop.decode(past=context, steps=2)  # the first one sets up its buffers
+                seconds = loop.decode(past=context, steps=options.steps)
+                steps_s[Size(rows, context)].append(statistics.median(seconds))
+    return steps_s
+
+
+def _profile(path: Path, size: Size, *, steps: int) -> Mapping[str, float]:
+    """Seconds of one step by kind of operator, as the profiler counts them; it adds some for itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        session = open_session(path, profile=Path(folder) / "profile")
+        loop = BareLoop(session, rows=size.rows, max_length=size.context + steps)
+        loop.decode(past=size.context, steps=steps)
+        events = json.loads(Path(session.end_profiling()).read_bytes())
+    [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")
+    seconds: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            seconds[_kind(event["args"], vocab_size=vocab_size)] += event["dur"] / steps / 1e6
+    return seconds
+
+
+def _kind(node: Mapping[str, Any], *, vocab_size: int) -> str:
+    shapes = [shape for output in node["output_type_shape"] for shape in output.values()]
+    is_head = any(shape[-1:] == [vocab_size] for shape in shapes)
+    return f"{node['op_name']} (head)" if is_head else str(node["op_name"])
+
+
+def _told(machine: Machine, parts: list[Part]) -> str:
+    rates = ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in machine.operations_per_s.items())
+    weights = sum(part.weight_bytes for part in parts) / 1e6
+    cache = sum(part.cache_bytes_per_token for part in parts) / 1e3
+    return (
+        f"Machine: {os.cpu_count()} cores, {machine.bytes_per_s / 1e9:.0f} GB/s read; matrix products in "
+        f"GOP/s: {rates}. Model: {weights:.0f} MB of weights, {cache:.1f} kB of cache per token."
+    )
+
+
+def _floor_row(size: Size, parts: list[Part], machine: Machine, *, step_s: float) -> tuple[str, ...]:
+    tokens = size.rows * size.context
+    num_bytes = sum(part.weight_bytes + part.cache_bytes_per_token * tokens for part in parts)
+    operations = sum(p.operations_per_row * size.rows + p.operations_per_token * tokens for p in parts)
+    floor_s = sum(part.floor_s(machine, rows=size.rows, context=size.context) for part in parts)
+    return (
+        str(size),
+        f"{num_bytes / 1e6:.0f}",
+        f"{operations / 1e9:.2f}",
+        f"{floor_s * 1e3:.1f}",
+        f"{step_s * 1e3:.1f}",
+        f"{floor_s / step_s:.0%}",
+        f"{size.rows / step_s:.0f}",
+    )
+
+
+def _operator_table(profiles: Mapping[Size, Mapping[str, float]], steps_s: Mapping[Size, list[float]]) -> str:
+    """Milliseconds and shares, the profiler's own time taken off in proportion."""
+    shares = {
+        size: {kind: part_s / sum(seconds.values()) for kind, part_s in seconds.items()}
+        for size, seconds in profiles.items()
+    }
+    kinds = sorted(
+        {kind for share in shares.values() for kind, part in share.items() if part >= MIN_SHARE},
+        key=lambda kind: -max(share.get(kind, 0.0) for share in shares.values()),
+    )
+    rows = []
+    for kind in kinds:
+        cells = [_cell(share.get(kind, 0.0), min(steps_s[size])) for size, share in shares.items()]
+        rows.append((kind, *cells))
+    rest = [_cell(1 - sum(share.get(k, 0.0) for k in kinds), min(steps_s[s])) for s, share in shares.items()]
+    rows.append(("the rest", *rest))
+    return markdown(("ms of a step", *map(str, shares)), rows)
+
+
+def _cell(share: float, step_s: float) -> str:
+    return f"{share * step_s * 1e3:.1f} ({share:.0%})"
+
+
+def _write(
+    path: Path,
+    *,
+    machine: Machine,
+    parts: list[Part],
+    steps_s: Mapping[Size, list[float]],
+    profiles: Mapping[Size, Mapping[str, float]],
+) -> None:
+    report = {
+        "machine": asdict(machine),
+        "parts": [asdict(part) for part in parts],
+        "steps_s": {str(size): seconds for size, seconds in steps_s.items()},
+        "profiles_s": {str(size): seconds for size, seconds in profiles.items()},
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 256, 768])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help="of each size and round")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Operations: the bytes that a step of a logits graph must read, and the arithmetic that it must do.
+
+Read from the graph's file; what is small against a step is left out: norms, activations, the rows of the
+embedding, what is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+__all__ = ["Machine", "Part", "read_parts"]
+
+HEAD = "head"
+LAYERS = "matrix products of the layers"
+ATTENTION = "attention"
+
+# Where the weights stand among the inputs. All of them are multiplied by each row once.
+WEIGHTS = {
+    "DynamicQuantizeMatMul": 1,
+    "Gemm": 1,
+    "MatMul": 1,
+    "MatMulInteger": 1,
+    "MatMulIntegerToFloat": 1,
+    "MatMulNBits": 1,
+}
+FLOATS = ("float32", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the hardware can do at best, measured."""
+
+    bytes_per_s: float                      # read from memory
+    operations_per_s: Mapping[str, float]   # of matrix products, by "float32" and "int8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A kind of operators; each multiplication and each addition is one operation."""
+
+    name: str
+    arithmetic: str                         # "float32" or "int8"
+    weight_bytes: int = 0                   # read once per step
+    operations_per_row: int = 0
+    cache_bytes_per_token: int = 0          # read once per row and token of its context
+    operations_per_token: int = 0           # for each row and token of its context
+
+    def floor_s(self, machine: Machine, *, rows: int, context: int) -> float:
+        """The longer one of reading and computing: no step takes less."""
+        tokens = rows * context
+        num_bytes = self.weight_bytes + self.cache_bytes_per_token * tokens
+        operations = self.operations_per_row * rows + self.operations_per_token * tokens
+        return max(num_bytes / machine.bytes_per_s, operations / machine.operations_per_s[self.arithmetic])
+
+
+def read_parts(path: Path) -> list[Part]:
+    """The parts of a graph as `genserve export` makes it, in their order of this module's names."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    products = [_product(node, initializers) for node in graph.node if _has_weights(node, initializers)]
+    [vocab_size] = (o.type.tensor_type.shape.dim[-1].dim_value for o in graph.output if o.name == "logits")
+    head = [part for columns, part in products if columns == vocab_size]
+    layers = [part for columns, part in products if columns != vocab_size]
+    return [_sum(HEAD, head), _sum(LAYERS, layers), _attention(graph)]
+
+
+def _has_weights(node: Any, initializers: Mapping[str, Any]) -> bool:
+    return node.op_type in WEIGHTS and node.input[WEIGHTS[node.op_type]] in initializers
+
+
+def _product(node: Any, initializers: Mapping[str, Any]) -> tuple[int, Part]:
+    """One product of rows with a matrix of weights, and the number of its columns."""
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    weights = initializers[node.input[WEIGHTS[node.op_type]]]
+    if node.op_type == "MatMulNBits":
+        inputs, columns = attributes["K"], attributes["N"]
+        quantised = attributes.get("accuracy_level", 0) == 4
+    else:
+        inputs, columns = reversed(weights.dims) if attributes.get("transB") else weights.dims
+        quantised = "Integer" in node.op_type or "Quantize" in node.op_type
+    part = Part(
+        name=node.op_type,
+        arithmetic="int8" if quantised else "float32",
+        weight_bytes=sum(_bytes(initializers[name]) for name in node.input if name in initializers),
+        operations_per_row=2 * inputs * columns,
+    )
+    return columns, part
+
+
+def _bytes(tensor: Any) -> int:
+    if uses_external_data(tensor):
+        return int(next(entry.value for entry in tensor.external_data if entry.key == "length"))
+    bits = 4 if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4) else None
+    itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize * 8
+    return math.prod(tensor.dims) * (bits or itemsize) // 8
+
+
+def _sum(name: str, parts: Iterable[Part]) -> Part:
+    parts = list(parts)
+    # A graph may keep some products more exact than the others; the floor takes the faster ones.
+    arithmetic = "int8" if any(part.arithmetic == "int8" for part in parts) else "float32"
+    return Part(
+        name=name,
+        arithmetic=arithmetic,
+        weight_bytes=sum(part.weight_bytes for part in parts),
+        operations_per_row=sum(part.operations_per_row for part in parts),
+    )
+
+
+def _attention(graph: Any) -> Part:
+    """Keys and values of a token are read once for all heads that share them, and used once by each."""
+    heads = 0
+    for node in graph.node:
+        if node.op_type == "GroupQueryAttention":
+            heads += next(a.i for a in node.attribute if a.name == "num_heads")
+    caches = [i.type.tensor_type for i in graph.input if i.name.startswith("past_key_values.")]
+    token_bytes = 0
+    for cache in caches:
+        _, kv_heads, _, head_dim = (dim.dim_value for dim in cache.shape.dim)
+        token_bytes += kv_heads * head_dim * onnx.helper.tensor_dtype_to_np_dtype(cache.elem_type).itemsize
+    return Part(
+        name=ATTENTION,
+        arithmetic="float32",
+        cache_bytes_per_token=token_bytes,
+        operations_per_token=4 * heads * head_dim,
+    )
