@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.pickled_weights import open_pickled
 
 __all__ = ["download", "read_folder"]
 
@@ -22,6 +23,8 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES)
+_PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def download(name: str) -> Path:
@@ -30,53 +33,60 @@ def download(name: str) -> Path:
     Raises:
         ExportError: the hub is out of reach, or has no such model for this caller.
     """
-    patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *_TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=_WANTED))
+        if not any(folder.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=_PICKLED)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ExportError(
             f"{name} could not be downloaded from the Hugging Face hub: {_first_line(error)}",
             remedy="check the name, the network, and HF_TOKEN for a gated model; or export a local folder",
         ) from error
+    return folder
 
 
 def read_folder(folder: Path, *, source: str) -> Checkpoint:
-    """Open a folder with config.json, tokenizer.json and safetensors files, sharded or not.
+    """Open a folder with config.json, tokenizer.json, and weights in safetensors or .bin, sharded or not.
 
     Raises:
-        ExportError: a file is missing or broken, or the weights are in another format.
+        ExportError: a file is missing or broken.
     """
     config = _read_json(folder / "config.json")
-    shards = _shards(folder)
+    names, load = _tensors(folder)
     return Checkpoint(
         source=source,
         config=config,
-        tensor_names=frozenset(shards),
-        load=partial(_load, shards),
+        tensor_names=frozenset(names),
+        load=load,
         tokenizer_files=_tokenizer_files(folder, config=config),
     )
 
 
-def _shards(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
+def _tensors(folder: Path) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
+    index, path = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        return {name: folder / file for name, file in _read_json(index)["weight_map"].items()}
-    path = folder / "model.safetensors"
+        return _safetensors(_places(index))
     if path.exists():
         with _open(path) as file:
-            return dict.fromkeys(file.keys(), path)
-    if any(folder.glob("*.bin")):
-        raise ExportError(
-            f"{folder} has its weights in PyTorch's .bin format, which can run code when it is read",
-            remedy="convert it to safetensors: transformers' from_pretrained(...).save_pretrained(...)",
-        )
+            return _safetensors(dict.fromkeys(file.keys(), path))
+    index, path = folder / "pytorch_model.bin.index.json", folder / "pytorch_model.bin"
+    if index.exists() or path.exists():
+        tensors = open_pickled(set(_places(index).values()) if index.exists() else [path])
+        return tensors, lambda name: tensors[name].float().numpy()
     raise ExportError(f"{folder} has no model.safetensors", remedy="is this the folder that has the weights?")
 
 
-def _load(shards: dict[str, Path], name: str) -> FloatArray:
-    with _open(shards[name]) as file:
-        array: FloatArray = file.get_tensor(name).float().numpy()
-        return array
+def _places(index: Path) -> dict[str, Path]:
+    return {name: index.parent / file for name, file in _read_json(index)["weight_map"].items()}
+
+
+def _safetensors(places: dict[str, Path]) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
+    def load(name: str) -> FloatArray:
+        with _open(places[name]) as file:
+            array: FloatArray = file.get_tensor(name).float().numpy()
+            return array
+
+    return places, load
 
 
 def _open(path: Path) -> Any:

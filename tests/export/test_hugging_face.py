@@ -63,11 +63,43 @@ def test_a_model_without_generation_config_ends_where_its_config_says(folder: Pa
     assert json.loads(files["generation_config.json"]) == {"eos_token_id": 2}
 
 
-def test_pytorch_bin_checkpoints_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ExportError, match=r"\.bin") as caught:
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_checkpoints_in_pytorch_s_bin_format_are_read(folder: Path, num_shards: int) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(tensors)}
+    if num_shards == 2:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
+    else:
+        shards = dict.fromkeys(tensors, "pytorch_model.bin")
+    for file in set(shards.values()):
+        part = {name: torch.from_numpy(tensors[name]).half() for name in tensors if shards[name] == file}
+        torch.save(part, folder / file)
+    checkpoint = read_checkpoint(folder, source="tiny")
+    assert checkpoint.tensor_names == tensors.keys()
+    assert checkpoint.tensor(QUERY).dtype == np.float32
+    assert np.array_equal(checkpoint.tensor(QUERY), tensors[QUERY].astype(np.float16))
+
+
+def test_what_a_bin_file_would_run_is_not_run(folder: Path, tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (tmp_path.joinpath("sprung").touch, ())
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Trap()}, folder / "pytorch_model.bin")
+    with pytest.raises(ExportError, match=r"pytorch_model\.bin") as caught:
         read_checkpoint(folder, source="tiny")
     assert "save_pretrained" in caught.value.remedy
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model" * 100])
+def test_a_broken_bin_file_is_named(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
+        read_checkpoint(folder, source="tiny")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
