@@ -11,7 +11,7 @@ import typer
 from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from genserve.tuning.choice import Choice, Goal
     from genserve.tuning.measurement import Measurement, Samples
@@ -47,6 +47,10 @@ def tune(
         list[int] | None,
         typer.Option(min=1, help="Tokens before the next one; may be given again. Default: 64 and 512."),
     ] = None,
+    min_top1_agreement: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Of another graph with its source; with less it is not chosen."),
+    ] = 0.9,
     budget_seconds: Annotated[
         float, typer.Option(min=0, help="How long to measure; each setting has its turn at least once.")
     ] = 60,
@@ -74,16 +78,22 @@ def tune(
     )
     goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
     samples, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
-    measurements = samples.measurements()
-    if measurements:
-        choice = choose(measurements, goal=goal, now=tuned.now)
-        _print_measurements(measurements, choice=choice, now=tuned.now)
+    measurements, agreements = samples.measurements(), tuned.agreements(plan.graphs)
+    usable = [
+        m
+        for m in measurements
+        if m.setting.graph == tuned.now.graph or agreements.get(m.setting.graph, 1) >= min_top1_agreement
+    ]
+    choice = choose(usable, goal=goal, now=tuned.now) if usable else None
+    best = choice.best if choice else None
+    _print_measurements(measurements, best=best, now=tuned.now, agreements=agreements)
+    if samples.lost_share > _QUIET:
+        print(f"other programs had {samples.lost_share:.0%} of the time: tune again when they rest")
+    if choice is not None:
         _print_choice(choice, goal=goal, measurements=measurements, now=tuned.now)
-        if samples.lost_share > _QUIET:
-            print(f"other programs had {samples.lost_share:.0%} of the time: tune again when they rest")
-        if plot is not None:
-            draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
-    if is_interrupted:
+    if choice is not None and plot is not None:
+        draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
+    if choice is None or is_interrupted:
         print("interrupted: nothing was written")
         raise typer.Exit(130)
     _write(tuned, choice, dry_run=dry_run)
@@ -112,34 +122,35 @@ def _measure(
     return taken, False
 
 
-def _print_measurements(measurements: Sequence[Measurement], *, choice: Choice, now: Setting) -> None:
+def _print_measurements(
+    measurements: Sequence[Measurement],
+    *,
+    best: Measurement | None,
+    now: Setting,
+    agreements: Mapping[str, float],
+) -> None:
     from rich.table import Table
 
     from genserve.cli.render import make_console
 
-    contexts = list(choice.best.step_s)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("graph")
-    for heading in (
-        "threads",
-        "batch",
-        "tokens/s",
-        *(f"ms at {context}" for context in contexts),
-        "cache MiB",
-    ):
+    contexts = list(measurements[0].step_s) if measurements else []
+    table = Table("graph", box=None, pad_edge=False)
+    times = [f"ms at {context}" for context in contexts]
+    for heading in ("top-1", "threads", "batch", "tokens/s", *times, "cache MiB"):
         table.add_column(heading, justify="right")
     table.add_column("")
     for m in measurements:
-        remarks = ["now"] * (m.setting == now) + ["best"] * (m is choice.best)
+        remarks = ["now"] * (m.setting == now) + ["best"] * (m is best)
         table.add_row(
             m.setting.graph,
+            f"{agreements[m.setting.graph]:.1%}" if m.setting.graph in agreements else "",
             str(m.setting.threads),
             str(m.setting.batch_size),
             f"{m.tokens_per_s:.0f}",
             *(f"{m.step_s[context] * 1e3:.1f}" for context in contexts),
             f"{m.cache_bytes / 2**20:.0f}",
             ", ".join(remarks),
-            style="bold" if m is choice.best else None,
+            style="bold" if m is best else None,
         )
     make_console().print(table)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import text_encoding, text_format
@@ -12,55 +13,85 @@ from genserve.config.parse import parse_message
 from genserve.config.places import Places
 from genserve.errors import RepositoryError
 
-__all__ = ["edit_config"]
+__all__ = ["ConfigChange", "change_message", "change_text"]
 
 _STRING = r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'"""
 _VALUE = re.compile(rf"(?:{_STRING})(?:(?:\s|#[^\n]*\n)*(?:{_STRING}))*|[\w.+-]+")
+_STEP = re.compile(r"(?P<field>\w+)(?:\[(?P<index>\d+)\])?")
 
 
-def edit_config(
-    text: str, *, fields: Mapping[str, int | str] | None = None, parameters: Mapping[str, str] | None = None
-) -> str:
-    """Return the text with other values: comments, order and layout stay.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigChange:
+    """Values that a config is to have."""
 
-    Args:
-        text: of a config.pbtxt.
-        fields: value by path. What is not written yet goes to the end, which only a field without a dot
-            in its path can.
-        parameters: value by key. One that stands in a comment of its own line, as `genserve export` writes
-            those with a default, goes there; any other new one to the end.
+    fields: Mapping[str, int | str]         # by path: "max_batch_size", "input[1].data_type"
+    parameters: Mapping[str, str]           # by key
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {value}" for name, value in {**self.fields, **self.parameters}.items())
+
+
+def change_message(message: Any, change: ConfigChange) -> None:
+    """Set the values in an `inference.ModelConfig`."""
+    for path, value in change.fields.items():
+        parent, name = _parent(message, path)
+        setattr(parent, name, _number(parent, name, value))
+    for key, value in change.parameters.items():
+        message.parameters[key].string_value = value
+
+
+def change_text(text: str, change: ConfigChange) -> str:
+    """Return the text with other values: comments, order and layout stay, as does what says the same already.
+
+    A field that is not written goes to the end, which only one without a dot in its path can; so does a
+    parameter, unless it stands in a comment of its own line, where `genserve export` writes it as an example.
 
     Raises:
-        RepositoryError: the text is not the schema, or written in a way that cannot be edited.
+        RepositoryError: the text is not the schema, or written in a way that cannot be changed.
     """
-    fields, parameters = fields or {}, parameters or {}
-    edited = text
+    changed = text
     try:
-        wanted = parse_message(text)
-        for path, value in fields.items():
-            if _assign(wanted, path, value):
-                edited = _set_field(edited, path, _literal(value))
-        for key, value in parameters.items():
-            if key not in wanted.parameters or wanted.parameters[key].string_value != value:
-                wanted.parameters[key].string_value = value
-                edited = _set_parameter(edited, key, _literal(value))
-        is_right = bool(parse_message(edited) == wanted)
-    except text_format.ParseError:
+        before, wanted = parse_message(text), parse_message(text)
+        change_message(wanted, change)
+        for path, value in change.fields.items():
+            parent, name = _parent(before, path)
+            if getattr(parent, name) != _number(parent, name, value):
+                changed = _set_field(changed, path, _literal(parent, name, value))
+        for key, value in change.parameters.items():
+            if key not in before.parameters or before.parameters[key].string_value != value:
+                changed = _set_parameter(changed, key, _quoted(value))
+        is_right = bool(parse_message(changed) == wanted)
+    except (text_format.ParseError, IndexError):    # or there is no such element of a list
         is_right = False
     if not is_right:
-        values = "; ".join(f"{name}: {value}" for name, value in {**fields, **parameters}.items())
-        raise RepositoryError("the config.pbtxt cannot be edited", remedy=f"write it yourself: {values}")
-    return edited
+        raise RepositoryError("the config.pbtxt cannot be edited", remedy=f"write it yourself: {change}")
+    return changed
 
 
-def _assign(message: Any, path: str, value: int | str) -> bool:
-    """Set a field of a message; False if it has this value already."""
-    parent, _, name = path.rpartition(".")
-    for part in filter(None, parent.split(".")):
-        message = getattr(message, part)
-    is_new = bool(getattr(message, name) != value)
-    setattr(message, name, value)
-    return is_new
+def _parent(message: Any, path: str) -> tuple[Any, str]:
+    """The message that has the last field of a path, and the name of that field."""
+    *steps, name = path.split(".")
+    for step in map(_STEP.fullmatch, steps):
+        assert step is not None, path
+        message = getattr(message, step["field"])
+        if step["index"]:
+            message = message[int(step["index"])]
+    return message, name
+
+
+def _number(parent: Any, name: str, value: int | str) -> int | str:
+    """What a message holds for a value: of an enumeration, the number."""
+    kind = parent.DESCRIPTOR.fields_by_name[name].enum_type
+    return value if kind is None else int(kind.values_by_name[value].number)
+
+
+def _literal(parent: Any, name: str, value: int | str) -> str:
+    is_text = isinstance(value, str) and parent.DESCRIPTOR.fields_by_name[name].enum_type is None
+    return _quoted(str(value)) if is_text else str(value)
+
+
+def _quoted(value: str) -> str:
+    return f'"{text_encoding.CEscape(value, as_utf8=True)}"'
 
 
 def _set_field(text: str, path: str, literal: str) -> str:
@@ -81,10 +112,6 @@ def _set_parameter(text: str, key: str, literal: str) -> str:
     )
     edited, count = in_comment.subn(lambda _: line, text, count=1)
     return edited if count else _appended(text, line)
-
-
-def _literal(value: int | str) -> str:
-    return str(value) if isinstance(value, int) else f'"{text_encoding.CEscape(value, as_utf8=True)}"'
 
 
 def _replaced(text: str, place: str, literal: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from genserve.generation.logits_model import LogitsModel, TokenArray
 from genserve.repository.index import ModelEntry
+from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
 from genserve.tuning.measurement import Sample
 from genserve.tuning.setting import Plan, Setting, configured
@@ -52,13 +53,14 @@ def _visit(
 ) -> Iterator[Sample]:
     """Open a session, and take one sample of each of its settings that fit into the cache at each context."""
     largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
-    model = load_logits(configured(stage, largest))
+    entry = configured(stage, largest)
+    model = load_logits(entry, placement=logits_placement(entry))
     token_bytes = model.kv_cache_bytes // model.max_cached_tokens
     contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
     num_filled = 0
     slot_tokens = -(-(contexts[-1] + 1) // model.page_tokens) * model.page_tokens
     for batch_size in plan.batch_sizes:
-        if batch_size * slot_tokens > model.max_cached_tokens:
+        if batch_size > model.num_slots or batch_size * slot_tokens > model.max_cached_tokens:
             return
         _fill(model, range(num_filled, batch_size), num_tokens=contexts[-1])
         num_filled, longest_s = batch_size, 0.0

@@ -6,19 +6,19 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.config.edit import edit_config
+from genserve.config.edit import ConfigChange, change_text
 from genserve.config.fault import nearest
-from genserve.config.model_config import OldestStrategy
 from genserve.errors import ModelNotFound, RepositoryError
 from genserve.repository.check import accept, model_faults
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.logits_runtime import is_logits_stage
 from genserve.repository.stages import generation_chains, stage_owners
-from genserve.tuning.setting import THREADS, Setting
+from genserve.tuning.graph import top1_agreement
+from genserve.tuning.setting import Setting, change_to
 
 __all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
 
@@ -37,6 +37,12 @@ class TunedModel:
         config = self.logits.config
         assert config is not None  # or it would have an error
         return Setting.of(config)
+
+    def agreements(self, graphs: Iterable[str]) -> dict[str, float]:
+        """Return the `top1_agreement` of each graph of which it is known."""
+        folder = self.logits.latest_version()
+        known = {graph: top1_agreement(folder / graph) for graph in graphs}
+        return {graph: agreement for graph, agreement in known.items() if agreement is not None}
 
     def edits(self, setting: Setting) -> list[ConfigEdit]:
         """Return what writing a setting changes, from the configs as they are now; none: nothing.
@@ -62,24 +68,18 @@ class TunedModel:
     def _edit(self, entry: ModelEntry, setting: Setting) -> ConfigEdit:
         config, path = entry.config, entry.parsed.path.resolve()
         assert config is not None  # or it would have an error
-        fields: dict[str, int | str] = {}
-        parameters: dict[str, str] = {}
-        if config.max_batch_size > 0:
-            fields["max_batch_size"] = max(setting.batch_size, self._needed(entry))
+        batch_size = max(setting.batch_size, self._needed(entry))
         if entry is self.logits:
-            oldest = config.sequence_batching.strategy if config.sequence_batching else None
-            if isinstance(oldest, OldestStrategy) and oldest.max_candidate_sequences > 0:
-                fields["sequence_batching.oldest.max_candidate_sequences"] = fields["max_batch_size"]
-            if setting.graph != self.now.graph:
-                fields["default_model_filename"] = setting.graph
-            if setting.threads != self.now.threads:
-                parameters[THREADS[config.backend]] = str(setting.threads)
+            change = change_to(replace(setting, batch_size=batch_size), entry)
+        else:
+            # One that does not batch stays so: its tensors have no dimension for it.
+            fields = {"max_batch_size": batch_size} if config.max_batch_size > 0 else {}
+            change = ConfigChange(fields=fields, parameters={})
         before = _read(path)
         try:
-            after = edit_config(before, fields=fields, parameters=parameters)
+            return ConfigEdit(path=path, before=before, after=change_text(before, change))
         except RepositoryError as error:
             raise RepositoryError(f"{path}: {error.message}", remedy=error.remedy) from error
-        return ConfigEdit(path=path, before=before, after=after)
 
     def _needed(self, entry: ModelEntry) -> int:
         """The batch size that other ensembles ask of a stage."""

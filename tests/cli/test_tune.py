@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -42,7 +43,7 @@ def tune(repository: Path, *flags: str) -> Result:
 def test_the_best_setting_is_shown_and_written_and_the_model_still_answers(repository: Path) -> None:
     ran = tune(repository, "--batch-size", "1", "--batch-size", "2", "--threads", CORES)
     assert ran.exit_code == 0
-    rows = re.findall(rf"^model\.onnx +{CORES} +(\d+) .*", ran.stdout, re.MULTILINE)
+    rows = re.findall(rf"^model\.onnx +100\.0% +{CORES} +(\d+) .*", ran.stdout, re.MULTILINE)
     assert rows == ["1", "2", "32"]
     [best] = re.findall(rf"^best: batch (\d+), threads {CORES}, model\.onnx: ", ran.stdout, re.MULTILINE)
     entries = scan([repository])
@@ -67,6 +68,22 @@ def test_configs_that_say_so_already_are_left_alone(repository: Path) -> None:
         path.write_text(path.read_text().replace(": 32", ": 1"))
     ran = tune(repository, "tiny", "--batch-size", "1", "--threads", CORES)
     assert ran.stdout.endswith("the configs say so already\n")
+
+
+def test_a_graph_that_is_too_far_from_its_source_is_measured_and_not_chosen(repository: Path) -> None:
+    version = repository / "tiny_logits" / "1"
+    for name, agreement in (("poor", 0.7), ("good", 0.95)):
+        (version / name).mkdir()
+        for file in ("model.onnx", "model.onnx.data"):
+            shutil.copy(version / file, version / name)
+        (version / name / "parity.json").write_text(json.dumps({"top1_agreement": agreement}))
+    for least, chosen in (("0.99", {"model.onnx"}), ("0.9", {"model.onnx", "good/model.onnx"})):
+        flags = ("--batch-size", "1", "--threads", CORES, "--min-top1-agreement", least, "--dry-run")
+        ran = tune(repository, *flags)
+        rows = re.findall(rf"^(\S+/model\.onnx +\d.*?%) +{CORES} +1 ", ran.stdout, re.MULTILINE)
+        assert [row.split() for row in rows] == [["good/model.onnx", "95.0%"], ["poor/model.onnx", "70.0%"]]
+        [best] = re.findall(r"^best: .*, (\S+): ", ran.stdout, re.MULTILINE)
+        assert best in chosen
 
 
 def test_a_plot_is_drawn(repository: Path, tmp_path: Path) -> None:

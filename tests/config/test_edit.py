@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.config.edit import edit_config
+from genserve.config.edit import ConfigChange, change_message, change_text
 from genserve.config.parse import parse_message
 from genserve.errors import RepositoryError
 
 EXPORTED = Path(__file__).parents[2] / "model_repository" / "smollm2_logits" / "config.pbtxt"
+
+
+def edit_config(
+    text: str, *, fields: dict[str, int | str] | None = None, parameters: dict[str, str] | None = None
+) -> str:
+    return change_text(text, ConfigChange(fields=fields or {}, parameters=parameters or {}))
 
 
 def changed_lines(before: str, after: str) -> list[str]:
@@ -78,10 +84,12 @@ def test_the_edited_text_says_what_is_meant_and_nothing_else(text: str, size: in
     wanted = parse_message(text)
     wanted.max_batch_size = size
     wanted.parameters["intra_op_thread_count"].string_value = value
-    edited = edit_config(
-        text, fields={"max_batch_size": size}, parameters={"intra_op_thread_count": value}
-    )
+    change = ConfigChange(fields={"max_batch_size": size}, parameters={"intra_op_thread_count": value})
+    edited = change_text(text, change)
     assert parse_message(edited) == wanted
+    message = parse_message(text)
+    change_message(message, change)
+    assert message == wanted
     kept = [line for line in text.splitlines() if line.startswith("#") and "and" not in line]
     assert all(line in edited for line in kept)
     assert edited.count("\r\n") in (0, edited.count("\n"))
@@ -90,6 +98,12 @@ def test_the_edited_text_says_what_is_meant_and_nothing_else(text: str, size: in
 def test_what_is_already_so_stays_as_it_is_written() -> None:
     text = "max_batch_size: 0x8 # as many\nparameters { key: 'k' value { string_value: '2' } }"
     assert edit_config(text, fields={"max_batch_size": 8}, parameters={"k": "2"}) == text
+
+
+def test_a_value_of_an_enumeration_is_written_as_its_name_wherever_it_stands() -> None:
+    text = "input [ { data_type: TYPE_FP32 }, { data_type: TYPE_FP32 } ] input { data_type: TYPE_INT8 }"
+    edited = edit_config(text, fields={"input[1].data_type": "TYPE_FP16", "input[2].data_type": "TYPE_FP16"})
+    assert edited == text.replace("FP32 } ]", "FP16 } ]").replace("INT8", "FP16")
 
 
 def test_the_last_of_two_entries_of_a_key_is_the_one_that_counts() -> None:

@@ -65,7 +65,7 @@ def test_of_those_that_are_the_same_the_one_with_the_shorter_step_is_chosen() ->
 
 
 def test_a_graph_is_chosen_like_threads() -> None:
-    smaller = measured(16, 20, graph="model.int4.onnx")
+    smaller = measured(16, 20, graph="int4/model.onnx")
     assert choose([*ALL, smaller], goal=goal(), now=NOW).best == smaller
 
 

@@ -42,9 +42,10 @@ def test_graphs_beside_the_configured_one_are_measured_too_and_their_weights_are
     repository: Path,
 ) -> None:
     folder = repository / "tiny_logits" / "1"
-    for name in ("model.int4.onnx", "model.int4.onnx.data", "model.pt", "other.onnx"):
+    for name in ("int4/model.onnx", "int4/model.onnx.data", "int4/in/model.onnx", "ts/model.pt", "b.onnx"):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    assert make_plan(stage(repository)).graphs == ("model.int4.onnx", "model.onnx")
+    assert make_plan(stage(repository)).graphs == ("int4/model.onnx", "model.onnx")
 
 
 @pytest.mark.parametrize(

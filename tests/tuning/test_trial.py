@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
 from genserve.tuning.setting import Plan
@@ -46,10 +48,9 @@ def test_a_session_that_takes_too_long_gets_no_larger_batch(stage: ModelEntry) -
 
 
 def test_what_the_cache_cannot_hold_is_not_tried(stage: ModelEntry) -> None:
-    assert stage.config is not None
-    parameters = {**stage.config.parameters, "kv_cache_bytes": f"{2 * 256 * 512} B"}
-    config = replace(stage.config, parameters=parameters)
-    small = replace(stage, parsed=replace(stage.parsed, config=config))
+    message = deepcopy(stage.parsed.message)
+    message.parameters["kv_cache_bytes"].string_value = str(2 * 256 * 512)
+    small = replace(stage, parsed=inspect_message(message, path=stage.parsed.path, folder=stage.path))
     plan = replace(PLAN, batch_sizes=(1, 2, 3), contexts=(200,))
     taken = samples(small, plan, budget_s=0, too_long_s=FOREVER)
     assert {s.setting.batch_size for s in taken} == {1, 2}

@@ -9,6 +9,7 @@ import pytest
 
 from genserve.config.fault import Severity
 from genserve.errors import GenserveError, ModelNotFound, RepositoryError
+from genserve.export import SilentProgress, export_model
 from genserve.repository.check import repository_faults
 from genserve.repository.index import scan
 from genserve.tuning.setting import Setting
@@ -28,8 +29,10 @@ def batch_sizes(repository: Path) -> dict[str, int]:
 def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
     repository: Path, batch_size: int
 ) -> None:
-    (repository / "tiny_logits" / "1" / "model.b.onnx").touch()
-    setting = settings(batch_size, graph="model.b.onnx")
+    version = repository / "tiny_logits" / "1"
+    (version / "other").mkdir()
+    shutil.copy(version / "model.onnx", version / "other")
+    setting = settings(batch_size, graph="other/model.onnx")
     write_edits(find_model("tiny", repository=repository).edits(setting))
     assert set(batch_sizes(repository).values()) == {batch_size}
     model = find_model("tiny", repository=repository)
@@ -39,6 +42,34 @@ def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
     assert model.edits(setting) == []
     faults = [fault for of_model in repository_faults([repository]).values() for fault in of_model]
     assert not [fault for fault in faults if fault.severity is Severity.ERROR]
+
+
+def test_a_graph_beside_the_present_one_brings_the_types_of_its_cache(
+    repository: Path, tiny_checkpoint: Path
+) -> None:
+    export_model(
+        str(tiny_checkpoint),
+        repository=repository,
+        name="tiny",
+        precision="fp16",
+        beside="half",
+        progress=SilentProgress(),
+    )
+    for graph, data_type in (("half/model.onnx", "TYPE_FP16"), ("model.onnx", "TYPE_FP32")):
+        write_edits(find_model("tiny", repository=repository).edits(settings(8, graph=graph)))
+        config = find_model("tiny", repository=repository).logits.config
+        assert config is not None
+        assert config.default_model_filename == graph
+        assert config.sequence_batching is not None
+        assert {state.data_type for state in config.sequence_batching.states} == {data_type}
+
+
+def test_a_graph_that_cannot_be_read_is_named(repository: Path) -> None:
+    broken = repository / "tiny_logits" / "1" / "broken"
+    broken.mkdir()
+    (broken / "model.onnx").write_bytes(b"not a model")
+    with pytest.raises(RepositoryError, match=r"broken/model\.onnx cannot be read"):
+        find_model("tiny", repository=repository).edits(settings(8, graph="broken/model.onnx"))
 
 
 def test_no_stage_is_ever_asked_for_more_than_it_takes(repository: Path) -> None:
