@@ -70,7 +70,7 @@ class ModelControl:
         self._loader = loader
         self._locks: dict[str, threading.RLock] = {}    # of each model
         self._asked: set[str] = set()                   # what was loaded for its own sake, not as a step
-        self._away: set[str] = set()                    # ensembles that were unloaded with a step
+        self._away: set[str] = set()                    # ensembles that come once all of their steps answer
         self._following = threading.Lock()
         self._brought: dict[str, set[str]] = {}         # stages that answer too, by their ensemble
         self._traces: dict[str, object] = {}            # of the folders of what is loaded
@@ -161,7 +161,7 @@ class ModelControl:
             thread.join()
 
     def _follow_steps(self) -> None:
-        """Unload the ensembles of which a step's model does not answer; load those again of which all do.
+        """Unload the ensembles of which a step's model does not answer, and load those away of which all do.
 
         As Triton does. Not to be called with the lock of a model.
         """
@@ -236,9 +236,22 @@ class ModelControl:
             )
         if is_logits_stage(entry):
             return lambda: [load_logits_stage(entry, options=options, metrics=metrics)]
-        for step in self._missing_steps(entry):
-            self._load_with_steps(step)
+        self._load_missing_steps(entry)
         return lambda: self._load_versions(entry, config_json, upload)
+
+    def _load_missing_steps(self, entry: ModelEntry) -> None:
+        """Load the models of an ensemble's steps that do not answer: all, even if one of them fails."""
+        failures: list[tuple[ModelEntry, InferenceError]] = []
+        for step in self._missing_steps(entry):
+            try:
+                self._load_with_steps(step)
+            except InferenceError as error:
+                failures.append((step, error))
+        if failures:
+            self._away.add(entry.name)
+            step, failure = failures[0]
+            text = f"load failed for model '{entry.name}': {_without_step(entry.name, step, failure)}"
+            raise InferenceError(text, remedy=failure.remedy) from (failure.__cause__ or failure)
 
     def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
         for step in entry.config.ensemble_steps if entry.config else ():
@@ -337,6 +350,18 @@ def _reason(error: Exception) -> str:
     if isinstance(error, GenserveError):
         return f"Internal: {error.message}"
     return f"Internal: {type(error).__name__}: {error}"
+
+
+def _without_step(ensemble: str, step: ModelEntry, error: InferenceError) -> str:
+    """Return why an ensemble cannot be loaded, in Triton's words: the model of a step was not."""
+    start = f"load failed for model '{step.name}': "
+    if not error.message.startswith(start):     # it was not even taken up
+        return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.name}\n"
+    what = "is not valid. Model '{}'" if step.is_ensemble else "has no loaded version. Model '{}' loading"
+    return (
+        f"ensemble '{ensemble}' depends on '{step.name}' which {what.format(step.name)} failed with error: "
+        f"{error.message.removeprefix(start)}"
+    )
 
 
 def _steps(served: Served) -> list[str]:

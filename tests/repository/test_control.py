@@ -362,6 +362,35 @@ def test_loading_an_ensemble_brings_a_step_back_that_was_unloaded(nested: Path) 
         assert value(ask(repository, "both", X=[1])) == [12]
 
 
+def test_an_ensemble_without_a_step_says_why_and_comes_once_the_step_does(nested: Path) -> None:
+    write_model(nested, "one", code="raise ValueError('no')")
+    with opened(nested) as repository:
+        with pytest.raises(InferenceError) as failure:
+            repository.load("outer")
+        assert failure.value.message.startswith(
+            "load failed for model 'outer': ensemble 'outer' depends on 'both' which is not valid. "
+            "Model 'both' failed with error: ensemble 'both' depends on 'one' which has no loaded version. "
+            "Model 'one' loading failed with error: version 1 is at UNAVAILABLE state: Internal: "
+            "ValueError: no"
+        )
+        assert index(repository)["two"] == ("READY", "")    # the others are loaded all the same
+        assert index(repository)["both"] == (None, "")
+        write_model(nested, "one", number=1)
+        repository.load("one")
+        assert value(ask(repository, "outer", X=[1])) == [12]
+
+
+def test_an_ensemble_says_which_step_has_a_config_that_cannot_be_used(nested: Path) -> None:
+    write_model(nested, "one", config="nonsense: 3")
+    with opened(nested) as repository, pytest.raises(InferenceError) as failure:
+        repository.load("both")
+    assert failure.value.message == (
+        "load failed for model 'both': "
+        "ensemble both contains models that are not available or ambiguous: one\n"
+    )
+    assert "nonsense" in failure.value.remedy
+
+
 def test_an_ensemble_goes_and_comes_with_the_folder_of_a_step(nested: Path, tmp_path: Path) -> None:
     with opened(nested, mode=ControlMode.POLL, poll_s=0.02) as repository:
         assert repository.is_ready("outer")
