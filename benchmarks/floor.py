@@ -1,6 +1,6 @@
 """Floor: the least time that a decode step could take here, what it takes, and what takes the rest.
 
-    python benchmarks/floor.py --repository model_repository --model smollm2
+    python benchmarks/floor.py --model-repository model_repository --model smollm2
 
 measures how fast memory is read and matrices are multiplied, counts the bytes and operations of the exported
 graph's steps (`operations.py`), times bare steps (`bare_loop.py`), and lets ONNX Runtime's profiler say which
@@ -46,7 +46,7 @@ class Size(NamedTuple):
 
 def main() -> None:
     options = _options()
-    path = model_path(options.repository, options.model)
+    path = model_path(options.model_repository, options.model)
     sizes = [Size(rows, context) for rows in options.rows for context in options.contexts]
     parts = read_parts(path)
     before, steps_s, after = _machine(), _steps_s(path, sizes, options=options), _machine()
@@ -195,7 +195,7 @@ def _write(
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 256, 768])

@@ -7,9 +7,9 @@ starts `genserve serve` and each peer, and asks all of them for the same texts i
 load goes to one after the other while the others are idle, because machines have fast and slow minutes. A
 figure of the tables is the median of the rounds, a ratio the median of the ratios within the rounds.
 
-Servers are asked over HTTP by `load.py`; `openvino`, `onnxruntime-genai` and `engine` (genserve's own, its
-model is a repository) are asked in their process (`peers/closed_loop.py`), without HTTP and without a client.
-docs/performance.md says how to get the peers.
+The texts go in as they are, without a chat template. Servers are asked over HTTP by `load.py`; `openvino`,
+`onnxruntime-genai` and `engine` (genserve's own, its model is a repository) are asked in their process
+(`peers/closed_loop.py`), without HTTP and without a client. docs/performance.md says how to get the peers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def main() -> None:
 
 
 def _targets(options: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, Target]]:
-    server = genserve(options.model_repository, model=options.model, api=options.api)
-    yield GENSERVE, stack.enter_context(server)
+    yield GENSERVE, stack.enter_context(genserve(options.model_repository, model=options.model))
     for kind, program, model in options.peer:
         yield f"{kind} {Path(model).name}", stack.enter_context(PEERS[kind](program, model))
 
@@ -173,7 +172,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--api", choices=["chat", "generate"], default="generate", help="of genserve")
     parser.add_argument(
         "--peer",
         type=_peer,

@@ -111,10 +111,10 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
 
 
 @contextmanager
-def genserve(repository: Path, *, model: str, api: str) -> Iterator[Target]:
+def genserve(repository: Path, *, model: str) -> Iterator[Target]:
     """`genserve serve` over HTTP."""
     with genserve_server(repository) as ports:
-        yield _Server(ports.http, model=model, api=api, extra={})
+        yield _Server(ports.http, model=model, api="generate", extra={})
 
 
 def bare_loop(repository: Path, *, model: str) -> Target:
