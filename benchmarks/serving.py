@@ -101,7 +101,7 @@ def _round(table: Table, targets: Mapping[str, Target], *, number: int) -> None:
     # Without the process id, the next run would ask a server that has seen these prompts.
     work = replace(table.work, seed=os.getpid() * 1000 + number)
     ordered = list(targets.items())
-    first = number % len(ordered)
+    first = (number - 1) % len(ordered)
     for name, target in ordered[first:] + ordered[:first]:
         figures = table.figures(target.measure(work))
         table.rounds.setdefault(name, []).append(figures)
