@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from genserve.export import Precision, export_model
+from genserve.export import FileFormat, Precision, export_model
 
 
 class PrintedProgress:
@@ -27,6 +27,7 @@ if __name__ == "__main__":
     parser.add_argument("source", help="a Hugging Face folder, a .gguf file, or ORG/NAME on the hub")
     parser.add_argument("--name", required=True, help="of the model in the repository")
     parser.add_argument("--repository", type=Path, default=Path("model_repository"))
-    parser.add_argument("--precision", choices=get_args(Precision), default="int8")
+    parser.add_argument("--format", dest="file_format", choices=get_args(FileFormat), default="onnx")
+    parser.add_argument("--precision", choices=get_args(Precision))
     parser.add_argument("--overwrite", action="store_true", help="replace the weights that are there")
     print(export_model(**vars(parser.parse_args()), progress=PrintedProgress()))

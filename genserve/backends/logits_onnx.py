@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.backends.cache_room import CacheRoom
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.onnx_session import SPIN_US, Provider, onnxruntime_module, preload_cuda
 from genserve.errors import RepositoryError
@@ -34,6 +35,7 @@ class OnnxLogits:
         cache: the keys and values of its slots.
         max_length: see `LogitsModel.max_length`.
         max_cached_tokens: see `LogitsModel.max_cached_tokens`.
+        kv_cache_bytes: bytes that the cache takes at the most.
         metadata: what the exporter wrote into the graph.
     """
 
@@ -72,21 +74,19 @@ class OnnxLogits:
                 remedy="make it with `genserve export`",
             )
         context_length = self._context_length(path)
-        self.max_length = min(max_length or context_length, context_length)
         outputs = {o.name: o for o in self._session.get_outputs()}
         self.vocab_size = int(outputs["logits"].shape[-1])
         layers = {name: _layer(inputs[name], path) for name in past}
-        try:
-            self.cache = self._memory.cache(
-                layers, num_slots=num_slots, max_length=self.max_length, cache_bytes=cache_bytes
-            )
-        except (OSError, OverflowError) as error:
-            raise RepositoryError(
-                f"{path}: {num_slots} slots of {self.max_length} tokens cannot be reserved: {error}",
-                remedy="lower max_batch_size or max_sequence_length in the logits stage's config.pbtxt",
-            ) from error
-        self.max_cached_tokens = self._cached_tokens(path, cache_bytes)
-        self.max_length = min(self.max_length, self.max_cached_tokens)
+        room = CacheRoom.reserve(
+            self._memory,
+            layers,
+            path=path,
+            num_slots=num_slots,
+            max_length=min(max_length or context_length, context_length),
+            cache_bytes=cache_bytes,
+        )
+        self.cache, self.kv_cache_bytes = room.cache, room.kv_cache_bytes
+        self.max_length, self.max_cached_tokens = room.max_length, room.max_cached_tokens
         self.num_slots = self.cache.num_slots
         self._logits = self._memory.logits(self.num_slots, self.vocab_size)
         self._decode_bindings: dict[int, _Call] = {}
@@ -120,23 +120,6 @@ class OnnxLogits:
                 f"{path} does not say its context length", remedy="make it with `genserve export`"
             )
         return int(text)
-
-    def _cached_tokens(self, path: Path, cache_bytes: int | None) -> int:
-        if cache_bytes is None or cache_bytes >= self.cache.nbytes:
-            return self.cache.nbytes // self.cache.token_bytes
-        page_bytes = self.cache.page_tokens * self.cache.token_bytes
-        if cache_bytes < page_bytes:
-            raise RepositoryError(
-                f"{path}: a KV cache of {cache_bytes} bytes holds nothing; "
-                f"{self.cache.page_tokens} tokens take {page_bytes}",
-                remedy="raise kv_cache_bytes in the logits stage's config.pbtxt",
-            )
-        return cache_bytes // page_bytes * self.cache.page_tokens
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes that the cache takes at the most."""
-        return self.max_cached_tokens * self.cache.token_bytes
 
     @property
     def page_tokens(self) -> int:

@@ -16,7 +16,7 @@ from genserve.backends.torch_module import TorchModule, torch_library
 from genserve.config.model_config import ModelConfig
 from genserve.inference import Inference
 
-__all__ = ["PyTorchBackend", "TorchVersion", "open_module"]
+__all__ = ["PyTorchBackend", "TorchVersion", "open_module", "set_threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def open_module(path: Path, *, config: ModelConfig, placement: Placement) -> Tor
         MissingDependency: PyTorch is not installed.
         RepositoryError: the file cannot be loaded, or does not fit the config.
     """
-    _set_threads(config.parameters)
+    set_threads(config.parameters)
     return TorchModule(path, config=config, device=_device(placement, model=config.name))
 
 
@@ -106,8 +106,8 @@ class PyTorchBackend:
         """See `Backend.close`. The module ends with the last one who holds it."""
 
 
-def _set_threads(parameters: Mapping[str, str]) -> None:
-    """Set how many threads torch uses, in the whole process."""
+def set_threads(parameters: Mapping[str, str]) -> None:
+    """Set how many threads torch uses, in the whole process, by the parameters of Triton's backend."""
     intra = integer_parameter(parameters, "INTRA_OP_THREAD_COUNT", default=0)
     inter = integer_parameter(parameters, "INTER_OP_THREAD_COUNT", default=0)
     torch = torch_library()

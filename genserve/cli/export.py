@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, Beside, ModelRepository, Overwrite, Precision
+from genserve.cli.flags import (
+    DEFAULT_REPOSITORY,
+    Beside,
+    FileFormat,
+    ModelRepository,
+    Overwrite,
+    Precision,
+)
 
 if TYPE_CHECKING:
     from genserve.export import ExportReport
@@ -23,7 +30,8 @@ def export(
     ],
     name: Annotated[str, typer.Option(help="Of the model in the repository.", show_default=False)],
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
-    precision: Precision = "int8",
+    file_format: FileFormat = "onnx",
+    precision: Precision = None,
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -35,6 +43,7 @@ def export(
         source,
         repository=model_repository,
         name=name,
+        file_format=file_format,
         precision=precision,
         beside=beside,
         overwrite=overwrite,

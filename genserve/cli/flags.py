@@ -10,6 +10,7 @@ import typer
 __all__ = [
     "DEFAULT_REPOSITORY",
     "Beside",
+    "FileFormat",
     "MaxTokens",
     "ModelRepositories",
     "ModelRepository",
@@ -51,8 +52,12 @@ Seed = Annotated[
     int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")
 ]
 Precision = Annotated[
-    Literal["int8", "int4", "fp16", "fp32"],
-    typer.Option(envvar="GENSERVE_PRECISION", help="Of the weights."),
+    Literal["int8", "int4", "fp16", "fp32"] | None,
+    typer.Option(envvar="GENSERVE_PRECISION", help="Of the weights; usually int8, in TorchScript fp32."),
+]
+FileFormat = Annotated[
+    Literal["onnx", "torchscript"],
+    typer.Option("--format", help="Of the graph: ONNX is the faster; TorchScript runs in torch."),
 ]
 Beside = Annotated[
     str | None,

@@ -16,7 +16,7 @@ def pull(
         str, typer.Argument(help="smollm2, or ORG/NAME on the Hugging Face hub.", show_default=False)
     ],
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
-    precision: Precision = "int8",
+    precision: Precision = None,
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -12,11 +12,13 @@ __all__ = ["parameters"]
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _BYTES = "number of bytes above 0"
-# Of genserve's own, for a stage that gives logits: how many tokens a slot holds.
-_LENGTH = {"max_sequence_length": _POSITIVE}
-_ONNXRUNTIME = _LENGTH | {
-    "kv_cache_bytes": _BYTES,             # and: what the KV cache of all slots may take together
-    "prefix_cache": _SWITCH,              # and: whether token sequences share what they begin with
+# Of genserve's own, for a stage that gives logits.
+_LOGITS = {
+    "max_sequence_length": _POSITIVE,     # how many tokens a slot of the KV cache holds
+    "kv_cache_bytes": _BYTES,             # what the KV cache of all slots may take together
+    "prefix_cache": _SWITCH,              # whether token sequences share what they begin with
+}
+_ONNXRUNTIME = _LOGITS | {
     "intra_op_thread_count": _NUMBER,
     "inter_op_thread_count": _NUMBER,
     "execution_mode": _NUMBER,
@@ -25,7 +27,7 @@ _ONNXRUNTIME = _LENGTH | {
     "memory.enable_memory_arena_shrinkage": _TEXT,
     "session.use_device_allocator_for_initializers": _NUMBER,
 }
-_PYTORCH = _LENGTH | {
+_PYTORCH = _LOGITS | {
     "DISABLE_OPTIMIZED_EXECUTION": _SWITCH,
     "INFERENCE_MODE": _SWITCH,
     "DISABLE_CUDNN": _SWITCH,

@@ -8,6 +8,14 @@ from __future__ import annotations
 from genserve.export.exporter import export_model
 from genserve.export.progress import Progress, SilentProgress
 from genserve.export.pulling import pull
-from genserve.export.report import ExportReport, Precision
+from genserve.export.report import ExportReport, FileFormat, Precision
 
-__all__ = ["ExportReport", "Precision", "Progress", "SilentProgress", "export_model", "pull"]
+__all__ = [
+    "ExportReport",
+    "FileFormat",
+    "Precision",
+    "Progress",
+    "SilentProgress",
+    "export_model",
+    "pull",
+]

@@ -8,20 +8,20 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Self
 
-from genserve.config.model_config import ModelConfig
-from genserve.config.parse import parse_model_config, read_model_config
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder, Dimensions
 from genserve.export.decoder_graph import write_decoder
 from genserve.export.family import Family
+from genserve.export.form import Form
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers
-from genserve.export.layout import stage_files
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
+from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
+from genserve.export.torchscript import write_torchscript
 
 __all__ = ["Conversion"]
 
@@ -31,13 +31,14 @@ class Conversion:
     """What is to be written: a checkpoint, in a precision, under a name."""
 
     stages: Stages
+    form: Form
     precision: Precision
     checkpoint: Checkpoint
     family: Family
     decoder: Decoder
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision) -> Self:
+    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision, form: Form) -> Self:
         """Find the family of the checkpoint.
 
         Raises:
@@ -52,6 +53,7 @@ class Conversion:
             )
         return cls(
             stages=stages,
+            form=form,
             precision=precision,
             checkpoint=family.completed(checkpoint),
             family=family,
@@ -63,32 +65,16 @@ class Conversion:
         """What the stages around the graph need to know of it."""
         return self.decoder.dimensions
 
-    def require_agreeing_config(self, repository: Path, *, state_types: bool = True) -> None:
-        """Refuse a config.pbtxt of the logits stage that stays there and tells of another model.
-
-        Its batch size, threads and all else are free. With `state_types` off, so is the type of its KV cache.
-        """
-        part = f"{self.stages.logits}/config.pbtxt"
-        path = repository / part
-        if not path.exists():
-            return
-        found = read_model_config(path)
-        made = parse_model_config(self._files()[part], source=path)
-        if _signature(found, state_types=state_types) != _signature(made, state_types=state_types):
-            raise ExportError(
-                f"{path} declares other outputs or states than {self.checkpoint.source} in {self.precision}",
-                remedy="--overwrite writes a new one; or export under another --name",
-            )
-
-    def write_files(self, folder: Path) -> None:
-        """Write everything but the graph: configs, model.py, and the tokenizer's files."""
-        files = {part: content.encode() for part, content in self._files().items()}
-        for name, content in self.checkpoint.tokenizer_files.items():
-            files[f"{self.stages.tokenizer}/1/{name}"] = content
-        for part, content in files.items():
-            path = folder / part
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+    @property
+    def folders(self) -> StageFolders:
+        """The folders around the graph."""
+        return StageFolders(
+            stages=self.stages,
+            form=self.form,
+            precision=self.precision,
+            checkpoint=self.checkpoint,
+            dimensions=self.dimensions,
+        )
 
     def write_graph(self, folder: Path, *, advance: Callable[[int], None]) -> Path:
         """Write the graph and its weights; returns their folder. `advance` is called with 1 after each layer.
@@ -104,24 +90,18 @@ class Conversion:
             used.add(name)
             return self.checkpoint.load(name)
 
-        with Graph(version) as graph:
-            layers = Layers(graph, FORMATS[self.precision])
-            weights = self.family.weights(replace(self.checkpoint, load=load), self.decoder)
-            write_decoder(weights, self.decoder, layers, advance)
-            self._require_all(used)
-            graph.save(metadata=self._metadata())
+        weights = self.family.weights(replace(self.checkpoint, load=load), self.decoder)
+        metadata = self.folders.metadata(family=self.family.name)
+        if self.form is Form.TORCHSCRIPT:
+            path = version / self.form.file_name
+            write_torchscript(weights, self.decoder, path, precision=self.precision, metadata=metadata)
+            advance(self.dimensions.num_layers)
+        else:
+            with Graph(version) as graph:
+                write_decoder(weights, self.decoder, Layers(graph, FORMATS[self.precision]), advance)
+                graph.save(metadata=metadata)
+        self._require_all(used)
         return version
-
-    def _files(self) -> dict[str, str]:
-        return stage_files(self.stages, dimensions=self.dimensions, numbers=FORMATS[self.precision])
-
-    def _metadata(self) -> dict[str, str]:
-        return {
-            "genserve.family": self.family.name,
-            "genserve.precision": self.precision,
-            "genserve.context_length": str(self.dimensions.context_length),
-            "genserve.source": self.checkpoint.source,
-        }
 
     def _require_all(self, used: set[str]) -> None:
         unknown = sorted(filterfalse(self.family.may_ignore, self.checkpoint.tensor_names - used))
@@ -131,10 +111,3 @@ class Conversion:
                 f"does not know, {unknown[0]!r} first",
                 remedy="it is not the plain architecture that its config names; nothing was installed",
             )
-
-
-def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:
-    """What a config says of its graph: the outputs and the states."""
-    states = config.sequence_batching.states if config.sequence_batching else ()
-    types = (state.data_type if state_types else "" for state in states)
-    return config.outputs, [(state.input_name, state.dims) for state in states], list(types)

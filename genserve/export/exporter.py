@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import get_args
 
 from genserve.errors import ExportError
+from genserve.export.form import Form
 from genserve.export.progress import Progress
-from genserve.export.report import ExportReport, Precision
+from genserve.export.report import ExportReport, FileFormat, Precision
 from genserve.export.stages import Stages
 from genserve.export.staging import install, install_beside, staging_folder
 
@@ -20,7 +20,8 @@ def export_model(
     *,
     repository: Path,
     name: str,
-    precision: Precision = "int8",
+    file_format: FileFormat = "onnx",
+    precision: Precision | None = None,
     beside: str | None = None,
     overwrite: bool = False,
     progress: Progress,
@@ -33,7 +34,8 @@ def export_model(
         source: a Hugging Face folder, a .gguf file, or ORG/NAME on the Hugging Face hub.
         repository: the model repository; made if it is not there.
         name: of the model in the repository.
-        precision: of weights and activations, see `precision.py`.
+        file_format: of the logits stage.
+        precision: of weights and activations, see `precision.py`; None: int8 in ONNX, else fp32.
         beside: add the graph alone to a model that is there, in a folder of this name beside its own
             model.onnx; `default_model_filename` of the logits stage chooses between them, by hand or by
             `genserve tune`.
@@ -47,7 +49,6 @@ def export_model(
     """
     start = time.perf_counter()
     stages = Stages(name)
-    _require_known(precision)
     if beside is None:
         _require_free(stages, repository, overwrite=overwrite)
     else:
@@ -55,25 +56,32 @@ def export_model(
     with progress.stage("loading torch, transformers and onnx"):
         from genserve.export.conversion import Conversion
         from genserve.export.parity import check_parity
+        from genserve.export.precision import resolve_precision
         from genserve.export.source import locate, read_checkpoint
+    form = Form(file_format)
+    precision = resolve_precision(precision, form)
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
-        conversion = Conversion.of(checkpoint, stages=stages, precision=precision)
+        conversion = Conversion.of(checkpoint, stages=stages, precision=precision, form=form)
     with staging_folder(repository, stages) as staged:
         if beside is not None:
-            conversion.require_agreeing_config(repository, state_types=False)
+            conversion.folders.require_agreeing_config(repository, state_types=False)
         else:
             if not overwrite:
-                conversion.require_agreeing_config(repository)
-            conversion.write_files(staged)
+                conversion.folders.require_agreeing_config(repository)
+            conversion.folders.write(staged)
         with progress.stage(f"converting to {precision}", total=conversion.dimensions.num_layers) as advance:
             weights = conversion.write_graph(staged, advance=advance)
         with progress.stage("comparing with the source"):
             parity = check_parity(
-                conversion.checkpoint, weights, precision=precision, dimensions=conversion.dimensions
+                conversion.checkpoint,
+                weights,
+                form=form,
+                precision=precision,
+                dimensions=conversion.dimensions,
             )
-        size_bytes = sum(path.stat().st_size for path in weights.glob("model.onnx*"))
+        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{form.file_name}*"))
         if beside is None:
             install(staged, repository, stages, overwrite=overwrite)
         else:
@@ -87,13 +95,6 @@ def export_model(
         size_bytes=size_bytes,
         path=repository / name,
     )
-
-
-def _require_known(precision: Precision) -> None:
-    if precision not in get_args(Precision):
-        raise ExportError(
-            f"{precision!r} is no precision", remedy=f"known: {', '.join(get_args(Precision))}"
-        )
 
 
 def _require_free(stages: Stages, repository: Path, *, overwrite: bool) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from genserve.export.decoder import Dimensions
+from genserve.export.form import Form
 from genserve.export.precision import Format
 from genserve.export.stages import Stages
 
@@ -44,9 +48,9 @@ output [ {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] }} ]
 """
 
 _LOGITS = """\
-# Logits stage: token ids in, the scores of the next token out, by ONNX Runtime.
+# Logits stage: token ids in, the scores of the next token out, by {runtime}.
 name: "{logits}"
-backend: "onnxruntime"
+backend: "{backend}"
 
 # How many token sequences share a step; each has a slot in the KV cache.
 max_batch_size: {slots}
@@ -68,10 +72,10 @@ parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequenc
 # parameters [ {{ key: "prefix_cache" value: {{ string_value: "false" }} }} ]
 
 # Threads of one forward; without it, one for each core.
-# parameters [ {{ key: "intra_op_thread_count" value: {{ string_value: "2" }} }} ]
+# parameters [ {{ key: "{threads}" value: {{ string_value: "2" }} }} ]
 
 # A request comes back for each of its tokens, and may share every step with others: continuous batching.
-# What it carries from step to step is its state: the KV cache, written where it lies.
+# What it carries from step to step is its state: the KV cache, {cache}.
 sequence_batching {{
   iterative_sequence: true
   oldest {{ max_candidate_sequences: {slots} }}
@@ -82,8 +86,10 @@ sequence_batching {{
 """
 
 _STATE = """\
-    {{ input_name: "past_key_values.{layer}.{part}" output_name: "present.{layer}.{part}" \
-data_type: {data_type} dims: [ {kv_heads}, -1, {head_dim} ] use_same_buffer_for_input_output: true }}"""
+    {{ input_name: "past_key_values{part}" output_name: "present{part}" \
+data_type: {data_type} dims: [ {dims} ]{in_place} }}"""
+
+_IN_PLACE = " use_same_buffer_for_input_output: true"
 
 _DECODER = """\
 # Decoder stage: from logits to text, token by token; the loop is {decoder}/1/model.py.
@@ -146,12 +152,40 @@ _PARAMETERS = {
 }
 
 
-def stage_files(stages: Stages, *, dimensions: Dimensions, numbers: Format) -> dict[str, str]:
+# How a form runs: what config.pbtxt calls its backend and threads, and what a person is told.
+_RUNTIMES: Mapping[Form, Mapping[str, str]] = MappingProxyType(
+    {
+        Form.ONNX: {
+            "backend": "onnxruntime",
+            "runtime": "ONNX Runtime",
+            "threads": "intra_op_thread_count",
+            "cache": "written where it lies",
+        },
+        Form.TORCHSCRIPT: {
+            "backend": "pytorch",
+            "runtime": "TorchScript",
+            "threads": "INTRA_OP_THREAD_COUNT",
+            "cache": "all layers in one tensor, written where it lies",
+        },
+        Form.TRACED: {
+            "backend": "onnxruntime",
+            "runtime": "ONNX Runtime",
+            "threads": "intra_op_thread_count",
+            "cache": "copied at each step, which makes this slower than a graph of a known family",
+        },
+    }
+)
+
+
+def stage_files(
+    stages: Stages, *, dimensions: Dimensions, numbers: Format, form: Form = Form.ONNX
+) -> dict[str, str]:
     """The files of all four stages but for tokenizer and weights: path in the repository to content."""
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
     numbers_per_token = 2 * dimensions.num_layers * dimensions.num_kv_heads * dimensions.head_dim
     token_bytes = numbers_per_token * _itemsize(numbers)
     values = {
+        **_RUNTIMES[form],
         "ensemble": stages.ensemble,
         "tokenizer": stages.tokenizer,
         "logits": stages.logits,
@@ -162,7 +196,7 @@ def stage_files(stages: Stages, *, dimensions: Dimensions, numbers: Format) -> d
         "max_sequence_length": length,
         "token_kib": token_bytes / 2**10,
         "slot_mib": token_bytes * length / 2**20,
-        "states": _states(dimensions, numbers=numbers),
+        "states": _states(dimensions, numbers=numbers, form=form),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
             for name, (data_type, size) in _PARAMETERS.items()
@@ -180,17 +214,19 @@ def stage_files(stages: Stages, *, dimensions: Dimensions, numbers: Format) -> d
     }
 
 
-def _states(dimensions: Dimensions, *, numbers: Format) -> str:
+def _states(dimensions: Dimensions, *, numbers: Format, form: Form) -> str:
+    heads = f"{dimensions.num_kv_heads}, -1, {dimensions.head_dim}"
+    parts = {f".{i}.{part}": heads for i in range(dimensions.num_layers) for part in ("key", "value")}
+    if form is Form.TORCHSCRIPT:
+        parts = {"": f"{dimensions.num_layers}, 2, {heads}"}
     return ",\n".join(
         _STATE.format(
-            layer=layer,
             part=part,
             data_type="TYPE_FP16" if _itemsize(numbers) == 2 else "TYPE_FP32",
-            kv_heads=dimensions.num_kv_heads,
-            head_dim=dimensions.head_dim,
+            dims=dims,
+            in_place="" if form is Form.TRACED else _IN_PLACE,
         )
-        for layer in range(dimensions.num_layers)
-        for part in ("key", "value")
+        for part, dims in parts.items()
     )
 
 

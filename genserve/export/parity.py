@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -17,9 +17,11 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Dimensions
+from genserve.export.form import Form
 from genserve.export.graph import MODEL_FILE
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
@@ -77,7 +79,12 @@ _BOUNDS: Mapping[Precision, _Bound] = MappingProxyType(
 
 
 def check_parity(
-    checkpoint: Checkpoint, folder: Path, *, precision: Precision, dimensions: Dimensions
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    form: Form = Form.ONNX,
+    precision: Precision,
+    dimensions: Dimensions,
 ) -> Parity:
     """Compare the graph in `folder` with transformers' own model, and write parity.json there.
 
@@ -90,7 +97,15 @@ def check_parity(
     tokenizer = Tokenizer.from_str(checkpoint.tokenizer_files["tokenizer.json"].decode())
     ids = np.array(tokenizer.encode(_TEXT).ids[: min(MAX_TOKENS, dimensions.context_length)])
     source = source_logits(checkpoint, ids)
-    exported, positions = _exported_logits(folder, ids, precision=precision, dimensions=dimensions)
+    graph: _Cached
+    match form:
+        case Form.ONNX:
+            graph = CachedGraph(
+                folder, dimensions=dimensions, precision=precision, batch=2, max_len=len(ids)
+            )
+        case Form.TORCHSCRIPT:
+            graph = TorchLogits(folder / form.file_name, num_slots=2, max_length=len(ids))
+    exported, positions = _exported_logits(graph, ids)
     expected = source[positions]
     parity = Parity(
         precision=precision,
@@ -134,12 +149,9 @@ def source_logits(checkpoint: Checkpoint, ids: NDArray[np.int64]) -> FloatArray:
     return logits
 
 
-def _exported_logits(
-    folder: Path, ids: NDArray[np.int64], *, precision: Precision, dimensions: Dimensions
-) -> tuple[FloatArray, NDArray[np.int64]]:
+def _exported_logits(graph: _Cached, ids: NDArray[np.int64]) -> tuple[FloatArray, NDArray[np.int64]]:
     """Logits [rows, vocab] of the graph, and after how many tokens less one each row stands."""
     num_tokens, half = len(ids), len(ids) // 2
-    graph = CachedGraph(folder, dimensions=dimensions, precision=precision, batch=2, max_len=num_tokens)
     whole = graph.forward(ids[None], past=[0], rows=range(num_tokens))
     starts = [half, half // 2]
     # Right-padded: what the shorter row has too much in the cache is overwritten before it is seen.
@@ -152,6 +164,13 @@ def _exported_logits(
         decoded.append(graph.forward(ids[past][:, None], past=past, rows=[0, 1]))
         positions += past
     return np.concatenate(decoded), np.array(positions)
+
+
+class _Cached(Protocol):
+    """An exported graph with a KV cache."""
+
+    def forward(self, input_ids: NDArray[np.int64], *, past: Any, rows: Any) -> FloatArray:
+        """See `CachedGraph.forward`."""
 
 
 class CachedGraph:

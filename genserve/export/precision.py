@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import get_args
 
 import numpy as np
 
+from genserve.errors import ExportError
+from genserve.export.form import Form
 from genserve.export.quantize import Scheme
 from genserve.export.report import Precision
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["FORMATS", "Format", "resolve_precision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +38,22 @@ FORMATS: Mapping[Precision, Format] = MappingProxyType(
         "int4": Format(linear=Scheme(bits=4, block_size=32), vocabulary=_INT8),
     }
 )
+
+# What each form can be written in; the first, if nothing else is asked for.
+_KNOWN: Mapping[Form, tuple[Precision, ...]] = MappingProxyType(
+    {Form.ONNX: get_args(Precision), Form.TORCHSCRIPT: ("fp32", "fp16"), Form.TRACED: ("fp32",)}
+)
+
+
+def resolve_precision(asked: Precision | None, form: Form) -> Precision:
+    """The precision that is asked for; None: the usual one of the form.
+
+    Raises:
+        ExportError: the form has no such precision.
+    """
+    known = _KNOWN[form]
+    if asked is not None and asked not in known:
+        raise ExportError(
+            f"{asked!r} is no precision of {form.words}", remedy=f"known: {', '.join(known)}"
+        )
+    return asked or known[0]

@@ -22,7 +22,7 @@ def pull(
     name: str,
     *,
     repository: Path,
-    precision: Precision = "int8",
+    precision: Precision | None = None,
     beside: str | None = None,
     overwrite: bool = False,
     progress: Progress,

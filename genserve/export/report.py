@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ExportReport", "Precision"]
+__all__ = ["ExportReport", "FileFormat", "Precision"]
 
 Precision = Literal["int8", "int4", "fp16", "fp32"]
+FileFormat = Literal["onnx", "torchscript"]     # of the logits stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

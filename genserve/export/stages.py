@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genserve.errors import ExportError
+from genserve.export.form import Form
 
 __all__ = ["Stages"]
 
@@ -43,7 +44,8 @@ class Stages:
 
     def have_weights(self, repository: Path) -> bool:
         """Whether the weights are in the repository, so that an export would replace them."""
-        return (repository / self.logits / "1" / "model.onnx").exists()
+        folder = repository / self.logits / "1"
+        return any((folder / form.file_name).exists() for form in Form)
 
     def beside(self, repository: Path, name: str) -> Path:
         """Return the folder of another graph of the logits stage, beside the one that it came with.

@@ -11,11 +11,12 @@ from typing import Protocol
 from genserve.backends.backend import Placement
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.logits_torchscript import TorchLogits
 from genserve.backends.logits_whole import Run, WholeLogits
 from genserve.backends.model_file import model_file
 from genserve.backends.onnxruntime import open_graph
 from genserve.backends.parameters import bytes_parameter, integer_parameter
-from genserve.backends.pytorch import open_module
+from genserve.backends.pytorch import open_module, set_threads
 from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
 from genserve.repository.index import ModelEntry
@@ -69,19 +70,25 @@ def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLo
         default=_FILES[config.backend],
         model=entry.name,
     )
-    match _cache(config):
-        case _Cache.NONE:
-            return _whole(path, config, placement)
-        case _Cache.IN_PLACE:
-            memory = _memory(placement)
-            return OnnxLogits(
-                path,
-                num_slots=max(1, config.max_batch_size),
-                max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
-                cache_bytes=_cache_bytes(config, memory),
-                num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
-                memory=memory,
-            )
+    if _cache(config) is _Cache.NONE:
+        return _whole(path, config, placement)
+    memory = _memory(placement)
+    num_slots = max(1, config.max_batch_size)
+    max_length = integer_parameter(config.parameters, "max_sequence_length", default=0)
+    cache_bytes = _cache_bytes(config, memory)
+    if config.backend == "pytorch":
+        set_threads(config.parameters)
+        return TorchLogits(
+            path, num_slots=num_slots, max_length=max_length, cache_bytes=cache_bytes, memory=memory
+        )
+    return OnnxLogits(
+        path,
+        num_slots=num_slots,
+        max_length=max_length,
+        cache_bytes=cache_bytes,
+        num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
+        memory=memory,
+    )
 
 
 def _memory(placement: Placement) -> LogitsMemory:

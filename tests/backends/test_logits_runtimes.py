@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from genserve.backends.logits_torchscript import TorchLogits
 from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.pytorch import open_module
+from genserve.export.form import Form
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, reference_model, whole_torchscript
+from tests.export.graphs import conversion_of, write_conversion
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 TOLERANCE = 1e-4
@@ -33,7 +36,13 @@ def whole(checkpoint: Path, folder: Path) -> LogitsModel:
     return WholeLogits(module.run, config, max_length=MAX_LENGTH)
 
 
-KINDS = {"whole": whole}
+def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
+    conversion = conversion_of(checkpoint, form=Form.TORCHSCRIPT)
+    path = write_conversion(conversion, folder).folder / "model.pt"
+    return TorchLogits(path, num_slots=8, max_length=MAX_LENGTH)
+
+
+KINDS = {"whole": whole, "torchscript": torchscript}
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.logits_torchscript import TorchLogits
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
+from genserve.export.form import Form
 from genserve.export.parity import CachedGraph
 from genserve.export.report import Precision
 from genserve.export.source import read_checkpoint
@@ -20,10 +23,19 @@ class WrittenGraph:
     """A graph on disk."""
 
     folder: Path
+    form: Form
     precision: Precision
     dimensions: Dimensions
 
-    def cached(self, *, batch: int, max_len: int) -> CachedGraph:
+    def logits(self, *, num_slots: int, max_length: int) -> OnnxLogits | TorchLogits:
+        path = self.folder / self.form.file_name
+        if self.form is Form.TORCHSCRIPT:
+            return TorchLogits(path, num_slots=num_slots, max_length=max_length)
+        return OnnxLogits(path, num_slots=num_slots, max_length=max_length, num_threads=1)
+
+    def cached(self, *, batch: int, max_len: int) -> CachedGraph | TorchLogits:
+        if self.form is Form.TORCHSCRIPT:
+            return TorchLogits(self.folder / self.form.file_name, num_slots=batch, max_length=max_len)
         return CachedGraph(
             self.folder,
             dimensions=self.dimensions,
@@ -33,16 +45,25 @@ class WrittenGraph:
         )
 
 
-def write_graph(source: Path, folder: Path, *, precision: Precision = "fp32") -> WrittenGraph:
-    return write_conversion(conversion_of(source, precision=precision), folder)
+def write_graph(
+    source: Path, folder: Path, *, precision: Precision = "fp32", form: Form = Form.ONNX
+) -> WrittenGraph:
+    return write_conversion(conversion_of(source, precision=precision, form=form), folder)
 
 
-def conversion_of(source: Path, *, precision: Precision = "fp32") -> Conversion:
+def conversion_of(
+    source: Path, *, precision: Precision = "fp32", form: Form = Form.ONNX
+) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
-    return Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision)
+    return Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision, form=form)
 
 
 def write_conversion(conversion: Conversion, folder: Path) -> WrittenGraph:
-    conversion.write_files(folder)
+    conversion.folders.write(folder)
     version = conversion.write_graph(folder, advance=lambda _units: None)
-    return WrittenGraph(folder=version, precision=conversion.precision, dimensions=conversion.dimensions)
+    return WrittenGraph(
+        folder=version,
+        form=conversion.form,
+        precision=conversion.precision,
+        dimensions=conversion.dimensions,
+    )

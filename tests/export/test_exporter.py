@@ -13,8 +13,9 @@ import onnx
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError
-from genserve.export import ExportReport, Precision, SilentProgress, export_model
+from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
 from genserve.export.stages import Stages
 from genserve.llm import LLM
 from genserve.repository.check import repository_faults
@@ -42,7 +43,8 @@ def export(
     repository: Path,
     *,
     name: str = "tiny",
-    precision: Precision = "fp32",
+    file_format: FileFormat = "onnx",
+    precision: Precision | None = "fp32",
     beside: str | None = None,
     overwrite: bool = False,
     progress: SilentProgress | None = None,
@@ -51,6 +53,7 @@ def export(
         str(source),
         repository=repository,
         name=name,
+        file_format=file_format,
         precision=precision,
         beside=beside,
         overwrite=overwrite,
@@ -78,6 +81,44 @@ def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precisio
     assert written["top1_agreement"] == report.top1_agreement
     assert written["largest_logit_difference"] == report.largest_logit_difference
     assert written["tokens"] == 512
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_torchscript_is_one_file_that_tells_its_sizes(
+    tiny_checkpoint: Path, tmp_path: Path, precision: Precision
+) -> None:
+    report = export(tiny_checkpoint, tmp_path, file_format="torchscript", precision=precision)
+    assert Stages("tiny").are_complete(tmp_path)
+    logits = tmp_path / "tiny_logits" / "1"
+    assert {path.name for path in logits.iterdir()} == {"model.pt", "parity.json", ".gitkeep"}
+    assert report.size_bytes == (logits / "model.pt").stat().st_size
+    assert report.largest_logit_difference < (1e-4 if precision == "fp32" else 0.1)
+    loaded = TorchLogits(logits / "model.pt", num_slots=2)
+    assert (loaded.max_length, loaded.vocab_size, loaded.metadata["genserve.family"]) == (256, 320, "llama")
+    # 2 layers of keys and values of 2 heads of 16 numbers.
+    assert loaded.kv_cache_bytes == 2 * 256 * (2 * 2 * 2 * 16) * (4 if precision == "fp32" else 2)
+
+
+def test_without_a_precision_it_is_the_usual_one_of_the_format(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert export(tiny_checkpoint, tmp_path / "a", precision=None).precision == "int8"
+    scripted = export(tiny_checkpoint, tmp_path / "b", file_format="torchscript", precision=None)
+    assert scripted.precision == "fp32"
+
+
+def test_a_precision_that_the_format_has_not_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="'int8' is no precision of TorchScript") as caught:
+        export(tiny_checkpoint, tmp_path / "repository", file_format="torchscript", precision="int8")
+    assert caught.value.remedy == "known: fp32, fp16"
+    assert not (tmp_path / "repository").exists()
+
+
+def test_a_config_of_another_format_is_not_kept(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    export(tiny_checkpoint, tmp_path)
+    (tmp_path / "tiny_logits" / "1" / "model.onnx").unlink()
+    with pytest.raises(ExportError, match="declares other outputs or states"):
+        export(tiny_checkpoint, tmp_path, file_format="torchscript")
+    export(tiny_checkpoint, tmp_path, file_format="torchscript", overwrite=True)
+    assert 'backend: "pytorch"' in (tmp_path / "tiny_logits" / "config.pbtxt").read_text()
 
 
 def test_weights_lie_in_one_file_beside_the_graph(tiny_repository: Path) -> None:

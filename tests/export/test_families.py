@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, family_of
+from genserve.export.form import Form
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
@@ -32,9 +32,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
 
 
-@pytest.fixture(scope="module")
-def graph(checkpoint: Path) -> WrittenGraph:
-    return write_graph(checkpoint, checkpoint.parent / "graph")
+@pytest.fixture(scope="module", params=[Form.ONNX, Form.TORCHSCRIPT], ids=lambda form: form.value)
+def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
+    form: Form = request.param
+    return write_graph(checkpoint, checkpoint.parent / form.value, form=form)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ class Slots:
     """Rows in the slots of a logits model; each forward is compared with the reference on the row alone."""
 
     def __init__(self, graph: WrittenGraph, reference: PreTrainedModel) -> None:
-        self.model = OnnxLogits(graph.folder / "model.onnx", num_slots=4, max_length=64, num_threads=1)
+        self.model = graph.logits(num_slots=4, max_length=64)
         self.reference = reference
         self.rows: list[NDArray[np.int64]] = []
         self.expected: list[NDArray[np.float32]] = []

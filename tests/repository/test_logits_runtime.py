@@ -6,10 +6,12 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
+from genserve.export import SilentProgress, export_model
 from genserve.repository.check import repository_faults
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.live import LiveServer
@@ -22,7 +24,12 @@ def root(tiny_repository: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.
     names = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
     version = add_chain(tiny_repository, root, name="whole", logits_config=WHOLE_CONFIG, **names)
     whole_torchscript(version / "model.pt", tiny_checkpoint)
+    exported(tiny_checkpoint, root, name="scripted", file_format="torchscript")
     return root
+
+
+def exported(checkpoint: Path, root: Path, **options: Any) -> None:
+    export_model(str(checkpoint), repository=root, progress=SilentProgress(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def test_all_of_them_are_clean_to_check(root: Path) -> None:
     assert set(repository_faults([root]).values()) == {()}
 
 
-@pytest.mark.parametrize("kind", ["whole"])
+@pytest.mark.parametrize("kind", ["whole", "scripted"])
 def test_every_kind_of_logits_stage_gives_the_same_text(server: LiveServer, kind: str) -> None:
     messages = [{"role": "user", "content": "hello world, how are you"}]
     body = {"messages": messages, "max_tokens": 12, "temperature": 0}

@@ -1,0 +1,79 @@
+"""Stage folders: what lies in a model's four folders beside the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.config.model_config import ModelConfig
+from genserve.config.parse import parse_model_config, read_model_config
+from genserve.errors import ExportError
+from genserve.export.checkpoint import Checkpoint
+from genserve.export.decoder import Dimensions
+from genserve.export.form import Form
+from genserve.export.layout import stage_files
+from genserve.export.precision import FORMATS
+from genserve.export.report import Precision
+from genserve.export.stages import Stages
+
+__all__ = ["StageFolders"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFolders:
+    """The folders of one export."""
+
+    stages: Stages
+    form: Form
+    precision: Precision
+    checkpoint: Checkpoint
+    dimensions: Dimensions
+
+    def require_agreeing_config(self, repository: Path, *, state_types: bool = True) -> None:
+        """Refuse a config.pbtxt of the logits stage that stays there and tells of another model.
+
+        Its batch size, threads and all else are free. With `state_types` off, so is the type of its KV cache.
+        """
+        part = f"{self.stages.logits}/config.pbtxt"
+        path = repository / part
+        if not path.exists():
+            return
+        found = read_model_config(path)
+        made = parse_model_config(self._files()[part], source=path)
+        if _signature(found, state_types=state_types) != _signature(made, state_types=state_types):
+            raise ExportError(
+                f"{path} declares other outputs or states than {self.checkpoint.source} in {self.precision}",
+                remedy="--overwrite writes a new one; or export under another --name",
+            )
+
+    def write(self, folder: Path) -> None:
+        """Write everything but the weights: configs, model.py, and the tokenizer's files."""
+        files = {part: content.encode() for part, content in self._files().items()}
+        for name, content in self.checkpoint.tokenizer_files.items():
+            files[f"{self.stages.tokenizer}/1/{name}"] = content
+        for part, content in files.items():
+            path = folder / part
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def metadata(self, *, family: str) -> dict[str, str]:
+        """What the logits stage's file says of itself."""
+        return {
+            "genserve.family": family,
+            "genserve.precision": self.precision,
+            "genserve.context_length": str(self.dimensions.context_length),
+            "genserve.source": self.checkpoint.source,
+        }
+
+    def _files(self) -> dict[str, str]:
+        return stage_files(
+            self.stages, dimensions=self.dimensions, numbers=FORMATS[self.precision], form=self.form
+        )
+
+
+def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:
+    """What a config says of its graph: the backend, the outputs and the states."""
+    states = config.sequence_batching.states if config.sequence_batching else ()
+    places = [(state.input_name, state.dims, state.same_buffer) for state in states]
+    types = [state.data_type if state_types else "" for state in states]
+    return config.backend, config.outputs, places, types
