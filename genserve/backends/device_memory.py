@@ -33,7 +33,9 @@ class DeviceMemory:
         self._torch_device = torch.device(device)
         self.device = self._torch_device.type
         self.device_id = self._torch_device.index or 0
-        cuda = Provider(name="CUDAExecutionProvider", options={"device_id": str(self.device_id)})
+        # Doubling what it takes, ONNX Runtime's habit, leaves no room beside a large cache.
+        options = {"device_id": str(self.device_id), "arena_extend_strategy": "kSameAsRequested"}
+        cuda = Provider(name="CUDAExecutionProvider", options=options)
         self.providers: Sequence[Provider] = (cuda, _CPU) if self.device == "cuda" else (_CPU,)
 
     def free_bytes(self) -> int | None:

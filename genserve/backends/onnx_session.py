@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from genserve.backends.parameters import boolean_parameter, integer_parameter
 from genserve.errors import MissingDependency, RepositoryError, Status
 
 __all__ = ["SPIN_US", "Provider", "onnxruntime_module", "open_session", "preload_cuda", "runtime_message"]
+
+logger = logging.getLogger(__name__)
 
 # After a run ONNX Runtime's workers spin in wait of the next one. By default that burns 36 ms of a
 # core, which the event loop needs; with 200 us it is 1 to 3 ms, and the step takes no longer.
@@ -45,7 +50,21 @@ def onnxruntime_module() -> Any:
             "serving an ONNX model needs ONNX Runtime",
             remedy="pip install 'genserve[cpu]', or 'genserve[gpu]' on a machine with a GPU, never both",
         ) from error
+    _warn_of_two()
     return onnxruntime
+
+
+@cache
+def _warn_of_two() -> None:
+    """Tell, once, that both packages are there: each has written over the other's files."""
+    packages = ("onnxruntime", "onnxruntime-gpu")
+    if all(any(distributions(name=package)) for package in packages):
+        logger.warning(
+            "both %s are installed, into the same folder: which of them runs is chance "
+            "(`pip uninstall %s`, then `pip install 'genserve[cpu]'` or `'genserve[gpu]'`)",
+            " and ".join(packages),
+            " ".join(packages),
+        )
 
 
 def preload_cuda(providers: Sequence[Provider]) -> None:
