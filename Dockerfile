@@ -1,6 +1,8 @@
 # docker build --build-arg RUNTIME=cpu --tag genserve .          (or RUNTIME=gpu)
 # docker run --rm -v models:/models genserve pull smollm2
 # docker run --rm -v models:/models -p 8000:8000 genserve
+#
+# On a GPU, with RUNTIME=gpu: `genserve pull smollm2 --precision fp16`, and `docker run --gpus all ...`.
 
 FROM python:3.12-slim AS build
 ARG RUNTIME=cpu
@@ -20,6 +22,7 @@ RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
 
 COPY pyproject.toml README.md LICENSE ./
 COPY genserve genserve
+# Of CUDA the image needs no more than the libraries that pip brings here; the driver is the host's.
 RUN pip install -c constraints.txt ".[$RUNTIME]"
 
 
@@ -29,6 +32,7 @@ RUN useradd --create-home --uid 1000 genserve && \
 COPY --from=build /opt/genserve /opt/genserve
 ENV PATH=/opt/genserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     GENSERVE_HOST=0.0.0.0 \
     GENSERVE_HTTP_PORT=8000 \
     GENSERVE_MODEL_REPOSITORY=/models

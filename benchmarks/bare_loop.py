@@ -1,7 +1,7 @@
 """Bare loop: the forward passes of one batch and nothing else, the ceiling of what a server can reach.
 
-The exported graph by itself: one prefill of all rows, then one call per token with a constant token fed
-back. No sampling, no text, no network, no scheduling; the same session options as the server.
+The logits stage by itself, on the device that its config names: one prefill of all rows, then one call per
+token with a constant token fed back. No sampling, no text, no network, no scheduling.
 
     python benchmarks/bare_loop.py --repository model_repository --model smollm2 --rows 32
 
@@ -22,6 +22,10 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from genserve.repository.index import scan
+from genserve.repository.logits_placement import logits_placement
+from genserve.repository.logits_runtime import LoadedLogits, load_logits
+
 __all__ = ["BareLoop", "bare_forward_loop", "model_path", "open_session"]
 
 TOKEN_ID = 5  # any will do: its value does not change the cost
@@ -32,16 +36,24 @@ def bare_forward_loop(
     repository: Path, model: str, *, rows: int, prompt_tokens: int, new_tokens: int
 ) -> float:
     """Seconds for so many tokens of each row, the prefill included."""
-    session = open_session(model_path(repository, model))
-    loop = BareLoop(session, rows=rows, max_length=prompt_tokens + new_tokens)
-    loop.run(prompt_tokens=prompt_tokens, new_tokens=3)  # the first runs pay for memory and weight layout
+    stage = scan([repository])[f"{model}_logits"]
+    logits = load_logits(stage, placement=logits_placement(stage))
+    work = {"rows": rows, "prompt_tokens": prompt_tokens}
+    _run(logits, **work, new_tokens=3)  # the first runs pay for memory and weight layout
     started_s = time.perf_counter()
-    loop.run(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    _run(logits, **work, new_tokens=new_tokens)
     return time.perf_counter() - started_s
 
 
+def _run(logits: LoadedLogits, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
+    logits.prefill([[TOKEN_ID] * prompt_tokens] * rows, first_slot=0, past=0)
+    token_ids = np.full(rows, TOKEN_ID)
+    for past in range(prompt_tokens, prompt_tokens + new_tokens - 1):  # the prefill gave the first token
+        logits.decode(token_ids, np.full(rows, past))
+
+
 class BareLoop:
-    """A KV cache for `rows` token sequences, in place: past and present are the same memory."""
+    """The graph alone, on the CPU, with a KV cache for `rows` token sequences, in place: past is present."""
 
     def __init__(self, session: Any, *, rows: int, max_length: int) -> None:
         self._session, self._rows = session, rows
@@ -54,15 +66,9 @@ class BareLoop:
         [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")
         self._logits = np.empty((rows, vocab_size), dtype=np.float32)
 
-    def run(self, *, prompt_tokens: int, new_tokens: int) -> None:
-        """A prefill, and one call for each further token."""
-        prefill = self._inputs(width=prompt_tokens)
-        self._session.run_with_iobinding(self._bind(prefill))
-        self.decode(past=prompt_tokens, steps=new_tokens - 1)  # the prefill gave the first token
-
     def decode(self, *, past: int, steps: int) -> list[float]:
         """One token of each row, `steps` times, after `past` tokens; the seconds of each step."""
-        decode = self._inputs(width=1)
+        decode = self._inputs()
         binding = self._bind(decode)
         times_s = [time.perf_counter()]
         for length in range(past, past + steps):
@@ -72,13 +78,13 @@ class BareLoop:
             times_s.append(time.perf_counter())
         return [after - before for before, after in pairwise(times_s)]
 
-    def _inputs(self, *, width: int) -> dict[str, NDArray[Any]]:
-        """The graph's inputs for the first `width` tokens of every row."""
+    def _inputs(self) -> dict[str, NDArray[Any]]:
+        """The graph's inputs for one token of every row; `decode` says after how many."""
         return {
-            "input_ids": np.full((self._rows, width), TOKEN_ID, dtype=np.int64),
-            "seqlens_k": np.full(self._rows, width - 1, dtype=np.int32),
-            "total_len": np.full((), width, dtype=np.int32),
-            "rows": np.arange(width - 1, self._rows * width, width, dtype=np.int64),
+            "input_ids": np.full((self._rows, 1), TOKEN_ID, dtype=np.int64),
+            "seqlens_k": np.zeros(self._rows, dtype=np.int32),
+            "total_len": np.zeros((), dtype=np.int32),
+            "rows": np.arange(self._rows, dtype=np.int64),
         }
 
     def _bind(self, inputs: dict[str, NDArray[Any]]) -> Any:
