@@ -64,7 +64,7 @@ def tune(
     Ctrl-C ends the measuring: what is known by then is shown, and nothing is written.
     """
     from genserve.cli.local_models import choose_model
-    from genserve.tuning.choice import Goal, Objective, choose
+    from genserve.tuning.choice import Goal, Objective, choose, usable
     from genserve.tuning.plot import check_plot, draw
     from genserve.tuning.setting import make_plan
     from genserve.tuning.tuned_model import find_model
@@ -79,14 +79,9 @@ def tune(
     goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
     samples, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
     measurements, agreements = samples.measurements(), tuned.agreements(plan.graphs)
-    usable = [
-        m
-        for m in measurements
-        if m.setting.graph == tuned.now.graph or agreements.get(m.setting.graph, 1) >= min_top1_agreement
-    ]
-    choice = choose(usable, goal=goal, now=tuned.now) if usable else None
-    best = choice.best if choice else None
-    _print_measurements(measurements, best=best, now=tuned.now, agreements=agreements)
+    candidates = usable(measurements, agreements=agreements, least=min_top1_agreement, now=tuned.now)
+    choice = choose(candidates, goal=goal, now=tuned.now) if candidates else None
+    _print_measurements(measurements, choice=choice, now=tuned.now, agreements=agreements)
     if samples.lost_share > _QUIET:
         print(f"other programs had {samples.lost_share:.0%} of the time: tune again when they rest")
     if choice is not None:
@@ -125,7 +120,7 @@ def _measure(
 def _print_measurements(
     measurements: Sequence[Measurement],
     *,
-    best: Measurement | None,
+    choice: Choice | None,
     now: Setting,
     agreements: Mapping[str, float],
 ) -> None:
@@ -133,11 +128,13 @@ def _print_measurements(
 
     from genserve.cli.render import make_console
 
-    contexts = list(measurements[0].step_s) if measurements else []
-    table = Table("graph", box=None, pad_edge=False)
+    best = choice.best if choice else None
+    contexts = list(best.step_s) if best else []
+    table = Table(box=None, pad_edge=False)
+    table.add_column("graph", no_wrap=True)
     times = [f"ms at {context}" for context in contexts]
-    for heading in ("top-1", "threads", "batch", "tokens/s", *times, "cache MiB"):
-        table.add_column(heading, justify="right")
+    for heading in ("top-1", "threads", "batch", "tokens/s", *times, "MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for m in measurements:
         remarks = ["now"] * (m.setting == now) + ["best"] * (m is best)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from genserve.tuning.measurement import Measurement
 from genserve.tuning.setting import Setting
 
-__all__ = ["Choice", "Goal", "Objective", "choose"]
+__all__ = ["Choice", "Goal", "Objective", "choose", "usable"]
 
 _SAME = 0.03    # two rates that differ by less are the same: medians of one run scatter so much
 
@@ -58,6 +58,24 @@ def choose(measurements: Sequence[Measurement], *, goal: Goal, now: Setting) -> 
     nearly = [m for m in within if m.tokens_per_s >= most * (1 - _SAME)]
     present = [m for m in nearly if m.setting == now]
     return Choice(best=min(present or nearly, key=lambda m: m.inter_token_s), meets_bound=True)
+
+
+def usable(
+    measurements: Sequence[Measurement], *, agreements: Mapping[str, float], least: float, now: Setting
+) -> list[Measurement]:
+    """Leave out the graphs that are too far from their source to be chosen; the present one never is.
+
+    Args:
+        measurements: of any graphs.
+        agreements: of each graph with its source, from 0 to 1, as far as that is known.
+        least: a graph that is known to agree less often is left out.
+        now: the present setting.
+    """
+    return [
+        m
+        for m in measurements
+        if m.setting.graph == now.graph or agreements.get(m.setting.graph, 1.0) >= least
+    ]
 
 
 def _fastest_alone(measurements: Sequence[Measurement], *, now: Setting) -> list[Measurement]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.tuning.choice import Goal, Objective, choose
+from genserve.tuning.choice import Goal, Objective, choose, usable
 from genserve.tuning.measurement import Measurement
 from genserve.tuning.setting import Setting
 
@@ -67,6 +67,12 @@ def test_of_those_that_are_the_same_the_one_with_the_shorter_step_is_chosen() ->
 def test_a_graph_is_chosen_like_threads() -> None:
     smaller = measured(16, 20, graph="int4/model.onnx")
     assert choose([*ALL, smaller], goal=goal(), now=NOW).best == smaller
+
+
+def test_a_graph_that_is_far_from_its_source_is_not_usable_unless_it_is_the_present_one() -> None:
+    rows = [measured(1, 5, graph=graph) for graph in ("model.onnx", "poor", "good", "unknown")]
+    left = usable(rows, agreements={"model.onnx": 0.1, "poor": 0.8, "good": 0.9}, least=0.9, now=NOW)
+    assert [m.setting.graph for m in left] == ["model.onnx", "good", "unknown"]
 
 
 @given(
