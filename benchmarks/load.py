@@ -55,6 +55,7 @@ class Load:
     seed: int               # another seed, other prompts: no prefix cache helps
     shared_words: int = 0   # of each prompt, so many at its beginning are those of all the others
     extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of the body
+    keep_alive: bool = True  # or a new connection for each request: some servers end them after a stream
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,35 +80,46 @@ def run(load: Load) -> Measured:
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
         for _, request in zip(range(load.concurrency), requests, strict=False):
-            connected = stack.enter_context(socket.create_connection((load.host, load.port)))
-            connection = _Connection(connected, measured)
+            connection = _Connection((load.host, load.port), measured)
+            stack.callback(connection.close)
             selector.register(connection.socket, selectors.EVENT_READ, connection)
             connection.send(request)
         while selector.get_map():
             for key, _ in selector.select():
-                if not key.data.receive():
+                connection = key.data
+                if not connection.receive():
                     continue
+                selector.unregister(connection.socket)
                 following = next(requests, None)
                 if following is None:
-                    selector.unregister(key.fileobj)
-                else:
-                    key.data.send(following)
+                    continue
+                if not load.keep_alive:
+                    connection.reopen()
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+                connection.send(following)
         measured.elapsed_s = time.perf_counter() - started_s
         measured.cpu_s = time.process_time() - cpu_started_s
     return measured
 
 
 class _Connection:
-    """One kept-alive connection and the answer that streams over it."""
+    """A connection and the answer that streams over it."""
 
-    def __init__(self, connected: socket.socket, measured: Measured) -> None:
-        self.socket = connected
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, address: tuple[str, int], measured: Measured) -> None:
+        self._address = address
+        self.socket = _connect(address)
         self._measured = measured
         self._sent_s = 0.0
         self._last_text_s: float | None = None
         self._line = b""        # not ended yet
         self._end = b""         # the last bytes so far
+
+    def reopen(self) -> None:
+        self.socket.close()
+        self.socket = _connect(self._address)
+
+    def close(self) -> None:
+        self.socket.close()
 
     def send(self, request: bytes) -> None:
         self._line = self._end = b""
@@ -143,6 +155,12 @@ class _Connection:
             raise RuntimeError(f"the answer ended without its last event: {self._end!r}")
         self._measured.prompt_tokens.append(int(prompt[-1]))
         self._measured.new_tokens.append(int(new[-1]))
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    connected = socket.create_connection(address)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
 
 
 def random_prompts(count: int, *, words: int, shared_words: int = 0, seed: int) -> list[str]:
@@ -208,6 +226,7 @@ def main() -> None:
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--shared-words", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-keep-alive", dest="keep_alive", action="store_false")
     parser.add_argument("--extra", type=json.loads, default={}, help="more fields of the body, as JSON")
     measured = run(Load(**vars(parser.parse_args())))
     print(json.dumps({name: getattr(measured, name) for name in Measured.__slots__}))

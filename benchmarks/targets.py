@@ -49,8 +49,12 @@ class Target(Protocol):
 class _Server:
     """Asked over HTTP by `load.py`, a process of its own."""
 
-    def __init__(self, port: int, *, model: str, api: str, extra: Mapping[str, Any]) -> None:
+    def __init__(
+        self, port: int, *, model: str, api: str, extra: Mapping[str, Any], keep_alive: bool = True
+    ) -> None:
         self._flags = [f"--port={port}", f"--model={model}", f"--api={api}", f"--extra={json.dumps(extra)}"]
+        if not keep_alive:
+            self._flags.append("--no-keep-alive")
 
     def measure(self, work: Work) -> Measured:
         flags = [
@@ -126,11 +130,12 @@ def bare_loop(repository: Path, *, model: str) -> Target:
 def _llama_server(program: str, model: str) -> Iterator[Target]:
     """llama.cpp's server with continuous batching, on a GGUF file."""
     port = free_port()
-    command = [program, f"--model={model}", "--host=127.0.0.1", f"--port={port}", f"--threads={CORES}"]
-    command += [f"--parallel={SLOTS}", f"--ctx-size={SLOTS * SLOT_TOKENS}", "--cont-batching"]
+    command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(port), "--threads", str(CORES)]
+    command += ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS), "--cont-batching"]
     extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
-        yield _Server(port, model=model, api="completions", extra=extra)
+        # It promises to keep a connection, and closes it after a stream.
+        yield _Server(port, model=model, api="completions", extra=extra, keep_alive=False)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import statistics
 
 import pytest
@@ -35,6 +36,24 @@ def test_every_request_is_answered_and_counted_by_the_servers_own_figures(
     assert 0 < len(measured.first_text_s) <= 7  # a random model may answer with special tokens alone
     assert 0 < len(measured.gaps_s) <= 7 * 11
     assert max(measured.first_text_s) <= measured.elapsed_s
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_connections_are_kept_or_made_anew_for_each_request(
+    tiny_server: LiveServer, keep_alive: bool
+) -> None:
+    made: list[object] = []
+    create_connection = socket.create_connection
+
+    def counted(address: tuple[str, int]) -> socket.socket:
+        made.append(address)
+        return create_connection(address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", counted)
+        measured = run(load(tiny_server, keep_alive=keep_alive))
+    assert measured.new_tokens == [12] * 7
+    assert len(made) == (3 if keep_alive else 7)
 
 
 def test_a_refused_request_is_an_error_and_not_a_figure(tiny_server: LiveServer) -> None:
