@@ -45,13 +45,15 @@ class CacheMemory:
 
     def missing(self, lengths: Mapping[int, int]) -> int:
         """Return by how much the budget would be passed if these slots held so much; 0 or less: not."""
-        more = sum(max(0, self.rounded(length) - self._held[slot]) for slot, length in lengths.items())
+        held = self._held
+        more = sum(self.rounded(n) - held[slot] for slot, n in lengths.items() if n > held[slot])
         return self.held + more - self.budget
 
     def hold(self, lengths: Mapping[int, int]) -> None:
         """Note that so many positions of these slots are written."""
         for slot, length in lengths.items():
-            self._held[slot] = max(self._held[slot], self.rounded(length))
+            if length > self._held[slot]:
+                self._held[slot] = self.rounded(length)
 
     def give_back(self, slot: int, *, length: int) -> None:
         """Give back what a slot holds behind its first `length` positions."""

@@ -77,8 +77,8 @@ class Engine:
         self._picker = picker
         self._prefix_cache = prefix_cache
         self._waiting: deque[Occupant] = deque()
-        self._last: StepPlan | None = None
         self._last_prefill: Prefill | None = None
+        self._num_prefilled = 0     # tokens, padding included, since the last decode
         self._num_preempted = 0     # in this step
         self._step_started_s = 0.0
 
@@ -164,8 +164,8 @@ class Engine:
                 self._slots.running,
                 waiting=list(islice(self._waiting, self._model.num_slots)),
                 room=self._room(),
-                last=self._last,
                 last_prefill=self._last_prefill,
+                num_prefilled=self._num_prefilled,
                 budget=self._budget,
                 share_prefixes=self._prefix_cache,
             )
@@ -178,9 +178,11 @@ class Engine:
             if self._slots.hold(self._lengths(plan)):
                 break
             self._preempt(self._slots.youngest)
-        self._last = plan
         if isinstance(plan, Prefill):
             self._last_prefill = plan
+            self._num_prefilled += plan.num_padded
+        else:
+            self._num_prefilled = 0
         return plan
 
     def _pack(self) -> None:
@@ -233,7 +235,7 @@ class Engine:
         """Admit one that waits, with what lies in some slot; False if that is not worth it, or not yet."""
         prefix = self._slots.longest_prefix(occupant)
         num_tokens = len(occupant.token_ids)
-        if not worth_reusing(prefix.length, num_tokens=num_tokens, in_company=len(self._waiting) > 1):
+        if not worth_reusing(prefix.length, num_tokens=num_tokens):
             return False
         # One may be in the middle of a long prompt, and one of a short one.
         short = self._budget.beside_decoding

@@ -4,8 +4,8 @@ A step is one forward, and there are two kinds. GroupQueryAttention on CPU takes
 several tokens only where nothing is cached yet, and several rows of one token anywhere. So a
 *prefill* is either a group of whole prompts in fresh slots, or one chunk of one prompt of which the
 first part is there, and a *decode* moves every running sequence by one token. While sequences decode,
-prefills are bounded and alternate with decodes; while a long prompt is computed, its chunks alternate
-with prompts that fit into one: it slows the others down and never stops them.
+the prefills between two decodes are bounded; while a long prompt is computed, its chunks alternate with
+prompts that fit into one: it slows the others down and never stops them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Decode", "Prefill", "PrefillBudget", "Room", "StepPlan", "plan_step"
 class PrefillBudget:
     """How many tokens, padding included, one prefill may hold.
 
-    The alternation costs little: on two cores a decode step of B rows took 4.6 + 0.67 B ms, so
+    The pauses of decoding cost little: on two cores a decode step of B rows took 4.6 + 0.67 B ms, so
     interleaving 32 short prompts in groups of three adds about 1 % to a round of 128 tokens each.
     """
 
     alone: int = 512                # nobody decodes: the larger, the more efficient
-    beside_decoding: int = 256      # a pause of 130 to 230 ms on two cores for those who decode
+    beside_decoding: int = 256      # all those between two decodes; a pause of 130 to 230 ms on two cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,11 @@ class Prefill:
     num_tokens: tuple[int, ...]
     admits: bool                    # they come from the waiting line
 
+    @property
+    def num_padded(self) -> int:
+        """Tokens that the forward runs, padding included."""
+        return len(self.num_tokens) * max(self.num_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
@@ -71,8 +76,8 @@ def plan_step(
     *,
     waiting: Sequence[Occupant],
     room: Room,
-    last: StepPlan | None,
     last_prefill: Prefill | None,
+    num_prefilled: int,
     budget: PrefillBudget,
     share_prefixes: bool,
 ) -> StepPlan | None:
@@ -82,16 +87,42 @@ def plan_step(
         running: by slot; those in the middle of their prompts among them.
         waiting: first come, first served.
         room: for them.
-        last: the step before this one.
         last_prefill: the last of those.
+        num_prefilled: tokens, padding included, of the prefills since the last decode.
         budget: limits of a prefill.
         share_prefixes: one that waits may begin with what another has computed.
     """
-    partial = sorted((s for s in running if s.in_prompt), key=lambda s: s.num_pending)
     decoding = tuple(s for s in running if not s.in_prompt)
-    if decoding and isinstance(last, Prefill):
-        return Decode(sequences=decoding)
-    max_tokens = budget.beside_decoding if decoding else budget.alone
+    max_tokens = budget.beside_decoding - num_prefilled if decoding else budget.alone
+    prefill = None
+    if max_tokens > 0:
+        prefill = _prefill(
+            running,
+            waiting=waiting,
+            room=room,
+            last_prefill=last_prefill,
+            max_tokens=max_tokens,
+            share_prefixes=share_prefixes,
+        )
+    if not decoding:
+        return prefill
+    # What is left of the budget is for prompts that it finishes, not for small chunks of long ones.
+    if prefill and (num_prefilled == 0 or _finishes(prefill)):
+        return prefill
+    return Decode(sequences=decoding)
+
+
+def _prefill(
+    running: Sequence[Occupant],
+    *,
+    waiting: Sequence[Occupant],
+    room: Room,
+    last_prefill: Prefill | None,
+    max_tokens: int,
+    share_prefixes: bool,
+) -> Prefill | None:
+    """Choose between the chunks of those that have begun and whole prompts of those that wait."""
+    partial = sorted((s for s in running if s.in_prompt), key=lambda s: s.num_pending)
     if len(partial) > 1 and not _continues(last_prefill, partial[0]):
         return _chunk(partial[0], max_tokens=max_tokens)
     if not partial or _continues(last_prefill, partial[-1]):
@@ -101,13 +132,15 @@ def plan_step(
             return Prefill(
                 sequences=group, num_tokens=tuple(min(s.num_pending, max_tokens) for s in group), admits=True
             )
-    if partial:
-        return _chunk(partial[-1], max_tokens=max_tokens)
-    return Decode(sequences=decoding) if decoding else None
+    return _chunk(partial[-1], max_tokens=max_tokens) if partial else None
 
 
 def _chunk(sequence: Occupant, *, max_tokens: int) -> Prefill:
     return Prefill(sequences=(sequence,), num_tokens=(min(max_tokens, sequence.num_pending),), admits=False)
+
+
+def _finishes(prefill: Prefill) -> bool:
+    return all(n == s.num_pending for s, n in zip(prefill.sequences, prefill.num_tokens, strict=True))
 
 
 def _continues(prefill: Prefill | None, sequence: Occupant) -> bool:

@@ -7,11 +7,9 @@ from typing import Protocol
 
 __all__ = ["Cached", "Growing", "awaited", "common_prefix", "worth_reusing"]
 
-# To go on behind a prefix takes a step of its own, since several rows with a past cannot share one; that
-# costs about as much as so many tokens in a step that is shared.
-OWN_STEP_TOKENS = 32
-# With nobody there to share a step with, these are worth a copy.
-WORTH_COPYING = 16
+# To go on behind a prefix takes a step of its own, since several rows with a past cannot share one. What
+# such a step costs beyond its tokens is what so many tokens cost in a step with others.
+OWN_STEP_TOKENS = 16
 
 
 class Cached(Protocol):
@@ -51,17 +49,9 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return same
 
 
-def worth_reusing(num_common: int, *, num_tokens: int, in_company: bool) -> bool:
-    """Whether to begin with a cached prefix.
-
-    Args:
-        num_common: length of the prefix.
-        num_tokens: of the whole prompt.
-        in_company: others wait with whom it could share the step that computes all of it.
-    """
-    if in_company and num_common < num_tokens - 1:  # the last token alone goes with those that decode
-        return num_common >= OWN_STEP_TOKENS
-    return num_common >= WORTH_COPYING or 2 * num_common >= num_tokens
+def worth_reusing(num_common: int, *, num_tokens: int) -> bool:
+    """Whether one of `num_tokens` had better begin with so many cached ones than compute all with others."""
+    return num_common >= OWN_STEP_TOKENS or 2 * num_common >= num_tokens
 
 
 def awaited(candidate: Cached, computing: Iterable[Growing]) -> bool:

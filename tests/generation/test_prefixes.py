@@ -20,21 +20,11 @@ def test_a_common_prefix_is_as_long_as_a_plain_loop_says(first, second, data):
 
 
 @pytest.mark.parametrize(
-    ("num_common", "num_tokens", "in_company", "worth"),
-    [
-        (OWN_STEP_TOKENS, 500, True, True),
-        (OWN_STEP_TOKENS - 1, 500, True, False),     # it is cheaper to compute it with the others
-        (OWN_STEP_TOKENS - 1, 500, False, True),
-        (4, 500, False, False),
-        (4, 7, False, True),
-        (4, 7, True, False),
-        (6, 7, True, True),                          # the last token goes with those that decode
-    ],
+    ("num_common", "num_tokens", "worth"),
+    [(OWN_STEP_TOKENS, 500, True), (OWN_STEP_TOKENS - 1, 500, False), (4, 7, True), (3, 7, False)],
 )
-def test_a_prefix_is_reused_where_that_saves_more_than_the_step_it_costs(
-    num_common, num_tokens, in_company, worth
-):
-    assert worth_reusing(num_common, num_tokens=num_tokens, in_company=in_company) is worth
+def test_a_prefix_is_reused_where_that_saves_more_than_the_step_it_costs(num_common, num_tokens, worth):
+    assert worth_reusing(num_common, num_tokens=num_tokens) is worth
 
 
 def test_one_waits_for_what_another_is_about_to_compute():

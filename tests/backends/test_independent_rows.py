@@ -1,0 +1,83 @@
+"""In the default precision a sequence's tokens are the same alone and in any company, on the real engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from genserve.backends.logits_onnx import OnnxLogits
+from genserve.export import export_model
+from genserve.export.progress import SilentProgress
+from genserve.generation.engine import Engine
+from genserve.generation.planner import PrefillBudget
+from genserve.generation.token_sequence import TokenSequence
+from tests.fakes.sequences import sample_loop, sequence_of
+
+NUM_SCHEDULES = 500
+NUM_SLOTS, MAX_LENGTH = 6, 192
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> OnnxLogits:
+    """A cache with the memory of two slots for six, so that some must leave and come back."""
+    repository = tmp_path_factory.mktemp("default")
+    export_model(str(tiny_checkpoint), repository=repository, name="tiny", progress=SilentProgress())
+    file = repository / "tiny_logits" / "1" / "model.onnx"
+    slot_bytes = OnnxLogits(file, num_slots=1, max_length=MAX_LENGTH).kv_cache_bytes
+    return OnnxLogits(file, num_slots=NUM_SLOTS, max_length=MAX_LENGTH, cache_bytes=2 * slot_bytes)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    stems = [[rng.randrange(3, 300) for _ in range(80)] for _ in range(2)]
+    return [
+        rng.choice(stems)[: rng.choice([0, 20, 50, 80])]
+        + [rng.randrange(3, 300) for _ in range(rng.randint(1, 30))]
+        for _ in range(16)
+    ]
+
+
+def sequence(prompt: Sequence[int], *, vocab_size: int, max_tokens: int) -> TokenSequence:
+    return sequence_of(prompt, max_length=MAX_LENGTH, vocab_size=vocab_size, max_tokens=max_tokens)
+
+
+def run(engine: Engine, arrivals: Sequence[TokenSequence], *, rng: random.Random) -> int:
+    """Let them come at random between the steps; returns how often one was preempted."""
+    coming, num_preempted = list(arrivals), 0
+    while coming or engine.num_running or engine.num_waiting:
+        while coming and rng.random() < 0.4:
+            engine.add(coming.pop())
+        result = engine.step()
+        assert result is None or not result.failed
+        num_preempted += result.num_preempted if result else 0
+    return num_preempted
+
+
+def test_a_sequences_tokens_are_the_same_alone_and_in_every_company(logits: OnnxLogits) -> None:
+    alone = []
+    for prompt in prompts():
+        engine = Engine(logits, decode=sample_loop, prefix_cache=False)
+        alone.append(sequence(prompt, vocab_size=logits.vocab_size, max_tokens=90))
+        run(engine, alone[-1:], rng=random.Random(0))
+    num_preempted = num_cached = 0
+    for seed in range(NUM_SCHEDULES):
+        rng = random.Random(seed)
+        budget = PrefillBudget(alone=rng.choice([64, 512]), beside_decoding=rng.choice([16, 256]))
+        engine = Engine(logits, decode=sample_loop, budget=budget)
+        together = {
+            sequence(
+                expected.token_ids[: expected.num_prompt_tokens],
+                vocab_size=logits.vocab_size,
+                max_tokens=rng.choice([3, 8, 90 if seed % 10 == 0 else 12]),
+            ): expected
+            for expected in rng.sample(alone, rng.randint(2, 8))
+        }
+        num_preempted += run(engine, list(together), rng=rng)
+        for found, expected in together.items():
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)], f"schedule {seed}"
+        num_cached += sum(found.num_cached_tokens for found in together)
+    assert num_preempted > 0
+    assert num_cached > 1000
