@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,11 +13,12 @@ import typer
 from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from genserve.tuning.choice import Choice, Goal
     from genserve.tuning.measurement import Measurement, Samples
-    from genserve.tuning.setting import Plan, Setting
+    from genserve.tuning.plan import Plan
+    from genserve.tuning.setting import Setting
     from genserve.tuning.tuned_model import TunedModel
 
 __all__ = ["tune"]
@@ -65,8 +68,8 @@ def tune(
     """
     from genserve.cli.local_models import choose_model
     from genserve.tuning.choice import Goal, Objective, choose, usable
+    from genserve.tuning.plan import make_plan
     from genserve.tuning.plot import check_plot, draw
-    from genserve.tuning.setting import make_plan
     from genserve.tuning.tuned_model import find_model
 
     if plot is not None:
@@ -105,7 +108,7 @@ def _measure(
     taken, stage_name = Samples(), f"measuring {tuned.logits.name}"
     too_long_s = 2 * goal.max_inter_token_s     # so far from the bound that no noise explains it
     try:
-        with ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
+        with _quiet(), ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
             last_s = time.monotonic()
             for sample in samples(tuned.logits, plan, budget_s=budget_s, too_long_s=too_long_s):
                 taken.add(sample)
@@ -115,6 +118,18 @@ def _measure(
     except KeyboardInterrupt:
         return taken, True
     return taken, False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log no warnings: a stage that is loaded again and again would have the same ones again and again."""
+    logger = logging.getLogger("genserve")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _print_measurements(

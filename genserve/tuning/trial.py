@@ -14,7 +14,8 @@ from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
 from genserve.tuning.measurement import Sample
-from genserve.tuning.setting import Plan, Setting, configured
+from genserve.tuning.plan import Plan
+from genserve.tuning.setting import Setting, configured
 
 __all__ = ["samples"]
 

@@ -13,7 +13,7 @@ import torch
 from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
-from genserve.tuning.setting import Plan
+from genserve.tuning.plan import Plan
 from genserve.tuning.trial import samples
 from genserve.tuning.tuned_model import find_model
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
