@@ -115,7 +115,8 @@ class TorchLogits:
         inputs = [self._torch.from_numpy(array).to(self._device) for array in arrays]
         with self._torch.inference_mode():
             logits = self._module(*inputs, cache)
-        return logits.numpy() if self._device.type == "cpu" else logits
+        # What inference mode made, torch lets nobody change; a decoding loop may.
+        return logits.numpy() if self._device.type == "cpu" else logits.clone()
 
 
 def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:

@@ -63,8 +63,12 @@ def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Pl
 def _obstacle(config: ModelConfig) -> _Obstacle | None:
     states = config.sequence_batching.states if config.sequence_batching else ()
     types = {state.data_type for state in states if state.same_buffer}
-    if config.backend != "onnxruntime" or not types:
-        return None  # its backend runs it wherever it can
+    if not types:
+        return None  # without a cache, its backend runs it wherever it can
+    return (_obstacle_of_onnx(types) if config.backend == "onnxruntime" else None) or _obstacle_of_torch()
+
+
+def _obstacle_of_onnx(types: set[str]) -> _Obstacle | None:
     if types != {"TYPE_FP16"}:
         return _Obstacle(
             reason=f"its KV cache is of {', '.join(sorted(types))}, and CUDA has attention in float16 alone",
@@ -75,11 +79,15 @@ def _obstacle(config: ModelConfig) -> _Obstacle | None:
             reason="this ONNX Runtime is the one for CPUs",
             remedy="`pip uninstall onnxruntime`, then `pip install 'genserve[gpu]'`",
         )
-    import torch  # only here: it takes seconds
-
-    if not torch.cuda.is_available():
-        return _Obstacle(
-            reason=f"torch {torch.__version__} finds no CUDA",
-            remedy="install the torch that PyPI has, not the one of the index for CPUs, and a driver",
-        )
     return None
+
+
+def _obstacle_of_torch() -> _Obstacle | None:
+    import torch  # only here, where a GPU is: it takes seconds
+
+    if torch.cuda.is_available():
+        return None
+    return _Obstacle(
+        reason=f"torch {torch.__version__} finds no CUDA",
+        remedy="install the torch that PyPI has, not the one of the index for CPUs, and a driver",
+    )

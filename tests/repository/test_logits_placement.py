@@ -15,7 +15,7 @@ from genserve.repository import logits_placement as module
 from genserve.repository.index import scan
 from genserve.repository.logits_placement import logits_placement
 
-HALF = ("TYPE_FP32", "TYPE_FP16")  # of the states; the logits of the config are not looked at
+STATES, HALF = "sequence_batching", ("TYPE_FP32", "TYPE_FP16")
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def stage(tiny_repository: Path, tmp_path: Path):
     """Return the entry of a logits stage with some text added to its config."""
     shutil.copytree(tiny_repository, tmp_path / "models")
 
-    def entry(text: str = "", *, fp16: bool = False):
+    def entry(text: str = "", *, fp16: bool = False, backend: str = "onnxruntime"):
         config = tmp_path / "models" / "tiny_logits" / "config.pbtxt"
-        before, states, after = config.read_text().partition("sequence_batching")
+        before, states, after = config.read_text().replace("onnxruntime", backend).partition(STATES)
         config.write_text(before + states + (after.replace(*HALF) if fp16 else after) + text)
         return scan([tmp_path / "models"])["tiny_logits"]
 
@@ -62,6 +62,11 @@ def test_a_float16_cache_goes_to_the_gpu_that_the_config_names(stage, machine, g
     assert (placement.kind, placement.device_id) == ("GPU", device)
 
 
+def test_a_torchscript_cache_goes_there_in_any_precision(stage, machine):
+    machine(gpus=1, cuda=True)
+    assert logits_placement(stage(backend="pytorch"), strict_placement=True).kind == "GPU"
+
+
 def test_a_config_for_the_cpu_stays_there(stage, machine):
     machine(gpus=1, providers=CUDA, cuda=True)
     placement = logits_placement(stage("instance_group { kind: KIND_CPU }", fp16=True))
@@ -69,18 +74,19 @@ def test_a_config_for_the_cpu_stays_there(stage, machine):
 
 
 @pytest.mark.parametrize(
-    ("fp16", "providers", "words"),
+    ("logits", "providers", "words"),
     [
-        (False, CUDA, "float16 alone"),
-        (True, (), "ONNX Runtime is the one for CPUs"),
-        (True, CUDA, "finds no CUDA"),
+        ({"fp16": False}, CUDA, "float16 alone"),
+        ({"fp16": True}, (), "ONNX Runtime is the one for CPUs"),
+        ({"fp16": True}, CUDA, "finds no CUDA"),
+        ({"backend": "pytorch"}, (), "finds no CUDA"),
     ],
 )
 def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
-    stage, machine, caplog, fp16, providers, words
+    stage, machine, caplog, logits, providers, words
 ):
     machine(gpus=1, providers=providers)
-    entry = stage("instance_group { kind: KIND_GPU }", fp16=fp16)
+    entry = stage("instance_group { kind: KIND_GPU }", **logits)
     with caplog.at_level(logging.INFO):
         assert logits_placement(entry).kind == "CPU"
     [record] = (r for r in caplog.records if words in r.getMessage())
