@@ -11,8 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import RepositoryError
-from tests.export.graphs import write_graph
+from genserve.export.form import Form
+from genserve.generation.logits_model import LogitsModel
+from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 TOLERANCE = 0.02  # of the largest logit: some units of float16 in two layers
@@ -21,11 +24,10 @@ TOLERANCE = 0.02  # of the largest logit: some units of float16 in two layers
 class Checked:
     """Slots that are filled, decoded and moved, each row compared with the reference at once."""
 
-    def __init__(self, source: Path, folder: Path, memory: DeviceMemory) -> None:
-        file = write_graph(source, folder, precision="fp16").folder / "model.onnx"
-        self.logits = OnnxLogits(file, num_slots=4, max_length=128, memory=memory)
+    def __init__(self, logits: LogitsModel, source: Path, *, device: str) -> None:
+        self.logits = logits
         self.histories: list[list[int]] = []
-        self._reference = reference_model(source, device=str(memory.device))
+        self._reference = reference_model(source, device=device)
 
     def prefill(self, histories: list[list[int]]) -> None:
         self.histories = [list(history) for history in histories]
@@ -55,6 +57,7 @@ class Checked:
             with torch.inference_mode():
                 ids = torch.tensor([history], device=self._reference.device)
                 expected = self._reference(ids).logits[0, -1].float()
+            row = torch.as_tensor(row, device=expected.device)  # TorchScript's are numpy's on the CPU
             assert (row - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
@@ -67,10 +70,27 @@ def random_ids(count: int, *, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 300, count).tolist()
 
 
-@pytest.mark.parametrize("model", [name for name in TINY_MODELS if not name.startswith("bloom")])
-def test_all_that_the_engine_does_equals_transformers(model, memory, tmp_path):
+def onnx(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
+    file = write_graph(source, folder, precision="fp16").folder / "model.onnx"
+    return OnnxLogits(file, num_slots=4, max_length=128, memory=memory)
+
+
+def torchscript(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
+    conversion = conversion_of(source, form=Form.TORCHSCRIPT)
+    file = write_conversion(conversion, folder).folder / "model.pt"
+    return TorchLogits(file, num_slots=4, max_length=128, memory=memory)
+
+
+ATTENTION_WITH_A_BIAS = "bloom"     # ALiBi, which ONNX Runtime's attention on CUDA has not
+
+
+@pytest.mark.parametrize("model", TINY_MODELS)
+@pytest.mark.parametrize("runtime", [onnx, torchscript])
+def test_all_that_the_engine_does_equals_transformers(runtime, model, device, memory, tmp_path):
+    if runtime is onnx and model.startswith(ATTENTION_WITH_A_BIAS):
+        pytest.skip("has no attention on CUDA in ONNX Runtime")
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
-    slots = Checked(source, tmp_path / "graph", memory)
+    slots = Checked(runtime(source, tmp_path / "graph", memory), source, device=device)
     slots.prefill([random_ids(length, seed=length) for length in (5, 40, 1)])
     slots.decode(steps=4)
     slots.prefill_in_chunks(3, random_ids(50, seed=3), length=16)
