@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["Figures", "markdown", "median", "percentile", "prefix_figures", "ratio", "serving_figures"]
+from genserve.client.load import percentile
+
+__all__ = ["Figures", "markdown", "median", "prefix_figures", "ratio", "serving_figures"]
 
 Figures: TypeAlias = Mapping[str, float]    # of one target in one round, by name
 
 
 def serving_figures(measured: Mapping[str, Any], *, concurrency: int) -> Figures:
-    """Summarise the fields of `load.Measured`: tokens per second, and times in milliseconds.
+    """Summarise the fields of `genserve.client.load.Measured`: tokens per second, and times in milliseconds.
 
     `together_p50_ms` is the time to the first token of those requests that were sent at the beginning, all at
     once; each of the others was sent when one before it ended.
@@ -36,12 +37,6 @@ def prefix_figures(measured: Mapping[str, Any]) -> Figures:
     """Times to the first token of two requests that were sent one after the other, in milliseconds."""
     cold_s, warm_s = measured["first_text_s"]
     return {"cold_ms": cold_s * 1e3, "warm_ms": warm_s * 1e3, "sooner": cold_s / warm_s}
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that `percent` of them do not exceed, by nearest rank."""
-    ordered = sorted(values)
-    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
 
 
 def median(rounds: Sequence[Figures], name: str) -> float | None:

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from load import random_prompts
 from servers import free_port, genserve_server, running
+
+from genserve.client.load import random_prompts
 
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
 
-Measured: TypeAlias = Mapping[str, Any]     # the fields of `load.Measured`
+Measured: TypeAlias = Mapping[str, Any]     # the fields of `genserve.client.load.Measured`
 
 HERE = Path(__file__).parent
 CORES = len(os.sched_getaffinity(0))

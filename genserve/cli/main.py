@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import genserve
+from genserve.cli.bench import bench
 from genserve.cli.chat import chat
 from genserve.cli.check import check
 from genserve.cli.export import export
@@ -37,6 +38,7 @@ app.command(epilog="Example: echo 'The capital of France is' | genserve generate
 app.command(epilog="Example: genserve pull smollm2")(pull)
 app.command(epilog="Example: genserve export ./checkpoint --name mine --precision int8")(export)
 app.command(epilog="Example: genserve check --model-repository ./model_repository --strict")(check)
+app.command(epilog="Example: genserve bench smollm2 --concurrency 32 --new-tokens 128")(bench)
 app.command(epilog="Example: genserve tune smollm2 --max-inter-token-ms 40 --plot tune.png")(tune)
 app.command(epilog="Example: genserve models --url http://127.0.0.1:8000")(models)
 

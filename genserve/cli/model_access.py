@@ -15,7 +15,7 @@ from genserve.stream import Stream
 if TYPE_CHECKING:
     from genserve.client import Client
 
-__all__ = ["OpenedModel", "TextModel", "open_model"]
+__all__ = ["OpenedModel", "TextModel", "choose_remote", "open_model"]
 
 
 class TextModel(Protocol):
@@ -67,11 +67,16 @@ def _remote_model(name: str | None, *, url: str) -> Iterator[OpenedModel]:
     from genserve.client import Client
 
     with Client(url) as client:
-        name = _choose_remote(name, client.models())
+        name = choose_remote(name, client.models())
         yield OpenedModel(name=name, max_length=None, text_model=_RemoteModel(client=client, name=name))
 
 
-def _choose_remote(name: str | None, known: Sequence[str]) -> str:
+def choose_remote(name: str | None, known: Sequence[str]) -> str:
+    """Return the model of a server to ask: the one asked for, or the only one that it has.
+
+    Raises:
+        ModelNotFound: it has no such model; or several, and none was asked for.
+    """
     if name is None and len(known) == 1:
         return known[0]
     if name is None or name not in known:

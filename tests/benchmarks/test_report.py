@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from benchmarks.report import markdown, median, percentile, prefix_figures, ratio, serving_figures
-
-
-@pytest.mark.parametrize("percent", [1, 50, 95, 99, 100])
-@pytest.mark.parametrize("count", [1, 2, 20, 33])
-def test_a_percentile_is_the_nearest_rank_of_numpy(percent: int, count: int) -> None:
-    values = np.random.default_rng(count).permutation(count) / 7
-    assert percentile(values, percent) == np.percentile(values, percent, method="inverted_cdf")
+from benchmarks.report import markdown, median, prefix_figures, ratio, serving_figures
 
 
 def test_the_first_tokens_of_those_that_came_together_are_told_apart_from_those_of_all() -> None:

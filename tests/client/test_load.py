@@ -1,13 +1,16 @@
-"""The load client of the benchmark against a live server."""
+"""The load client against a live server."""
 
 from __future__ import annotations
 
 import socket
 import statistics
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.load import Load, random_prompts, run
+from genserve.client.load import Load, percentile, random_prompts, run
+from genserve.errors import Unreachable
 from tests.live import LiveServer
 
 
@@ -57,8 +60,33 @@ def test_connections_are_kept_or_made_anew_for_each_request(
 
 
 def test_a_refused_request_is_an_error_and_not_a_figure(tiny_server: LiveServer) -> None:
-    with pytest.raises(RuntimeError, match="did not answer"):
+    with pytest.raises(Unreachable, match="did not answer"):
         run(load(tiny_server, model="nowhere"))
+
+
+def test_a_port_where_nobody_listens_is_an_error_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    nobody = Load(
+        host="127.0.0.1",
+        port=port,
+        model="tiny",
+        api="chat",
+        concurrency=1,
+        num_requests=1,
+        new_tokens=1,
+        prompt_words=1,
+        seed=0,
+    )
+    with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port}.*genserve serve"):
+        run(nobody)
+
+
+def test_a_server_that_asks_for_a_key_is_given_it(tiny_repository: Path) -> None:
+    with LiveServer(tiny_repository, api_key="secret") as server:
+        assert run(load(server, api_key="secret")).new_tokens == [12] * 7
+        with pytest.raises(Unreachable, match="401"):
+            run(load(server, api_key="wrong"))
 
 
 def test_more_fields_of_the_body_reach_the_server(tiny_server: LiveServer) -> None:
@@ -76,3 +104,10 @@ def test_shared_words_are_the_beginning_of_every_prompt_and_no_more() -> None:
     prompts = [prompt.split() for prompt in random_prompts(5, words=20, shared_words=8, seed=1)]
     assert len({tuple(words[:8]) for words in prompts}) == 1
     assert len({tuple(words[8:]) for words in prompts}) == 5
+
+
+@pytest.mark.parametrize("percent", [1, 50, 95, 99, 100])
+@pytest.mark.parametrize("count", [1, 2, 20, 33])
+def test_a_percentile_is_the_nearest_rank_of_numpy(percent: int, count: int) -> None:
+    values = np.random.default_rng(count).permutation(count) / 7
+    assert percentile(values, percent) == np.percentile(values, percent, method="inverted_cdf")

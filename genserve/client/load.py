@@ -1,0 +1,228 @@
+"""Load: a closed loop of streaming requests over plain sockets, to measure a server with.
+
+The client may share its cores with the server that it measures, so it does as little as can be: one thread,
+one selector, no HTTP library, and no JSON is parsed while answers stream. Each connection sends its next
+request when its answer is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from genserve.errors import StreamBroken, Unreachable
+
+__all__ = ["APIS", "Load", "Measured", "percentile", "random_prompts", "run"]
+
+# An event that brings text to the reader: not the first one, which has a role only, nor the last.
+_TEXT = re.compile(rb'^data:.*?"(?:content|text)": ?"(?!")', re.MULTILINE)
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')
+_NEW_TOKENS = re.compile(rb'"(?:completion_tokens|generated_tokens)": ?(\d+)')
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+
+_WORDS = """
+    time year people way day man thing woman life child world school state family student group country
+    problem hand part place case week company system program question work government number night point
+    home water room mother area money story fact month lot right study book eye job word business issue
+    side kind head house service friend father power hour game line end member law car city community
+    name
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What to ask, and how often."""
+
+    host: str
+    port: int
+    model: str
+    api: str                # "chat", "generate" (TGI's) or "completions" (OpenAI's older one)
+    concurrency: int
+    num_requests: int
+    new_tokens: int
+    prompt_words: int       # a word is about one token
+    seed: int               # another seed, other prompts: no prefix cache helps
+    shared_words: int = 0   # of each prompt, so many at its beginning are those of all the others
+    api_key: str = ""       # sent as a bearer token; empty: none
+    extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of the body
+    keep_alive: bool = True  # or a new connection for each request: some servers end them after a stream
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What came back; grows while the load runs."""
+
+    elapsed_s: float = 0.0
+    cpu_s: float = 0.0                                              # of this process
+    prompt_tokens: list[int] = field(default_factory=list)          # per request, as the server counts
+    new_tokens: list[int] = field(default_factory=list)             # likewise
+    first_text_s: list[float] = field(default_factory=list)         # per request: sent to first text
+    gaps_s: list[float] = field(default_factory=list)               # between texts; 0 if they came together
+
+
+def run(load: Load) -> Measured:
+    """Send all requests and wait for all answers.
+
+    Raises:
+        Unreachable: nobody listens there, or the server refused a request.
+        StreamBroken: an answer ended before its last event.
+    """
+    measured, requests = Measured(), _requests(load)
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        started_s, cpu_started_s = time.perf_counter(), time.process_time()
+        for _, request in zip(range(load.concurrency), requests, strict=False):
+            connection = _Connection((load.host, load.port), measured)
+            stack.callback(connection.close)
+            selector.register(connection.socket, selectors.EVENT_READ, connection)
+            connection.send(request)
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection = key.data
+                if not connection.receive():
+                    continue
+                selector.unregister(connection.socket)
+                following = next(requests, None)
+                if following is None:
+                    continue
+                if not load.keep_alive:
+                    connection.reopen()
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+                connection.send(following)
+        measured.elapsed_s = time.perf_counter() - started_s
+        measured.cpu_s = time.process_time() - cpu_started_s
+    return measured
+
+
+class _Connection:
+    """A connection and the answer that streams over it."""
+
+    def __init__(self, address: tuple[str, int], measured: Measured) -> None:
+        self._address = address
+        self.socket = _connect(address)
+        self._measured = measured
+        self._sent_s = 0.0
+        self._last_text_s: float | None = None
+        self._line = b""        # not ended yet
+        self._end = b""         # the last bytes so far
+
+    def reopen(self) -> None:
+        self.socket.close()
+        self.socket = _connect(self._address)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def send(self, request: bytes) -> None:
+        self._line = self._end = b""
+        self._sent_s, self._last_text_s = time.perf_counter(), None
+        self.socket.sendall(request)
+
+    def receive(self) -> bool:
+        """Read what is there; returns whether the answer is complete."""
+        data = self.socket.recv(1 << 16)
+        now_s = time.perf_counter()
+        lines, newline, self._line = (self._line + data).rpartition(b"\n")
+        self._end = (self._end + data)[-1024:]
+        for _ in _TEXT.finditer(lines):
+            self._note_text(now_s)
+        if self._end.endswith(_LAST_CHUNK):
+            self._note_end()
+            return True
+        refused = lines.startswith(b"HTTP/1.1 ") and not lines.startswith(b"HTTP/1.1 200 ")
+        if refused or not data:
+            raise Unreachable(f"the server did not answer: {(lines + newline + self._line)!r}")
+        return False
+
+    def _note_text(self, now_s: float) -> None:
+        if self._last_text_s is None:
+            self._measured.first_text_s.append(now_s - self._sent_s)
+        else:
+            self._measured.gaps_s.append(now_s - self._last_text_s)
+        self._last_text_s = now_s
+
+    def _note_end(self) -> None:
+        prompt, new = _PROMPT_TOKENS.findall(self._end), _NEW_TOKENS.findall(self._end)
+        if not prompt or not new:
+            raise StreamBroken(f"the answer ended without its last event: {self._end!r}")
+        self._measured.prompt_tokens.append(int(prompt[-1]))
+        self._measured.new_tokens.append(int(new[-1]))
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    try:
+        connected = socket.create_connection(address)
+    except OSError as error:
+        raise Unreachable(
+            f"nobody answers at {address[0]}:{address[1]}: {error.strerror}",
+            remedy="start a server: `genserve serve`; or name another one by --url",
+        ) from error
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return the value that `percent` of them do not exceed, by nearest rank."""
+    ordered = sorted(values)
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
+
+
+def random_prompts(count: int, *, words: int, shared_words: int = 0, seed: int) -> list[str]:
+    """Return so many texts of so many words, the first `shared_words` of which are the same in all."""
+    rng = random.Random(seed)
+    shared = rng.choices(_WORDS.split(), k=shared_words)
+    return [" ".join(shared + rng.choices(_WORDS.split(), k=words - shared_words)) for _ in range(count)]
+
+
+def _requests(load: Load) -> Iterator[bytes]:
+    prompts = random_prompts(
+        load.num_requests, words=load.prompt_words, shared_words=load.shared_words, seed=load.seed
+    )
+    key = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
+    for prompt in prompts:
+        path, body = _BODIES[load.api](prompt, load)
+        payload = json.dumps(body | dict(load.extra)).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
+            f"{key}Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        )
+        yield head.encode() + payload
+
+
+def _chat(prompt: str, load: Load) -> tuple[str, dict[str, object]]:
+    return "/v1/chat/completions", {
+        "model": load.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": load.new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _generate(prompt: str, load: Load) -> tuple[str, dict[str, object]]:
+    parameters = {"max_new_tokens": load.new_tokens, "ignore_eos": True}
+    return "/generate_stream", {"model": load.model, "inputs": prompt, "parameters": parameters}
+
+
+def _completions(prompt: str, load: Load) -> tuple[str, dict[str, object]]:
+    return "/v1/completions", {
+        "model": load.model,
+        "prompt": prompt,
+        "max_tokens": load.new_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
+_BODIES = {"chat": _chat, "generate": _generate, "completions": _completions}
+APIS = tuple(_BODIES)
