@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.backends.networks import save_torchscript
 
@@ -35,8 +35,8 @@ class Whole(torch.nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def reference_model(checkpoint: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+def reference_model(checkpoint: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
 
 
 def whole_torchscript(path: Path, checkpoint: Path) -> Path:

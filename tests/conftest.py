@@ -10,6 +10,7 @@ import pytest
 from genserve.export import export_model, pull
 from genserve.export.progress import SilentProgress
 from tests.checkpoints import tiny_llama_checkpoint
+from tests.export import tiny_models
 from tests.live import LiveServer
 
 
@@ -24,6 +25,34 @@ def tiny_repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: P
     repository = tmp_path_factory.mktemp("repository")
     export_model(
         str(tiny_checkpoint), repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
+    )
+    return repository
+
+
+@pytest.fixture(scope="session")
+def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an architecture that no family builds."""
+    folder = tmp_path_factory.mktemp("stablelm") / "checkpoint"
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+    }
+    tiny_models.tiny_checkpoint(folder, model_type="stablelm", **sizes)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def traced_repository(tmp_path_factory: pytest.TempPathFactory, stablelm_checkpoint: Path) -> Path:
+    """That checkpoint as model `traced`."""
+    pytest.importorskip("onnxscript")
+    repository = tmp_path_factory.mktemp("traced")
+    export_model(
+        str(stablelm_checkpoint), repository=repository, name="traced", progress=SilentProgress()
     )
     return repository
 

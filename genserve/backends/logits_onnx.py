@@ -20,7 +20,7 @@ from genserve.backends.onnx_session import SPIN_US, Provider, onnxruntime_module
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import LogitsArray, TokenArray
 
-__all__ = ["OnnxLogits"]
+__all__ = ["OnnxLogits", "cache_layer"]
 
 _GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
@@ -76,7 +76,7 @@ class OnnxLogits:
         context_length = self._context_length(path)
         outputs = {o.name: o for o in self._session.get_outputs()}
         self.vocab_size = int(outputs["logits"].shape[-1])
-        layers = {name: _layer(inputs[name], path) for name in past}
+        layers = {name: cache_layer(inputs[name], path) for name in past}
         room = CacheRoom.reserve(
             self._memory,
             layers,
@@ -204,7 +204,7 @@ class _Call:
             self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
-def _layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
+def cache_layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
     """Return kv_heads, head_dim and element type of a graph's input for the past of a layer."""
     _, kv_heads, _, head_dim = past.shape
     if past.type not in _CACHE_TYPES:

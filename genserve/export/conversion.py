@@ -48,8 +48,8 @@ class Conversion:
         if family is None:
             raise ExportError(
                 f"{checkpoint.source} is of the architecture {architecture(checkpoint.config)}, "
-                "which cannot be exported",
-                remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
+                f"which no family builds, and {form.words} is made of families alone",
+                remedy=f"export it to ONNX; or one of the known architectures: {', '.join(sorted(FAMILIES))}",
             )
         return cls(
             stages=stages,

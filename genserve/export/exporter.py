@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from genserve.export.stages import Stages
 from genserve.export.staging import install, install_beside, staging_folder
 
 __all__ = ["export_model"]
+
+logger = logging.getLogger(__name__)
 
 
 def export_model(
@@ -54,16 +57,30 @@ def export_model(
     else:
         _require_free_beside(stages, repository, beside=beside, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
+        from genserve.export.architectures import architecture, family_of
         from genserve.export.conversion import Conversion
         from genserve.export.parity import check_parity
         from genserve.export.precision import resolve_precision
         from genserve.export.source import locate, read_checkpoint
-    form = Form(file_format)
-    precision = resolve_precision(precision, form)
+        from genserve.export.traced import TracedConversion
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
-        conversion = Conversion.of(checkpoint, stages=stages, precision=precision, form=form)
+        form = Form(file_format)
+        if form is Form.ONNX and family_of(checkpoint.config) is None:
+            form = Form.TRACED
+        precision = resolve_precision(precision, form)
+        conversion: Conversion | TracedConversion
+        if form is Form.TRACED:
+            logger.warning(
+                "%s is of the architecture %s, which no family builds: its graph is traced from the code of "
+                "transformers, and slower than one of ours",
+                source,
+                architecture(checkpoint.config),
+            )
+            conversion = TracedConversion.of(checkpoint, stages=stages, precision=precision)
+        else:
+            conversion = Conversion.of(checkpoint, stages=stages, precision=precision, form=form)
     with staging_folder(repository, stages) as staged:
         if beside is not None:
             conversion.folders.require_agreeing_config(repository, state_types=False)

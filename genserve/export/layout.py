@@ -171,7 +171,7 @@ _RUNTIMES: Mapping[Form, Mapping[str, str]] = MappingProxyType(
             "backend": "onnxruntime",
             "runtime": "ONNX Runtime",
             "threads": "intra_op_thread_count",
-            "cache": "copied at each step, which makes this slower than a graph of a known family",
+            "cache": "copied at each step, with one token more",
         },
     }
 )

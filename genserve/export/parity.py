@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
@@ -105,6 +106,8 @@ def check_parity(
             )
         case Form.TORCHSCRIPT:
             graph = TorchLogits(folder / form.file_name, num_slots=2, max_length=len(ids))
+        case Form.TRACED:
+            graph = GrowingLogits(folder / form.file_name, num_slots=2, max_length=len(ids))
     exported, positions = _exported_logits(graph, ids)
     expected = source[positions]
     parity = Parity(

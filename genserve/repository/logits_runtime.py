@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping
 from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from genserve.backends.backend import Placement
+from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
@@ -46,6 +47,7 @@ class _Cache(Enum):
     """Where a logits stage keeps the keys and values of its tokens, by the states of its config."""
 
     IN_PLACE = auto()   # written where it lies
+    GROWING = auto()    # a traced graph's: copied at each step, with one token more
     NONE = auto()       # no states: every step computes all tokens again
 
 
@@ -72,22 +74,30 @@ def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLo
     )
     if _cache(config) is _Cache.NONE:
         return _whole(path, config, placement)
+    if _cache(config) is _Cache.GROWING:
+        return _growing(path, config, placement)
     memory = _memory(placement)
-    num_slots = max(1, config.max_batch_size)
-    max_length = integer_parameter(config.parameters, "max_sequence_length", default=0)
-    cache_bytes = _cache_bytes(config, memory)
+    sizes = _sizes(config, memory)
     if config.backend == "pytorch":
         set_threads(config.parameters)
-        return TorchLogits(
-            path, num_slots=num_slots, max_length=max_length, cache_bytes=cache_bytes, memory=memory
-        )
-    return OnnxLogits(
-        path,
-        num_slots=num_slots,
-        max_length=max_length,
-        cache_bytes=cache_bytes,
-        num_threads=integer_parameter(config.parameters, "intra_op_thread_count", default=0),
-        memory=memory,
+        return TorchLogits(path, memory=memory, **sizes)
+    num_threads = integer_parameter(config.parameters, "intra_op_thread_count", default=0)
+    return OnnxLogits(path, num_threads=num_threads, memory=memory, **sizes)
+
+
+class _Sizes(TypedDict):
+    num_slots: int
+    max_length: int             # 0: as long as the graph can
+    cache_bytes: int | None
+
+
+def _sizes(config: ModelConfig, memory: LogitsMemory) -> _Sizes:
+    """Return what the config says of slots; the cache is given half of what is free, if it says nothing."""
+    free = memory.free_bytes()
+    return _Sizes(
+        num_slots=max(1, config.max_batch_size),
+        max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
+        cache_bytes=bytes_parameter(config.parameters, "kv_cache_bytes") or (free // 2 if free else None),
     )
 
 
@@ -99,17 +109,29 @@ def _memory(placement: Placement) -> LogitsMemory:
     return DeviceMemory(f"cuda:{placement.device_id}")
 
 
-def _cache_bytes(config: ModelConfig, memory: LogitsMemory) -> int | None:
-    """Return what the config gives the KV cache, or half of what is free."""
-    free = memory.free_bytes()
-    return bytes_parameter(config.parameters, "kv_cache_bytes") or (free // 2 if free else None)
-
-
 def _cache(config: ModelConfig) -> _Cache:
     batching = config.sequence_batching
     if batching is None or not batching.iterative or not batching.states:
         return _Cache.NONE
-    return _Cache.IN_PLACE if all(state.same_buffer for state in batching.states) else _Cache.NONE
+    if all(state.same_buffer for state in batching.states):
+        return _Cache.IN_PLACE
+    # Others have iterative sequences with states too, which are no cache of keys and values.
+    grows = all(state.input_name.startswith("past_key_values.") for state in batching.states)
+    return _Cache.GROWING if grows and config.backend == "onnxruntime" else _Cache.NONE
+
+
+def _growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
+    logger.warning(
+        "model %s has a KV cache that is copied at each step: it is slower than a graph of a family "
+        "that `genserve export` knows",
+        config.name,
+    )
+    return GrowingLogits(
+        path,
+        parameters=config.parameters,
+        providers=_memory(placement).providers,
+        **_sizes(config, HostMemory()),
+    )
 
 
 def _whole(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:

@@ -1,4 +1,4 @@
-"""Each kind of logits runtime against transformers' own model, on the weights of a tiny checkpoint."""
+"""Each kind of logits runtime against transformers' own model of the same checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.pytorch import open_module
@@ -21,11 +22,6 @@ from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_o
 
 TOLERANCE = 1e-4
 MAX_LENGTH = 128
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoint):
-    return reference_model(tiny_checkpoint)
 
 
 def whole(checkpoint: Path, folder: Path) -> LogitsModel:
@@ -45,9 +41,24 @@ def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
 KINDS = {"whole": whole, "torchscript": torchscript}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def logits(request, tiny_checkpoint, tmp_path_factory) -> LogitsModel:
-    return KINDS[request.param](tiny_checkpoint, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module", params=[*KINDS, "growing"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(kind, request):
+    """The model itself; a traced one is of an architecture that no family builds."""
+    name = "stablelm_checkpoint" if kind == "growing" else "tiny_checkpoint"
+    return reference_model(request.getfixturevalue(name))
+
+
+@pytest.fixture(scope="module")
+def logits(kind, request, tmp_path_factory) -> LogitsModel:
+    if kind in KINDS:
+        return KINDS[kind](request.getfixturevalue("tiny_checkpoint"), tmp_path_factory.mktemp(kind))
+    path = request.getfixturevalue("traced_repository") / "traced_logits" / "1" / "model.onnx"
+    return GrowingLogits(path, num_slots=8, max_length=MAX_LENGTH)
 
 
 def last_row(reference, token_ids) -> np.ndarray:

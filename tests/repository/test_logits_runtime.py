@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import torch
 
 from genserve.export import SilentProgress, export_model
 from genserve.repository.check import repository_faults
-from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.chains import WHOLE_CONFIG, add_chain, reference_model, whole_torchscript
+from tests.checkpoints import tiny_tokenizer
 from tests.live import LiveServer
 
 
@@ -78,3 +82,37 @@ def test_a_graph_without_a_cache_says_what_it_costs_as_it_is_loaded(
     [line] = [record.getMessage() for record in caplog.records if "KV cache" in record.getMessage()]
     assert line.startswith("model whole_logits has no KV cache: each token costs a run of the whole sequence")
     assert "128 tokens" in line
+
+
+def test_a_traced_model_answers_as_transformers_does(
+    traced_repository: Path, stablelm_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = ["the", "hello world, how are you", "a longer one of them: " + "on and on " * 6]
+    assert set(repository_faults([traced_repository]).values()) == {()}
+    caplog.set_level(logging.WARNING)
+    with LiveServer(traced_repository) as server, ThreadPoolExecutor() as pool:
+        answers = list(pool.map(partial(generated_ids, server.url), prompts))
+    assert "traced_logits has a KV cache that is copied at each step" in caplog.text
+    model, tokenizer = reference_model(stablelm_checkpoint), tiny_tokenizer(vocab_size=320)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            min_new_tokens=20,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, ids.shape[1] :]
+        assert answer == expected.tolist()
+
+
+def generated_ids(url: str, prompt: str) -> list[int]:
+    """The ids of twenty greedy tokens."""
+    body = {
+        "inputs": prompt,
+        "parameters": {"max_new_tokens": 20, "do_sample": False, "details": True, "ignore_eos": True},
+    }
+    answer = httpx2.post(f"{url}/generate", json=body, timeout=60).json()
+    return [token["id"] for token in answer["details"]["tokens"]]

@@ -1,0 +1,184 @@
+"""Traced: models of architectures without a family, by what torch makes of transformers' own code."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from genserve.errors import ExportError, MissingDependency
+from genserve.export.architectures import FAMILIES, architecture
+from genserve.export.checkpoint import Checkpoint
+from genserve.export.decoder import Dimensions
+from genserve.export.form import Form
+from genserve.export.parity import source_model
+from genserve.export.report import Precision
+from genserve.export.stage_folders import StageFolders
+from genserve.export.stages import Stages
+
+__all__ = ["TracedConversion"]
+
+_DEFAULT_CONTEXT = 2048  # tokens, of a config that does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedConversion:
+    """What is to be written, as `Conversion` is for the families; the whole model is in memory."""
+
+    checkpoint: Checkpoint
+    folders: StageFolders
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision) -> TracedConversion:
+        """Find the sizes of the model.
+
+        Raises:
+            ExportError: transformers has no such model, or one whose layers do not all have keys and values
+                of one size.
+        """
+        with _refusing(checkpoint):
+            dimensions = _dimensions(checkpoint)
+        folders = StageFolders(
+            stages=stages,
+            form=Form.TRACED,
+            precision=precision,
+            checkpoint=checkpoint,
+            dimensions=dimensions,
+        )
+        return cls(checkpoint=checkpoint, folders=folders)
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """What the stages around the graph need to know of it."""
+        return self.folders.dimensions
+
+    def write_graph(self, folder: Path, *, advance: Callable[[int], None]) -> Path:
+        """Write the graph and its weights; returns their folder. `advance` is called at the end.
+
+        Raises:
+            ExportError: torch cannot export the model.
+            MissingDependency: its exporter is not installed.
+        """
+        _require_exporter()
+        version = folder / self.folders.stages.logits / "1"
+        version.mkdir(parents=True, exist_ok=True)
+        with _refusing(self.checkpoint), _quiet():
+            program = _export(source_model(self.checkpoint), self.dimensions)
+        program.model.metadata_props.update(self.folders.metadata(family="traced"))
+        program.save(str(version / Form.TRACED.file_name), external_data=True)
+        advance(self.dimensions.num_layers)
+        return version
+
+
+class _Cached(nn.Module):
+    """A model of transformers with its cache as plain tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        # Without the config: then layers with a window keep all tokens, and a mask hides the older ones.
+        cache = DynamicCache()
+        for index in range(len(past) // 2):
+            cache.update(past[2 * index], past[2 * index + 1], index)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.logits, *_tensors(output.past_key_values)
+
+
+def _tensors(cache: Any) -> list[Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def _dimensions(checkpoint: Checkpoint) -> Dimensions:
+    """Run the model on no data at all, and look at its cache."""
+    config = AutoConfig.for_model(**checkpoint.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        ids = torch.zeros((1, 2), dtype=torch.long)
+        output = model.eval()(ids, past_key_values=DynamicCache(), use_cache=True)
+    tensors = _tensors(output.past_key_values)
+    [(_, num_kv_heads, _, head_dim)] = {tuple(tensor.shape) for tensor in tensors}
+    return Dimensions(
+        num_layers=len(tensors) // 2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=output.logits.shape[-1],
+        context_length=getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
+    )
+
+
+def _export(model: nn.Module, sizes: Dimensions) -> Any:
+    batch, sequence, past_length = 2, 3, 5
+    shape = (batch, sizes.num_kv_heads, past_length, sizes.head_dim)
+    names = [f"{layer}.{part}" for layer in range(sizes.num_layers) for part in ("key", "value")]
+    any_size = torch.export.Dim.DYNAMIC
+    return torch.onnx.export(
+        _Cached(model).eval(),
+        (
+            torch.zeros((batch, sequence), dtype=torch.long),
+            torch.ones((batch, past_length + sequence), dtype=torch.long),
+            torch.arange(past_length, past_length + sequence).repeat(batch, 1),
+            [torch.zeros(shape) for _ in names],
+        ),
+        dynamo=True,
+        input_names=[
+            "input_ids", "attention_mask", "position_ids", *(f"past_key_values.{name}" for name in names)
+        ],
+        output_names=["logits", *(f"present.{name}" for name in names)],
+        dynamic_shapes=(*[{0: any_size, 1: any_size}] * 3, [{0: any_size, 2: any_size} for _ in names]),
+        verbose=False,
+    )
+
+
+def _require_exporter() -> None:
+    if find_spec("onnxscript") is None:
+        raise MissingDependency(
+            "torch exports a model to ONNX by the package `onnxscript`", remedy="pip install onnxscript"
+        )
+
+
+@contextmanager
+def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn what transformers and torch raise, which may be anything, into a refusal."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        name = architecture(checkpoint.config)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ExportError(
+            f"{checkpoint.source} is of the architecture {name}, which no family builds and torch does not "
+            f"export: {reason}",
+            remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what torch and transformers say to those who write models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)

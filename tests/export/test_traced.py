@@ -1,0 +1,62 @@
+"""What cannot be traced; what can is served in tests/repository/test_logits_runtime.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genserve.backends.logits_growing import GrowingLogits
+from genserve.errors import ExportError, RepositoryError
+from genserve.export import FileFormat, Precision, SilentProgress, export_model
+from tests.backends.networks import bloom_onnx
+from tests.export.tiny_models import tiny_checkpoint
+
+
+def export(source: Path, repository: Path, **options: object) -> None:
+    export_model(str(source), repository=repository, name="m", progress=SilentProgress(), **options)
+
+
+@pytest.mark.parametrize(
+    ("file_format", "precision", "words"),
+    [
+        ("onnx", "int8", "'int8' is no precision of a traced model"),
+        ("torchscript", "fp32", "StableLmForCausalLM, which no family builds, and TorchScript is made of"),
+    ],
+)
+def test_what_only_families_have_is_refused(
+    stablelm_checkpoint: Path, tmp_path: Path, file_format: FileFormat, precision: Precision, words: str
+) -> None:
+    with pytest.raises(ExportError, match=words):
+        export(stablelm_checkpoint, tmp_path / "repository", file_format=file_format, precision=precision)
+    assert not (tmp_path / "repository").exists()
+
+
+def test_a_model_that_keeps_no_keys_and_values_is_refused(tmp_path: Path) -> None:
+    source = tiny_checkpoint(
+        tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
+    )
+    with pytest.raises(ExportError, match="MambaForCausalLM, which no family builds and torch does not"):
+        export(source, tmp_path / "repository")
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(
+    stablelm_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "unknown"
+    source.mkdir()
+    for path in stablelm_checkpoint.iterdir():
+        (source / path.name).symlink_to(path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").unlink()
+    unknown = {"model_type": "phantom", "architectures": ["PhantomForCausalLM"]}
+    (source / "config.json").write_text(json.dumps(config | unknown))
+    with pytest.raises(ExportError, match="of the architecture PhantomForCausalLM") as caught:
+        export(source, tmp_path / "repository")
+    assert "LlamaForCausalLM" in caught.value.remedy
+
+
+def test_a_graph_without_a_cache_is_not_taken_for_one_that_grows(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="no KV cache that grows: its inputs are input_ids, attention"):
+        GrowingLogits(bloom_onnx(tmp_path / "model.onnx", vocab_size=50), num_slots=1)
