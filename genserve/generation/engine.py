@@ -178,12 +178,17 @@ class Engine:
             if self._slots.hold(self._lengths(plan)):
                 break
             self._preempt(self._slots.youngest)
+        self._note(plan)
+        return plan
+
+    def _note(self, plan: StepPlan) -> None:
+        """Keep what the next plan depends on."""
         if isinstance(plan, Prefill):
             self._last_prefill = plan
-            self._num_prefilled += plan.num_padded
+            pausing = any(not s.in_prompt and s not in plan.sequences for s in self._slots.running)
+            self._num_prefilled = plan.num_padded + (self._num_prefilled if pausing else 0)
         else:
             self._num_prefilled = 0
-        return plan
 
     def _pack(self) -> None:
         """Close the gaps between those that run, if need be without some of them."""
