@@ -1,0 +1,55 @@
+"""The benchmarks as they are run: each prints its tables and writes its figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *flags: str, report: Path) -> tuple[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / script), *flags, f"--json={report}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(report.read_text())
+
+
+def test_the_server_is_measured_beside_the_bare_forward_and_a_peer(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    told, report = run(
+        "serving.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        f"--peer=engine:{sys.executable}:{tiny_repository}",
+        *("--rounds=1", "--waves=1", "--new-tokens=4", "--concurrency", "2"),
+        *("--prompt-words", "5", "--prefix-words", "20"),
+        report=tmp_path / "report.json",
+    )
+    serving, prefix = (table["rounds"] for table in report["tables"])
+    assert list(serving) == ["genserve", f"engine {tiny_repository.name}", "bare forward"]
+    assert list(prefix) == ["genserve", f"engine {tiny_repository.name}"]
+    assert all(figures["tokens_per_s"] > 0 for [figures] in serving.values())
+    assert all(figures["cold_ms"] > 0 for [figures] in prefix.values())
+    assert told.count("\n| genserve ") == 2
+
+
+@pytest.mark.slow
+def test_the_floor_of_every_size_is_told(tiny_repository: Path, tmp_path: Path) -> None:
+    told, report = run(
+        "floor.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--rows", "1", "3", "--contexts", "8", "32", "--rounds=1", "--steps=3"),
+        report=tmp_path / "report.json",
+    )
+    sizes = {"1 x 8", "1 x 32", "3 x 8", "3 x 32"}
+    assert report["steps_s"].keys() == report["profiles_s"].keys() == sizes
+    assert all(any("(head)" in kind for kind in profile) for profile in report["profiles_s"].values())
+    assert all(f"| {size} " in told for size in sizes)
