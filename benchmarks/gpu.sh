@@ -63,7 +63,7 @@ step "all checks pass" checks.log "$PYTHON" -m pytest -m gpu tests/gpu -q --no-h
 MODELS=$RESULTS/models
 rm -rf "$MODELS"
 step "$MODEL is exported in fp16" export.log \
-    .venv/bin/genserve pull "$MODEL" --precision fp16 --model-repository "$MODELS" || finish 1
+    "$PYTHON" -m genserve pull "$MODEL" --precision fp16 --model-repository "$MODELS" || finish 1
 NAME=$(basename "$MODELS"/*_logits _logits)
 # Not on the CPU in silence, if the GPU will not do: the group asks for it, and strict placement insists.
 echo 'instance_group [ { kind: KIND_GPU gpus: [ 0 ] } ]' >>"$MODELS/${NAME}_logits/config.pbtxt"

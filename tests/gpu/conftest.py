@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            # What libraries warn of on a GPU, nobody may have seen before; it is not what is tested.
+            item.add_marker(pytest.mark.filterwarnings("default"))
             if DEVICE.startswith("cuda") and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason=reason))
 
