@@ -87,7 +87,7 @@ def export_model(
         else:
             if not overwrite:
                 conversion.folders.require_agreeing_config(repository)
-            conversion.folders.write(staged)
+            conversion.folders.write(staged, repository=repository)
         with progress.stage(f"converting to {precision}", total=conversion.dimensions.num_layers) as advance:
             weights = conversion.write_graph(staged, advance=advance)
         with progress.stage("comparing with the source"):

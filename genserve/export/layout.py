@@ -178,7 +178,12 @@ _RUNTIMES: Mapping[Form, Mapping[str, str]] = MappingProxyType(
 
 
 def stage_files(
-    stages: Stages, *, dimensions: Dimensions, numbers: Format, form: Form = Form.ONNX
+    stages: Stages,
+    *,
+    dimensions: Dimensions,
+    numbers: Format,
+    form: Form = Form.ONNX,
+    num_slots: int = NUM_SLOTS,
 ) -> dict[str, str]:
     """The files of all four stages but for tokenizer and weights: path in the repository to content."""
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
@@ -190,7 +195,7 @@ def stage_files(
         "tokenizer": stages.tokenizer,
         "logits": stages.logits,
         "decoder": stages.decoder,
-        "slots": NUM_SLOTS,
+        "slots": num_slots,
         "vocab_size": dimensions.vocab_size,
         "context_length": dimensions.context_length,
         "max_sequence_length": length,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from genserve.config.model_config import ModelConfig
 from genserve.config.parse import parse_model_config, read_model_config
-from genserve.errors import ExportError
+from genserve.errors import ExportError, RepositoryError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
-from genserve.export.layout import stage_files
+from genserve.export.layout import NUM_SLOTS, stage_files
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
 from genserve.export.stages import Stages
@@ -46,9 +46,13 @@ class StageFolders:
                 remedy="--overwrite writes a new one; or export under another --name",
             )
 
-    def write(self, folder: Path) -> None:
-        """Write everything but the weights: configs, model.py, and the tokenizer's files."""
-        files = {part: content.encode() for part, content in self._files().items()}
+    def write(self, folder: Path, *, repository: Path) -> None:
+        """Write everything but the weights: configs, model.py, and the tokenizer's files.
+
+        The batch size is that of the ensemble in the repository: its config stays, and may have been tuned.
+        """
+        num_slots = _batch_size(repository / self.stages.ensemble / "config.pbtxt") or NUM_SLOTS
+        files = {part: content.encode() for part, content in self._files(num_slots=num_slots).items()}
         for name, content in self.checkpoint.tokenizer_files.items():
             files[f"{self.stages.tokenizer}/1/{name}"] = content
         for part, content in files.items():
@@ -65,10 +69,22 @@ class StageFolders:
             "genserve.source": self.checkpoint.source,
         }
 
-    def _files(self) -> dict[str, str]:
+    def _files(self, *, num_slots: int = NUM_SLOTS) -> dict[str, str]:
         return stage_files(
-            self.stages, dimensions=self.dimensions, numbers=FORMATS[self.precision], form=self.form
+            self.stages,
+            dimensions=self.dimensions,
+            numbers=FORMATS[self.precision],
+            form=self.form,
+            num_slots=num_slots,
         )
+
+
+def _batch_size(path: Path) -> int:
+    """What a config says, if it is there and can be read; else 0."""
+    try:
+        return read_model_config(path).max_batch_size
+    except RepositoryError:
+        return 0
 
 
 def _signature(config: ModelConfig, *, state_types: bool) -> tuple[object, ...]:

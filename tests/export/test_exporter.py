@@ -228,6 +228,18 @@ def test_a_tuned_config_is_kept_with_new_weights(tiny_checkpoint: Path, tmp_path
     assert "max_batch_size: 8" in config.read_text()
 
 
+def test_new_configs_beside_a_tuned_ensemble_have_its_batch_size(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    export(tiny_checkpoint, tmp_path)
+    for stage in STAGES:
+        config = tmp_path / stage / "config.pbtxt"
+        config.write_text(config.read_text().replace(": 32", ": 64"))
+    export(tiny_checkpoint, tmp_path, overwrite=True)
+    assert all("max_batch_size: 64" in (tmp_path / stage / "config.pbtxt").read_text() for stage in STAGES)
+    assert not any(repository_faults([tmp_path]).values())
+
+
 def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export(tiny_checkpoint, tmp_path)
     before = contents(tmp_path)
