@@ -3,8 +3,8 @@
     python benchmarks/floor.py --model-repository model_repository --model smollm2
 
 measures how fast memory is read and matrices are multiplied, counts the bytes and operations of the exported
-graph's steps (`operations.py`), times bare steps (`bare_loop.py`), and lets ONNX Runtime's profiler say which
-operators take how much. Prints tables in Markdown. The floor reads weights and cache from memory: where the
+graph's steps (`operations.py`), times them (`graph_steps.py`), and lets ONNX Runtime's profiler say what each
+kind of operators takes. Prints tables in Markdown. The floor reads weights and cache from memory: where the
 cores' own caches hold a part of them, a step can be faster.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bare_loop import BareLoop, model_path, open_session
+from graph_steps import GraphSteps, model_path, open_session
 from operations import Machine, Part, read_parts
 from report import markdown
 
@@ -98,10 +98,10 @@ def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> d
     steps_s: dict[Size, list[float]] = {size: [] for size in sizes}
     for _ in range(options.rounds):
         for rows in options.rows:
-            loop = BareLoop(session, rows=rows, max_length=max(options.contexts) + options.steps)
+            graph = GraphSteps(session, rows=rows, max_length=max(options.contexts) + options.steps)
             for context in options.contexts:
-                loop.decode(past=context, steps=2)  # the first one sets up its buffers
-                seconds = loop.decode(past=context, steps=options.steps)
+                graph.decode(past=context, steps=2)  # the first one sets up its buffers
+                seconds = graph.decode(past=context, steps=options.steps)
                 steps_s[Size(rows, context)].append(statistics.median(seconds))
     return steps_s
 
@@ -110,8 +110,8 @@ def _profile(path: Path, size: Size, *, steps: int) -> Mapping[str, float]:
     """Seconds of one step by kind of operator, as the profiler counts them; it adds some for itself."""
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(path, profile=Path(folder) / "profile")
-        loop = BareLoop(session, rows=size.rows, max_length=size.context + steps)
-        loop.decode(past=size.context, steps=steps)
+        graph = GraphSteps(session, rows=size.rows, max_length=size.context + steps)
+        graph.decode(past=size.context, steps=steps)
         events = json.loads(Path(session.end_profiling()).read_bytes())
     [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")
     seconds: Counter[str] = Counter()
