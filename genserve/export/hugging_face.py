@@ -114,6 +114,7 @@ def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes
         files.setdefault("chat_template.jinja", template.encode())
     eos = {"eos_token_id": config.get("eos_token_id")}
     files.setdefault("generation_config.json", json.dumps(eos).encode())
+    files.setdefault("tokenizer_config.json", b"{}")
     return files
 
 

@@ -63,6 +63,12 @@ def test_a_model_without_generation_config_ends_where_its_config_says(folder: Pa
     assert json.loads(files["generation_config.json"]) == {"eos_token_id": 2}
 
 
+def test_a_model_without_tokenizer_config_gets_an_empty_one_which_serving_asks_for(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    files = read_checkpoint(folder, source="tiny").tokenizer_files
+    assert json.loads(files["tokenizer_config.json"]) == {}
+
+
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_checkpoints_in_pytorch_s_bin_format_are_read(folder: Path, num_shards: int) -> None:
     tensors = load_file(folder / "model.safetensors")
