@@ -12,6 +12,8 @@ from genserve.export.checkpoint import FloatArray
 
 __all__ = ["Blocks", "Scheme", "quantize"]
 
+_ROWS = 1024  # at a time: what lies between weight and result takes some times their memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
@@ -38,6 +40,14 @@ def quantize(weight: FloatArray, scheme: Scheme) -> Blocks:
     Source: the operator MatMulNBits of ONNX Runtime (com.microsoft), without its zero_points input; in 4 bits
     the rounding is that of Q4_0 in llama.cpp.
     """
+    parts = [_quantize(weight[i : i + _ROWS], scheme) for i in range(0, len(weight), _ROWS)]
+    return Blocks(
+        values=np.concatenate([part.values for part in parts]),
+        scales=np.concatenate([part.scales for part in parts]),
+    )
+
+
+def _quantize(weight: FloatArray, scheme: Scheme) -> Blocks:
     num_outputs, num_inputs = weight.shape
     num_blocks = -(-num_inputs // scheme.block_size)
     padded = np.pad(weight, ((0, 0), (0, num_blocks * scheme.block_size - num_inputs)))
