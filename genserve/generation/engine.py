@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -15,11 +13,12 @@ from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.parked import hold_s
 from genserve.generation.pick import RowPicker, pick
-from genserve.generation.planner import Decode, Prefill, PrefillBudget, Room, StepPlan, plan_step
-from genserve.generation.prefixes import awaited, worth_reusing
+from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan
+from genserve.generation.roster import Roster
 from genserve.generation.sampler import pick_rows, select_rows
-from genserve.generation.slots import Occupant, Slots, hold_s
+from genserve.generation.slots import Occupant, Slots
 from genserve.generation.token_sequence import TokenSequence, Want
 
 __all__ = ["Engine", "StepResult"]
@@ -72,20 +71,16 @@ class Engine:
         self._model = model
         self.clock = clock
         self._slots = Slots(model)
-        self._loops = DecodingLoops(decode)
-        self._budget = budget or PrefillBudget()
-        self._picker = picker
+        self._roster = Roster(self._slots, budget=budget or PrefillBudget(), prefix_cache=prefix_cache)
         self._prefix_cache = prefix_cache
-        self._waiting: deque[Occupant] = deque()
-        self._last_prefill: Prefill | None = None
-        self._num_prefilled = 0     # tokens, padding included, since the last decode
-        self._num_preempted = 0     # in this step
+        self._loops = DecodingLoops(decode)
+        self._picker = picker
         self._step_started_s = 0.0
 
     @property
     def num_waiting(self) -> int:
         """How many wait for a slot."""
-        return len(self._waiting)
+        return self._roster.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -105,19 +100,17 @@ class Engine:
 
     def add(self, occupant: Occupant) -> None:
         """Put it at the end of the waiting line, or where all but the last of its tokens are known."""
-        if not (isinstance(occupant, LogitsRequest) and self._slots.resume(occupant)):
-            self._waiting.append(occupant)
+        self._roster.add(occupant)
 
     def remove(self, occupants: Iterable[Occupant]) -> None:
         """Drop token sequences and logits requests, wherever they are; their slots are free at once."""
         leaving = set(occupants)
         if not leaving:
             return
-        self._waiting = deque(s for s in self._waiting if s not in leaving)
+        self._roster.remove(leaving)
         for occupant in leaving:
             if isinstance(occupant, TokenSequence):
                 self._loops.drop(occupant)
-        self._slots.release(leaving)
 
     def expected_back(self, *, within_s: float) -> tuple[int, float]:
         """Return how many loops over the logits should ask again soon, and for how long to expect them.
@@ -137,8 +130,7 @@ class Engine:
     def step(self) -> StepResult | None:
         """Run one forward and commit what it gives; None if nothing can be done now."""
         self._step_started_s = self.clock()
-        self._num_preempted = 0
-        plan = self._plan()
+        plan = self._roster.plan(self._step_started_s)
         if plan is None:
             return None
         try:
@@ -155,109 +147,9 @@ class Engine:
         assert len(self._loops) <= self.num_running + self.num_waiting, "a loop outlived its sequence"
         assert all(s.num_pending >= 1 for s in self._slots.running), "a sequence runs with nothing to compute"
 
-    def _plan(self) -> StepPlan | None:
-        """Choose the next forward, and give its sequences slots and memory; None: there is nothing to do."""
-        while True:
-            self._pack()
-            self._admit_with_prefixes()
-            plan = plan_step(
-                self._slots.running,
-                waiting=list(islice(self._waiting, self._model.num_slots)),
-                room=self._room(),
-                last_prefill=self._last_prefill,
-                num_prefilled=self._num_prefilled,
-                budget=self._budget,
-                share_prefixes=self._prefix_cache,
-            )
-            if plan is None:
-                return None
-            if isinstance(plan, Prefill) and plan.admits:
-                for sequence in plan.sequences:
-                    self._waiting.remove(sequence)
-                self._slots.take(plan.sequences, now_s=self._step_started_s)
-            if self._slots.hold(self._lengths(plan)):
-                break
-            self._preempt(self._slots.youngest)
-        self._note(plan)
-        return plan
-
-    def _note(self, plan: StepPlan) -> None:
-        """Keep what the next plan depends on."""
-        if isinstance(plan, Prefill):
-            self._last_prefill = plan
-            pausing = any(not s.in_prompt and s not in plan.sequences for s in self._slots.running)
-            self._num_prefilled = plan.num_padded + (self._num_prefilled if pausing else 0)
-        else:
-            self._num_prefilled = 0
-
-    def _pack(self) -> None:
-        """Close the gaps between those that run, if need be without some of them."""
-        while leaving := self._slots.pack(self._step_started_s):
-            for occupant in leaving:
-                self._preempt(occupant)
-
-    def _preempt(self, occupant: Occupant) -> None:
-        """Send one that runs back to the head of the line."""
-        self._slots.park(occupant, now_s=self._step_started_s)
-        occupant.preempt()
-        self._waiting.appendleft(occupant)
-        self._num_preempted += 1
-
-    def _room(self) -> Room:
-        return Room(
-            slots=self._slots.room,
-            tokens=self._slots.room_tokens,
-            page_tokens=self._model.page_tokens,
-            max_length=self._model.max_length,
-        )
-
-    def _lengths(self, plan: StepPlan) -> dict[int, int]:
-        """Return how many positions of which slots a plan's forward writes to, idle rows included."""
-        residents = self._slots.residents
-        slots = self._slots_of(plan)
-        if isinstance(plan, Prefill):
-            width = plan.sequences[0].num_computed + max(plan.num_tokens)
-            return dict.fromkeys(slots, width)
-        return {slot: r.num_computed + 1 if r else 1 for slot, r in enumerate(residents[: max(slots) + 1])}
-
-    def _slots_of(self, plan: StepPlan) -> list[int]:
-        slot_of = {resident: slot for slot, resident in enumerate(self._slots.residents) if resident}
-        return [slot_of[s] for s in plan.sequences]
-
-    def _admit_with_prefixes(self) -> None:
-        """Admit those at the head of the line whose first tokens lie in some slot, while they can go on."""
-        for occupant in list(islice(self._waiting, self._model.num_slots)):
-            if not self._slots.room:
-                return
-            if not (self._prefix_cache or isinstance(occupant, LogitsRequest)):
-                return
-            if self._prefix_cache and awaited(occupant, self._slots.running):
-                continue
-            if not self._begin_with_prefix(occupant):
-                return
-
-    def _begin_with_prefix(self, occupant: Occupant) -> bool:
-        """Admit one that waits, with what lies in some slot; False if that is not worth it, or not yet."""
-        prefix = self._slots.longest_prefix(occupant)
-        num_tokens = len(occupant.token_ids)
-        if not worth_reusing(prefix.length, num_tokens=num_tokens):
-            return False
-        # One may be in the middle of a long prompt, and one of a short one.
-        short = self._budget.beside_decoding
-        others = [s.num_pending for s in self._slots.running if s.in_prompt]
-        if others and (min(others) <= short or num_tokens - prefix.length > short):
-            return False
-        if not self._slots.reuse(occupant, prefix, now_s=self._step_started_s):
-            return False
-        self._waiting.remove(occupant)
-        if isinstance(occupant, TokenSequence) and not occupant.preempted:
-            occupant.num_cached_tokens = prefix.length
-        self._pack()
-        return True
-
     def _forward(self, plan: StepPlan) -> tuple[LogitsArray, Sequence[int]]:
         """Run the plan; returns the logits, and the row of each of its sequences."""
-        slots = self._slots_of(plan)
+        slots = self._slots.of(plan.sequences)
         match plan:
             case Prefill():
                 past = plan.sequences[0].num_computed
@@ -359,5 +251,5 @@ class Engine:
             answered=tuple(answered),
             failed=failed,
             num_prompt_tokens=prompt_tokens,
-            num_preempted=self._num_preempted,
+            num_preempted=self._roster.num_preempted,
         )

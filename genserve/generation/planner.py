@@ -10,7 +10,7 @@ prompts that fit into one: it slows the others down and never stops them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from genserve.generation.prefixes import awaited
@@ -36,15 +36,12 @@ class Room:
     """What the KV cache has for those who wait."""
 
     slots: int
-    tokens: int             # memory, in whole pages
-    page_tokens: int
-    max_length: int         # tokens of one slot
+    tokens: int                             # memory
+    headed_for: Callable[[int], int]        # how much of it one of so many tokens takes
 
     def fits(self, num_sequences: int, *, longest: int) -> bool:
-        """Whether so many sequences, padded to the longest, can begin, with a page each to go on."""
-        length = min(longest + self.page_tokens, self.max_length)
-        each = -(-length // self.page_tokens) * self.page_tokens
-        return num_sequences <= self.slots and num_sequences * each <= self.tokens
+        """Whether so many sequences, padded to the longest, can begin."""
+        return num_sequences <= self.slots and num_sequences * self.headed_for(longest) <= self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,32 +10,11 @@ from typing import TypeAlias
 from genserve.generation.cache_memory import CacheMemory
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.parked import Parked
 from genserve.generation.prefixes import common_prefix
 from genserve.generation.token_sequence import TokenSequence
 
-__all__ = ["Move", "Occupant", "Parked", "Prefix", "Resident", "Slots", "compaction", "hold_s"]
-
-# A loop that is away keeps its slot, as a running sequence does, for so long and a few times its last pause.
-HOLD_S = 0.02
-NUM_PAUSES = 4
-LONGEST_PAUSE_S = 1.0   # one that was away for longer is like one that has not come back yet
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parked:
-    """What one that has left leaves in its slot: tokens that others may begin with."""
-
-    token_ids: list[int]
-    cache_salt: str | None
-    since_s: float
-    held_until_s: float     # until then its slot is its own
-    pause_s: float          # how long its caller was away the last time; infinite: it has not come back yet
-
-    @property
-    def num_computed(self) -> int:
-        """How many of the tokens are in the KV cache: all."""
-        return len(self.token_ids)
-
+__all__ = ["Move", "Occupant", "Prefix", "Resident", "Slots", "compaction"]
 
 Occupant: TypeAlias = TokenSequence | LogitsRequest     # has something to compute
 Resident: TypeAlias = Occupant | Parked
@@ -80,6 +59,16 @@ class Slots:
     def residents(self) -> Sequence[Resident | None]:
         """Who is in which slot."""
         return self._residents
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there are."""
+        return len(self._residents)
+
+    def of(self, occupants: Iterable[Occupant]) -> list[int]:
+        """Return the slot of each."""
+        slot_of = {resident: slot for slot, resident in enumerate(self._residents) if resident}
+        return [slot_of[occupant] for occupant in occupants]
 
     @property
     def running(self) -> list[Occupant]:
@@ -315,15 +304,6 @@ class Slots:
         length = max(0, self._memory.rounded(parked.num_computed) - by)
         self._residents[slot] = replace(parked, token_ids=parked.token_ids[:length]) if length else None
         self._memory.give_back(slot, length=length)
-
-
-def hold_s(pause_s: float, *, step_s: float) -> float:
-    """Return how long an answered request's slot is held for a caller that was away for `pause_s`.
-
-    Who has not come back yet may never do so; to hold its slot for half the time that it took to
-    compute what is in it costs less than to lose that.
-    """
-    return HOLD_S + NUM_PAUSES * pause_s if pause_s < LONGEST_PAUSE_S else min(HOLD_S, step_s / 2)
 
 
 def compaction(front: Sequence[bool]) -> list[Move]:

@@ -1,0 +1,145 @@
+"""Roster: who waits, who runs, and what the next step is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from itertools import islice
+
+from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.planner import Prefill, PrefillBudget, Room, StepPlan, plan_step
+from genserve.generation.prefixes import awaited, worth_reusing
+from genserve.generation.slots import Occupant, Slots
+from genserve.generation.token_sequence import TokenSequence
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """Gives slots and memory to those that wait, first come, first served, and takes them back if need be.
+
+    Belongs to the engine's thread.
+
+    Attributes:
+        num_preempted: how many had to leave their slots and wait again, by the last `plan`.
+    """
+
+    def __init__(self, slots: Slots, *, budget: PrefillBudget, prefix_cache: bool) -> None:
+        """Begin with an empty line; see `Engine`."""
+        self.num_preempted = 0
+        self._slots = slots
+        self._budget = budget
+        self._prefix_cache = prefix_cache
+        self._waiting: deque[Occupant] = deque()
+        self._last_prefill: Prefill | None = None
+        self._num_prefilled = 0     # tokens, padding included, since the last decode
+        self._now_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for a slot."""
+        return len(self._waiting)
+
+    def add(self, occupant: Occupant) -> None:
+        """Put it at the end of the line, or where all but the last of its tokens are known."""
+        if not (isinstance(occupant, LogitsRequest) and self._slots.resume(occupant)):
+            self._waiting.append(occupant)
+
+    def remove(self, leaving: Collection[Occupant]) -> None:
+        """Drop them, wherever they are; their slots are free at once."""
+        self._waiting = deque(s for s in self._waiting if s not in leaving)
+        self._slots.release(leaving)
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Choose the next forward, and give its sequences slots and memory; None: nothing can be done."""
+        self._now_s = now_s
+        self.num_preempted = 0
+        while True:
+            self._pack()
+            self._admit_with_prefixes()
+            plan = plan_step(
+                self._slots.running,
+                waiting=list(islice(self._waiting, self._slots.num_slots)),
+                room=Room(
+                    slots=self._slots.room,
+                    tokens=self._slots.room_tokens,
+                    headed_for=self._slots.memory.headed_for,
+                ),
+                last_prefill=self._last_prefill,
+                num_prefilled=self._num_prefilled,
+                budget=self._budget,
+                share_prefixes=self._prefix_cache,
+            )
+            if plan is None:
+                return None
+            if isinstance(plan, Prefill) and plan.admits:
+                for sequence in plan.sequences:
+                    self._waiting.remove(sequence)
+                self._slots.take(plan.sequences, now_s=self._now_s)
+            if self._slots.hold(self._lengths(plan)):
+                break
+            self._preempt(self._slots.youngest)
+        self._note(plan)
+        return plan
+
+    def _note(self, plan: StepPlan) -> None:
+        """Keep what the next plan depends on."""
+        if isinstance(plan, Prefill):
+            self._last_prefill = plan
+            pausing = any(not s.in_prompt and s not in plan.sequences for s in self._slots.running)
+            self._num_prefilled = plan.num_padded + (self._num_prefilled if pausing else 0)
+        else:
+            self._num_prefilled = 0
+
+    def _pack(self) -> None:
+        """Close the gaps between those that run, if need be without some of them."""
+        while leaving := self._slots.pack(self._now_s):
+            for occupant in leaving:
+                self._preempt(occupant)
+
+    def _preempt(self, occupant: Occupant) -> None:
+        """Send one that runs back to the head of the line."""
+        self._slots.park(occupant, now_s=self._now_s)
+        occupant.preempt()
+        self._waiting.appendleft(occupant)
+        self.num_preempted += 1
+
+    def _lengths(self, plan: StepPlan) -> dict[int, int]:
+        """Return how many positions of which slots a plan's forward writes to, idle rows included."""
+        slots = self._slots.of(plan.sequences)
+        if isinstance(plan, Prefill):
+            width = plan.sequences[0].num_computed + max(plan.num_tokens)
+            return dict.fromkeys(slots, width)
+        residents = self._slots.residents[: max(slots) + 1]
+        return {slot: r.num_computed + 1 if r else 1 for slot, r in enumerate(residents)}
+
+    def _admit_with_prefixes(self) -> None:
+        """Admit those at the head of the line whose first tokens lie in some slot, while they can go on."""
+        for occupant in list(islice(self._waiting, self._slots.num_slots)):
+            if not self._slots.room:
+                return
+            if not (self._prefix_cache or isinstance(occupant, LogitsRequest)):
+                return
+            if self._prefix_cache and awaited(occupant, self._slots.running):
+                continue
+            if not self._begin_with_prefix(occupant):
+                return
+
+    def _begin_with_prefix(self, occupant: Occupant) -> bool:
+        """Admit one that waits, with what lies in some slot; False if that is not worth it, or not yet."""
+        prefix = self._slots.longest_prefix(occupant)
+        num_tokens = len(occupant.token_ids)
+        if not worth_reusing(prefix.length, num_tokens=num_tokens):
+            return False
+        # One may be in the middle of a long prompt, and one of a short one.
+        short = self._budget.beside_decoding
+        others = [s.num_pending for s in self._slots.running if s.in_prompt]
+        if others and (min(others) <= short or num_tokens - prefix.length > short):
+            return False
+        if not self._slots.reuse(occupant, prefix, now_s=self._now_s):
+            return False
+        self._waiting.remove(occupant)
+        if isinstance(occupant, TokenSequence) and not occupant.preempted:
+            occupant.num_cached_tokens = prefix.length
+        self._pack()
+        return True
