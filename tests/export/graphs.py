@@ -59,7 +59,7 @@ def conversion_of(
 
 
 def write_conversion(conversion: Conversion, folder: Path) -> WrittenGraph:
-    conversion.folders.write(folder)
+    conversion.folders.write(folder, repository=folder)
     version = conversion.write_graph(folder, advance=lambda _units: None)
     return WrittenGraph(
         folder=version,
