@@ -1,8 +1,11 @@
-"""Sampler: rows of logits to token ids, in one vectorised pass; pure.
+"""Sampler: rows of logits to token ids; pure.
 
-Nothing is sorted that need not be: the kept tokens of a row (top-k, then top-p) are the ones above
-some level of its logits, and that level is found among the few hundred highest. Only where
-those do not reach far enough is the whole row sorted.
+No row is sorted: the kept tokens of a row (top-k, then top-p) are the ones above some level of its
+logits. Top-k finds it among the tokens that block maxima leave, top-p in the one bin of a histogram
+where the mass reaches p.
+
+Row after row, since what is made of one row stays in the processor's cache. Arrays of all rows are
+megabytes, which are asked of the system anew at each step: that alone took most of the time.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ __all__ = [
     "uniforms",
 ]
 
-# The block maxima tell a level that at least HEAD tokens reach, without looking at every token twice.
-BLOCK = 64
-HEAD = 256
+BLOCK = 64              # tokens, whose maxima or sums are looked at first
+NEAR = 8.0              # from the best logit: nearly always, what top-p keeps is not further away
+BINS_PER_UNIT = 32      # of a row's logits by their distance from the best
+NUM_BINS = 2560
 # exp of less underflows to a denormal float32, and arithmetic on those is a hundred times slower.
 LOWEST_EXPONENT = -80.0
 
@@ -119,29 +123,14 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     Source: top-p is nucleus sampling, Holtzman et al., "The Curious Case of Neural Text
     Degeneration" (ICLR 2020); the draw inverts the cumulative distribution in order of ids.
     """
-    scaled = logits - logits.max(axis=1, keepdims=True)
-    with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
-        scaled /= rows.temperature[:, None]
-    weights = _exp(scaled)
     uniform = uniforms(rows.seed, rows.step)
-    filtered = (rows.top_k > 0) | (rows.top_p < 1.0)
-    token_ids = np.empty(len(scaled), dtype=np.int64)
-    whole = np.flatnonzero(~filtered)
-    if whole.size:
-        token_ids[whole] = _draw_from_all(select_rows(weights, whole), uniform[whole])
-    reduced = np.flatnonzero(filtered)
-    if reduced.size:
-        totals = select_rows(weights, reduced).sum(axis=1)
-        heads = _heads(select_rows(scaled, reduced))
-        for index, total, head in zip(reduced, totals, heads, strict=True):
-            keep = _Keep(
-                top_k=min(int(rows.top_k[index]), scaled.shape[1]),
-                top_p=float(rows.top_p[index]),
-                total=float(total),
-            )
-            kept = np.flatnonzero(scaled[index] >= _kept_level(scaled[index], head, keep))
-            cumulative = np.cumsum(weights[index, kept], dtype=np.float64)
-            token_ids[index] = kept[_invert(cumulative, uniform[index])]
+    token_ids = np.empty(len(logits), dtype=np.int64)
+    for index, row in enumerate(logits):
+        scaled = row - row.max()
+        with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
+            scaled /= rows.temperature[index]
+        keep = _Keep(top_k=min(int(rows.top_k[index]), row.size), top_p=float(rows.top_p[index]))
+        token_ids[index] = _draw(scaled, keep, uniform[index])
     return token_ids
 
 
@@ -155,10 +144,10 @@ def log_probabilities(logits: FloatArray, token_ids: TokenArray) -> FloatArray:
     Returns:
         [R] float32.
     """
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    chosen = np.take_along_axis(shifted, token_ids[:, None], axis=1)[:, 0]
-    total = np.exp(np.maximum(shifted, LOWEST_EXPONENT)).sum(axis=1, dtype=np.float64)
-    logprobs: FloatArray = (chosen - np.log(total)).astype(np.float32)
+    logprobs = np.empty(len(logits), dtype=np.float32)
+    for index, (row, token_id) in enumerate(zip(logits, token_ids, strict=True)):
+        shifted = row - row.max()
+        logprobs[index] = shifted[token_id] - np.log(_exp(shifted).sum(dtype=np.float64))
     return logprobs
 
 
@@ -181,68 +170,84 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def _exp(scaled: FloatArray) -> FloatArray:
-    return np.exp(np.maximum(scaled, LOWEST_EXPONENT))
-
-
-def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
-    """Return the first index whose share of the total exceeds `uniform`."""
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-
-
-def _draw_from_all(weights: FloatArray, uniform: NDArray[np.float64]) -> TokenArray:
-    """Draw from whole rows in two levels, a block and then a token in it. [R, V], [R] -> [R]."""
-    starts = np.arange(0, weights.shape[1], BLOCK)
-    cumulative = np.cumsum(np.add.reduceat(weights, starts, axis=1), axis=1, dtype=np.float64)
-    token_ids = np.empty(len(weights), dtype=np.int64)
-    for index, row in enumerate(cumulative):
-        block = _invert(row, uniform[index])
-        inside = np.cumsum(weights[index, starts[block] : starts[block] + BLOCK], dtype=np.float64)
-        before = row[block - 1] if block else 0.0
-        rest = (uniform[index] * row[-1] - before) / inside[-1]
-        # The block's own sum was rounded in another order: rest may touch 1.
-        token_ids[index] = starts[block] + min(_invert(inside, rest), len(inside) - 1)
-    return token_ids
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keep:
     """What one row keeps: the `top_k` best (0: all), of those the best that reach `top_p`."""
 
     top_k: int
     top_p: float
-    total: float            # the weights of the whole row, summed
 
 
-def _heads(scaled: FloatArray) -> list[FloatArray]:
-    """Return the highest values of each row, sorted downwards, none left out; at least HEAD of them."""
-    starts = np.arange(0, scaled.shape[1], BLOCK)
-    if len(starts) <= HEAD:
-        return list(np.sort(scaled, axis=1)[:, ::-1])
-    maxima = np.maximum.reduceat(scaled, starts, axis=1)
-    reached = np.partition(maxima, len(starts) - HEAD, axis=1)[:, len(starts) - HEAD]
-    return [np.sort(row[row >= value])[::-1] for row, value in zip(scaled, reached, strict=True)]
+def _draw(scaled: FloatArray, keep: _Keep, uniform: float) -> int:
+    """Draw from what a row [V] keeps."""
+    if keep.top_k:
+        level = _kept_level(_best(scaled, keep.top_k), top_p=keep.top_p)
+    elif keep.top_p < 1.0:
+        level = _nucleus_level(scaled, top_p=keep.top_p)
+    else:
+        return _draw_from_all(_exp(scaled), uniform)
+    kept = np.flatnonzero(scaled >= level)
+    cumulative = np.cumsum(_exp(scaled[kept]), dtype=np.float64)
+    return int(kept[_invert(cumulative, uniform)])
 
 
-def _kept_level(row: FloatArray, head: FloatArray, keep: _Keep) -> float:
-    """Return the smallest value of `row` that is kept."""
-    level = _level_within(head, keep)
-    if level is None and len(head) < len(row):
-        head = np.sort(row)[::-1]
-        level = _level_within(head, keep)
-    return float(head[-1]) if level is None else level
+def _draw_from_all(weights: FloatArray, uniform: float) -> int:
+    """Draw from a whole row in two levels, a block and then a token in it."""
+    starts = np.arange(0, weights.size, BLOCK)
+    cumulative = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    block = _invert(cumulative, uniform)
+    inside = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
+    before = cumulative[block - 1] if block else 0.0
+    rest = (uniform * cumulative[-1] - before) / inside[-1]
+    # The block's own sum was rounded in another order: rest may touch 1.
+    return int(starts[block]) + min(_invert(inside, rest), len(inside) - 1)
 
 
-def _level_within(head: FloatArray, keep: _Keep) -> float | None:
-    """Return the smallest value kept, or None where that is not in `head`."""
-    if keep.top_k > len(head):
-        return None
-    best = head[: keep.top_k] if keep.top_k else head
-    if keep.top_p == 1.0:
-        return float(best[-1])
-    cumulative = np.cumsum(_exp(best), dtype=np.float64)
-    total = cumulative[-1] if keep.top_k else keep.total
-    count = int(np.searchsorted(cumulative, keep.top_p * total, side="left"))
-    if count < len(best):
-        return float(best[count])
-    return float(best[-1]) if keep.top_k else None
+def _best(scaled: FloatArray, count: int) -> FloatArray:
+    """Return the `count` highest values of a row, sorted downwards."""
+    starts = np.arange(0, scaled.size, BLOCK)
+    if count < len(starts):
+        maxima = np.maximum.reduceat(scaled, starts)
+        # So many blocks have a value that reaches this.
+        scaled = scaled[scaled >= np.partition(maxima, len(starts) - count)[len(starts) - count]]
+    return np.sort(scaled)[::-1][:count]
+
+
+def _kept_level(best: FloatArray, *, top_p: float, before: float = 0.0, total: float | None = None) -> float:
+    """Return the value with which the mass of sorted ones, after a mass of `before`, reaches its share.
+
+    `total` is what the share is of; None: of the mass of `best`.
+    """
+    cumulative = before + np.cumsum(_exp(best), dtype=np.float64)
+    wanted = top_p * (cumulative[-1] if total is None else total)
+    count = int(np.searchsorted(cumulative, wanted, side="left")) if top_p < 1.0 else len(best)
+    return float(best[min(count, len(best) - 1)])
+
+
+def _nucleus_level(scaled: FloatArray, *, top_p: float) -> float:
+    """Return the smallest value that top-p keeps of a whole row."""
+    total = float(_exp(scaled).sum())
+    near = scaled[scaled >= -NEAR]
+    if _exp(near).sum() < top_p * total:
+        near = scaled
+    bins = np.minimum(near * -BINS_PER_UNIT, NUM_BINS - 1).astype(np.int64)  # the highest values first
+    cumulative = np.cumsum(np.bincount(bins, weights=_exp(near), minlength=NUM_BINS))
+    # The total was rounded in another order: a share near 1 may lie behind the last.
+    reaching = min(int(np.searchsorted(cumulative, top_p * total, side="left")), int(bins.max()))
+    return _kept_level(
+        np.sort(near[bins == reaching])[::-1],
+        top_p=top_p,
+        before=float(cumulative[reaching - 1]) if reaching else 0.0,
+        total=total,
+    )
+
+
+def _exp(scaled: FloatArray) -> FloatArray:
+    low = scaled.min() < LOWEST_EXPONENT
+    weights: FloatArray = np.exp(np.maximum(scaled, LOWEST_EXPONENT) if low else scaled)
+    return weights
+
+
+def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
+    """Return the first index whose share of the total exceeds `uniform`."""
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
