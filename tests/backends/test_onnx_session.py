@@ -1,0 +1,37 @@
+"""Which ONNX Runtime is there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from genserve.backends import onnx_session
+from genserve.backends.onnx_session import onnxruntime_module
+from genserve.errors import MissingDependency
+
+
+def test_two_packages_in_one_folder_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for package in ("onnxruntime", "onnxruntime_gpu"):
+        info = tmp_path / f"{package}-1.31.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {package.replace('_', '-')}\nVersion: 1.31.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    onnx_session._warn_of_two.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        onnxruntime_module()
+        onnxruntime_module()
+    [record] = caplog.records
+    assert "both onnxruntime and onnxruntime-gpu are installed" in record.getMessage()
+
+
+def test_without_a_package_the_error_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingDependency) as caught:
+        onnxruntime_module()
+    assert "genserve[cpu]" in caught.value.remedy
+    assert "genserve[gpu]" in caught.value.remedy
