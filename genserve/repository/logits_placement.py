@@ -61,17 +61,19 @@ def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Pl
 
 
 def _obstacle(config: ModelConfig) -> _Obstacle | None:
+    if config.backend != "onnxruntime":
+        return _obstacle_of_torch()
     states = config.sequence_batching.states if config.sequence_batching else ()
-    types = {state.data_type for state in states if state.same_buffer}
-    if not types:
-        return None  # without a cache, its backend runs it wherever it can
-    return (_obstacle_of_onnx(types) if config.backend == "onnxruntime" else None) or _obstacle_of_torch()
+    in_place = {state.data_type for state in states if state.same_buffer}
+    # A cache in place is memory that torch takes on the GPU; all other caches stay in the host's.
+    return _obstacle_of_onnx(in_place) or (_obstacle_of_torch() if in_place else None)
 
 
-def _obstacle_of_onnx(types: set[str]) -> _Obstacle | None:
-    if types != {"TYPE_FP16"}:
+def _obstacle_of_onnx(cache_types: set[str]) -> _Obstacle | None:
+    if cache_types - {"TYPE_FP16"}:
         return _Obstacle(
-            reason=f"its KV cache is of {', '.join(sorted(types))}, and CUDA has attention in float16 alone",
+            reason=f"its KV cache is of {', '.join(sorted(cache_types))}, and CUDA has attention in float16 "
+            "alone",
             remedy="export it with `genserve export --precision fp16`",
         )
     if "CUDAExecutionProvider" not in onnxruntime_module().get_available_providers():

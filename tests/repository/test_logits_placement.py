@@ -23,10 +23,14 @@ def stage(tiny_repository: Path, tmp_path: Path):
     """Return the entry of a logits stage with some text added to its config."""
     shutil.copytree(tiny_repository, tmp_path / "models")
 
-    def entry(text: str = "", *, fp16: bool = False, backend: str = "onnxruntime"):
+    def entry(
+        text: str = "", *, fp16: bool = False, backend: str = "onnxruntime", grows: bool = False
+    ):
         config = tmp_path / "models" / "tiny_logits" / "config.pbtxt"
         before, states, after = config.read_text().replace("onnxruntime", backend).partition(STATES)
-        config.write_text(before + states + (after.replace(*HALF) if fp16 else after) + text)
+        after = after.replace(*HALF) if fp16 else after
+        after = after.replace("use_same_buffer_for_input_output: true", "") if grows else after
+        config.write_text(before + states + after + text)
         return scan([tmp_path / "models"])["tiny_logits"]
 
     return entry
@@ -67,6 +71,11 @@ def test_a_torchscript_cache_goes_there_in_any_precision(stage, machine):
     assert logits_placement(stage(backend="pytorch"), strict_placement=True).kind == "GPU"
 
 
+def test_a_graph_whose_cache_grows_goes_there_in_any_precision(stage, machine):
+    machine(gpus=1, providers=CUDA)
+    assert logits_placement(stage(grows=True), strict_placement=True).kind == "GPU"
+
+
 def test_a_config_for_the_cpu_stays_there(stage, machine):
     machine(gpus=1, providers=CUDA, cuda=True)
     placement = logits_placement(stage("instance_group { kind: KIND_CPU }", fp16=True))
@@ -80,6 +89,7 @@ def test_a_config_for_the_cpu_stays_there(stage, machine):
         ({"fp16": True}, (), "ONNX Runtime is the one for CPUs"),
         ({"fp16": True}, CUDA, "finds no CUDA"),
         ({"backend": "pytorch"}, (), "finds no CUDA"),
+        ({"grows": True}, (), "ONNX Runtime is the one for CPUs"),
     ],
 )
 def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
