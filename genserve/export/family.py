@@ -106,7 +106,8 @@ def _require_sizes(decoder: Decoder) -> None:
     grouped = decoder.num_heads % decoder.num_kv_heads == 0
     found = f"num_key_value_heads {decoder.num_kv_heads}"
     require(grouped, found=found, known="divisors of num_attention_heads")
-    require(decoder.head_dim % 16 == 0, found=f"head_dim {decoder.head_dim}", known="multiples of 16")
-    for attention in decoder.attentions:
-        turning = 2 * len(attention.rotary.frequencies) if attention.rotary else 0
-        require(turning % 16 == 0, found=f"heads that turn in {turning} numbers", known="multiples of 16")
+    turning = {2 * len(attention.rotary.frequencies) for attention in decoder.attentions if attention.rotary}
+    step = 16 if turning else 8
+    require(decoder.head_dim % step == 0, found=f"head_dim {decoder.head_dim}", known=f"multiples of {step}")
+    for numbers in turning:
+        require(numbers % 16 == 0, found=f"heads that turn in {numbers} numbers", known="multiples of 16")

@@ -136,6 +136,7 @@ def test_what_the_graph_would_not_honour_is_refused_by_name(
 @pytest.mark.parametrize(
     ("model", "config", "what"),
     [
+        ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -42,7 +42,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": _GEMMA2 | _CAPPED | {"model_type": "gemma2"},
     "gemma3": _GEMMA2 | {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": _GPT2,
-    "gpt2_untied": _GPT2 | {"tie_word_embeddings": False, "scale_attn_weights": False},
+    "gpt2_untied": _GPT2 | {"tie_word_embeddings": False, "scale_attn_weights": False, "n_embd": 96},
     "gpt_neox": _SIZES | {"model_type": "gpt_neox", "hidden_size": 256, "tie_word_embeddings": False},
     "gpt_neox_serial": _SIZES | {"model_type": "gpt_neox", "rotary_pct": 1.0, "use_parallel_residual": False},
     "llama": _LLAMA,
