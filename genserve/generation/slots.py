@@ -129,20 +129,10 @@ class Slots:
         Returns:
             False: those that run hold too much; nothing was taken, but parked ones may be gone.
         """
-        lengths = dict(lengths)
         if self._memory.missing(lengths) > 0:
-            self._give_back_unused(lengths)
-        for slot in self._parked_by_age():
-            missing = self._memory.missing(lengths)
-            if missing <= 0:
-                break
-            if slot in lengths and slot not in keep:
-                self._shorten(slot, by=self._memory.budget)
-                lengths[slot] = 1
-            elif slot not in keep:
-                self._shorten(slot, by=missing)
-        if self._memory.missing(lengths) > 0:
-            return False
+            lengths = self._free_memory(lengths, keep=keep)
+            if self._memory.missing(lengths) > 0:
+                return False
         self._memory.hold(lengths)
         return True
 
@@ -291,11 +281,22 @@ class Slots:
         since_s = {slot: r.since_s for slot, r in enumerate(self._residents) if isinstance(r, Parked)}
         return sorted(since_s, key=lambda slot: since_s[slot])
 
-    def _give_back_unused(self, lengths: Mapping[int, int]) -> None:
-        """Give back what lies behind the tokens of each slot, but for what is about to be written."""
+    def _free_memory(self, lengths: Mapping[int, int], *, keep: Collection[int | None]) -> dict[int, int]:
+        """Give back what `hold` needs, if there is so much; returns the lengths, 1 for one that is gone."""
         for slot, resident in enumerate(self._residents):
             used = resident.num_computed if resident is not None else 0
             self._memory.give_back(slot, length=max(used, lengths.get(slot, 0)))
+        needed = dict(lengths)
+        for slot in self._parked_by_age():
+            missing = self._memory.missing(needed)
+            if missing <= 0:
+                break
+            if slot in needed and slot not in keep:
+                self._shorten(slot, by=self._memory.budget)
+                needed[slot] = 1
+            elif slot not in keep:
+                self._shorten(slot, by=missing)
+        return needed
 
     def _shorten(self, slot: int, *, by: int) -> None:
         """Give back the memory of the last tokens of a parked one; `by` is in whole pages."""
