@@ -59,7 +59,10 @@ class DeviceMemory:
                 "%d token sequences share a step on %s, not %d: a slot takes %d MiB, the cache may take %d",
                 fitting, self._torch_device, num_slots, slot_bytes >> 20, budget >> 20,
             )
-        return DeviceCache(layers, num_slots=fitting, max_length=max_length, device=self._torch_device)
+        try:
+            return DeviceCache(layers, num_slots=fitting, max_length=max_length, device=self._torch_device)
+        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
+            raise OverflowError(str(error)) from error
 
     def logits(self, num_rows: int, num_tokens: int) -> torch.Tensor:
         """See `LogitsMemory.logits`."""
