@@ -75,6 +75,8 @@ class TorchLogits:
         [(_, buffer)] = self.cache.slots(0, num_slots=self.num_slots)
         by_layer = (self.num_slots, num_layers, 2, num_kv_heads, -1, head_dim)
         self._kv_cache = torch.as_tensor(buffer).view(by_layer)
+        for _ in range(2):  # the first two runs compile, which a request should not wait for
+            self.prefill([[0]], first_slot=0, past=0)
 
     @property
     def page_tokens(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from genserve.backends.logits_growing import GrowingLogits
 from genserve.errors import ExportError, MissingDependency
 from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
@@ -65,7 +66,7 @@ class TracedConversion:
         """Write the graph and its weights; returns their folder. `advance` is called at the end.
 
         Raises:
-            ExportError: torch cannot export the model.
+            ExportError: torch cannot export the model, or ONNX Runtime cannot run what it has exported.
             MissingDependency: its exporter is not installed.
         """
         _require_exporter()
@@ -74,7 +75,10 @@ class TracedConversion:
         with _refusing(self.checkpoint), _quiet():
             program = _export(source_model(self.checkpoint), self.dimensions)
         program.model.metadata_props.update(self.folders.metadata(family="traced"))
-        program.save(str(version / Form.TRACED.file_name), external_data=True)
+        path = version / Form.TRACED.file_name
+        program.save(str(path), external_data=True)
+        with _refusing(self.checkpoint):
+            GrowingLogits(path, num_slots=1)  # ONNX Runtime lacks some operators that torch writes
         advance(self.dimensions.num_layers)
         return version
 
@@ -164,10 +168,10 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except Exception as error:
         name = architecture(checkpoint.config)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         raise ExportError(
-            f"{checkpoint.source} is of the architecture {name}, which no family builds and torch does not "
-            f"export: {reason}",
+            f"{checkpoint.source} is of the architecture {name}, which no family builds and which cannot be "
+            f"traced: {reason}",
             remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
         ) from error
 

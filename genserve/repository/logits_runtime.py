@@ -113,11 +113,12 @@ def _cache(config: ModelConfig) -> _Cache:
     batching = config.sequence_batching
     if batching is None or not batching.iterative or not batching.states:
         return _Cache.NONE
+    # Others have iterative sequences with states too, which are no cache of keys and values.
+    if not all(state.input_name.startswith("past_key_values") for state in batching.states):
+        return _Cache.NONE
     if all(state.same_buffer for state in batching.states):
         return _Cache.IN_PLACE
-    # Others have iterative sequences with states too, which are no cache of keys and values.
-    grows = all(state.input_name.startswith("past_key_values.") for state in batching.states)
-    return _Cache.GROWING if grows and config.backend == "onnxruntime" else _Cache.NONE
+    return _Cache.GROWING if config.backend == "onnxruntime" else _Cache.NONE
 
 
 def _growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:

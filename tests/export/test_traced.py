@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genserve.backends.logits_growing import GrowingLogits
 from genserve.errors import ExportError, RepositoryError
-from genserve.export import FileFormat, Precision, SilentProgress, export_model
+from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
 from tests.backends.networks import bloom_onnx
 from tests.export.tiny_models import tiny_checkpoint
 
+_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 
-def export(source: Path, repository: Path, **options: object) -> None:
-    export_model(str(source), repository=repository, name="m", progress=SilentProgress(), **options)
+
+def export(source: Path, repository: Path, **options: object) -> ExportReport:
+    return export_model(str(source), repository=repository, name="m", progress=SilentProgress(), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        _SIZES | {"model_type": "falcon"},
+        _SIZES | {"model_type": "phi", "intermediate_size": 96},
+        _SIZES | {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 16},
+        _SIZES | {"model_type": "gpt_neo", "window_size": 16, "attention_types": [[["global", "local"], 1]]},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_other_architectures_are_exact_too(tmp_path: Path, config: dict[str, Any]) -> None:
+    pytest.importorskip("onnxscript")
+    source = tiny_checkpoint(tmp_path / "checkpoint", **config)
+    assert export(source, tmp_path / "repository").largest_logit_difference < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -37,7 +62,7 @@ def test_a_model_that_keeps_no_keys_and_values_is_refused(tmp_path: Path) -> Non
     source = tiny_checkpoint(
         tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
     )
-    with pytest.raises(ExportError, match="MambaForCausalLM, which no family builds and torch does not"):
+    with pytest.raises(ExportError, match="MambaForCausalLM, which no family builds and which cannot"):
         export(source, tmp_path / "repository")
 
 

@@ -16,6 +16,8 @@ import torch
 
 from genserve.export import SilentProgress, export_model
 from genserve.repository.check import repository_faults
+from genserve.repository.index import scan
+from genserve.repository.logits_runtime import is_logits_stage
 from tests.chains import WHOLE_CONFIG, add_chain, reference_model, whole_torchscript
 from tests.checkpoints import tiny_tokenizer
 from tests.live import LiveServer
@@ -82,6 +84,35 @@ def test_a_graph_without_a_cache_says_what_it_costs_as_it_is_loaded(
     [line] = [record.getMessage() for record in caplog.records if "KV cache" in record.getMessage()]
     assert line.startswith("model whole_logits has no KV cache: each token costs a run of the whole sequence")
     assert "128 tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("backend", "state", "same_buffer", "is_one"),
+    [
+        ("onnxruntime", "past_key_values.0.key", "true", True),
+        ("onnxruntime", "past_key_values.0.key", "false", True),
+        ("pytorch", "past_key_values", "true", True),
+        ("pytorch", "past_key_values", "false", False),
+        ("onnxruntime", "hidden", "true", False),
+        ("pytorch", "INPUT__1", "true", False),
+        ("python", "past_key_values", "true", False),
+    ],
+)
+def test_an_iterative_model_is_a_logits_stage_if_its_states_are_keys_and_values(
+    tmp_path: Path, backend: str, state: str, same_buffer: str, is_one: bool
+) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text(f"""
+        backend: "{backend}" max_batch_size: 4
+        input [ {{ name: "INPUT__0" data_type: TYPE_INT64 dims: [ -1 ] }} ]
+        output [ {{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+        sequence_batching {{
+          iterative_sequence: true
+          state [ {{ input_name: "{state}" output_name: "OUTPUT__1" data_type: TYPE_FP32 dims: [ 2, -1, 16 ]
+                     use_same_buffer_for_input_output: {same_buffer} }} ]
+        }}
+    """)
+    assert is_logits_stage(scan([tmp_path])["m"]) is is_one
 
 
 def test_a_traced_model_answers_as_transformers_does(
