@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +30,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 )
 
 # A checkpoint may have a copy of the embedding that is its head.
-_HEADS = ("lm_head.weight", "embed_out.weight")
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Family:
     names: Names
     prefix: str                    # of all tensors but the head's; checkpoints without a head may lack it
     ignored: tuple[str, ...] = ()  # ends of the names of tensors that are recomputed from the config
+    # Starts of names: as checkpoints have them, and as transformers has named its modules since.
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def decoder(self, config: Mapping[str, Any]) -> Decoder:
         """What the model with this config.json computes.
@@ -64,18 +66,22 @@ class Family:
         return decoder
 
     def completed(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with the prefix of its tensors, which it lacks if it was saved without a head."""
-        names = checkpoint.tensor_names
-        if any(name.startswith(self.prefix) for name in names):
-            return checkpoint
-        own = {name if name.startswith(_HEADS) else f"{self.prefix}{name}": name for name in names}
+        """The checkpoint with its tensors named as the modules of transformers are."""
+        prefixed = any(name.startswith(self.prefix) for name in checkpoint.tensor_names)
+        own = {self._module_name(name, prefixed=prefixed): name for name in checkpoint.tensor_names}
         return replace(
             checkpoint, tensor_names=frozenset(own), load=lambda name: checkpoint.load(own[name])
         )
 
+    def _module_name(self, name: str, *, prefixed: bool) -> str:
+        for old, new in self.renamed.items():
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name if prefixed or name.startswith(_HEAD) else f"{self.prefix}{name}"
+
     def may_ignore(self, name: str) -> bool:
         """Whether a tensor that no role has asked for does no harm."""
-        return name.endswith((*self.ignored, *_HEADS))
+        return name.endswith((*self.ignored, _HEAD))
 
     def weights(self, checkpoint: Checkpoint, decoder: Decoder) -> DecoderWeights:
         """The tensors of the checkpoint by their roles."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from genserve import LLM
 from genserve.errors import ExportError
+from genserve.export import SilentProgress, export_model
 from genserve.export.architectures import FAMILIES, family_of
 from genserve.export.form import Form
 from tests.checkpoints import tiny_llama_checkpoint
@@ -101,6 +105,30 @@ def test_layers_may_differ_in_their_windows_and_angles(tmp_path: Path, wrong: di
     changed = replace(conversion.decoder, attentions=(replace(first, **wrong), *others))
     graph = write_conversion(replace(conversion, decoder=changed), tmp_path / "graph")
     assert difference_of(graph, source) > 4 * MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    "model", ["gemma", "gemma2", "gemma3", "gpt_neox", "mistral", "opt", "phi3", "qwen2", "qwen3", "smollm3"]
+)
+def test_an_export_finds_its_source_in_transformers(tmp_path: Path, model: str) -> None:
+    source = tiny_checkpoint(tmp_path / "tiny", **TINY_MODELS[model])
+    report = export_model(
+        str(source), repository=tmp_path, name="model", precision="fp32", progress=SilentProgress()
+    )
+    assert report.largest_logit_difference < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("model", ["bloom_6_heads", "gpt2"])
+def test_answers_that_grow_beside_each_other_are_those_of_transformers(tmp_path: Path, model: str) -> None:
+    source, repository = tiny_checkpoint(tmp_path / "tiny", **TINY_MODELS[model]), tmp_path / "repository"
+    export_model(
+        str(source), repository=repository, name="tiny", precision="fp32", progress=SilentProgress()
+    )
+    prompts = ["the rain in spain", "a", "stays mainly in the plain, and so on"]
+    with LLM(repository) as llm, ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(lambda prompt: llm.generate(prompt, max_tokens=16, ignore_eos=True).text, prompts)
+        found = list(answers)
+    assert found == [greedy_answer(source, prompt, num_tokens=16) for prompt in prompts]
 
 
 def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_path: Path) -> None:
@@ -243,6 +271,15 @@ def difference_of(graph: WrittenGraph, source: Path) -> float:
     ids = random_ids(100, seed=1)
     found, expected = chunked_logits(graph, ids), source_logits(reference_model(source), ids)
     return float(np.abs(found - expected).max())
+
+
+def greedy_answer(source: Path, prompt: str, *, num_tokens: int) -> str:
+    model, tokenizer = reference_model(source), Tokenizer.from_file(str(source / "tokenizer.json"))
+    ids = prompt_ids = tokenizer.encode(prompt).ids
+    for _ in range(num_tokens):
+        ids = [*ids, int(source_logits(model, np.array(ids))[-1].argmax())]
+    answer: str = tokenizer.decode(ids[len(prompt_ids) :])
+    return answer
 
 
 def reference_model(source: Path) -> PreTrainedModel:

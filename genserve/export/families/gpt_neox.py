@@ -23,7 +23,7 @@ _NAMES: Names = MappingProxyType(
         "layers.{}.mlp.up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
         "layers.{}.mlp.down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
         "norm": "gpt_neox.final_layer_norm",
-        "head": "embed_out",
+        "head": "lm_head",
     }
 )
 
@@ -54,4 +54,5 @@ GPT_NEOX = Family(
     names=_NAMES,
     prefix="gpt_neox.",
     ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+    renamed=MappingProxyType({"embed_out.": "lm_head."}),
 )
