@@ -3,8 +3,8 @@
     PYTHON benchmarks/peers/openvino_quality.py FOLDER HUGGING_FACE_FOLDER TEXT_FILE
 
 with the Python that made the folder. The first half of the text's first tokens is a prefill, the others come
-one by one. Prints how often the likeliest token is the same, the mean Kullback-Leibler divergence in nats, and
-the ratio of the perplexities, all against transformers in float32.
+one by one. Prints how often the likeliest token is the same, the mean Kullback-Leibler divergence in nats,
+and the ratio of the perplexities, all against transformers in float32.
 """
 
 from __future__ import annotations
