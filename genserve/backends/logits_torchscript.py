@@ -75,6 +75,7 @@ class TorchLogits:
         [(_, buffer)] = self.cache.slots(0, num_slots=self.num_slots)
         by_layer = (self.num_slots, num_layers, 2, num_kv_heads, -1, head_dim)
         self._kv_cache = torch.as_tensor(buffer).view(by_layer)
+        self._spoiled = np.zeros(self.num_slots, dtype=np.int64)  # so many positions may hold a NaN
         for _ in range(2):  # the first two runs compile, which a request should not wait for
             self.prefill([[0]], first_slot=0, past=0)
 
@@ -99,6 +100,7 @@ class TorchLogits:
     def move(self, *, source: int, target: int, length: int) -> None:
         """See `LogitsModel.move`."""
         self.cache.move(source=source, target=target, length=length)
+        self._spoiled[target] = max(self._spoiled[target], min(self._spoiled[source], length))
 
     def give_back(self, slot: int, *, length: int) -> None:
         """See `LogitsModel.give_back`."""
@@ -110,15 +112,28 @@ class TorchLogits:
         Returns:
             [len(rows), vocab_size]: logits of those of the batch * sequence hidden rows.
         """
-        num_rows, width = input_ids.shape
+        arrays = [np.asarray(array, dtype=np.int64) for array in (input_ids, past, rows)]
+        ends = arrays[1] + input_ids.shape[1]
+        slots = slice(first_slot, first_slot + len(input_ids))
+        self._forget(slots, ends)
         # Only as far as the longest row goes: attention computes all that it is given.
-        cache = self._kv_cache[first_slot : first_slot + num_rows, ..., : max(past) + width, :]
-        arrays = (np.asarray(array, dtype=np.int64) for array in (input_ids, past, rows))
+        cache = self._kv_cache[slots, ..., : ends.max(), :]
         inputs = [self._torch.from_numpy(array).to(self._device) for array in arrays]
         with self._torch.inference_mode():
             logits = self._module(*inputs, cache)
-        # What inference mode made, torch lets nobody change; a decoding loop may.
-        return logits.numpy() if self._device.type == "cpu" else logits.clone()
+        failed = arrays[2][logits[:, 0].isnan().cpu().numpy()] // input_ids.shape[1]
+        self._spoiled[slots][failed] = ends[failed]
+        return logits.numpy() if self._device.type == "cpu" else logits
+
+    def _forget(self, slots: slice, ends: TokenArray) -> None:
+        """Empty what a row that failed has left behind the end of the row that has its slot now.
+
+        A mask hides it from attention, which does not help: 0 * NaN is NaN.
+        """
+        spoiled = self._spoiled[slots]
+        for row in np.flatnonzero(spoiled > ends):
+            self._kv_cache[slots.start + row, ..., ends[row] : spoiled[row], :] = 0
+            spoiled[row] = ends[row]
 
 
 def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:

@@ -117,9 +117,7 @@ class DecoderModule(nn.Module):
             angles = self._tensor(self._tables[attention.rotary])[:, positions][..., None, :]
             query, key = _turned(query, angles[0], angles[1]), _turned(key, angles[0], angles[1])
         for part, heads in enumerate((key, value)):
-            # What is no number would outlast its row, and 0 * NaN is NaN for the next one in the slot too,
-            # whatever its mask hides. The row itself fails by its logits.
-            new = heads.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+            new = heads.transpose(1, 2)
             cache[:, part].scatter_(2, positions[:, None, :, None].expand_as(new), new)
         return query
 
