@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 
 from genserve.export.embedded import cache_folder, fetch_gguf
-from genserve.export.parity import source_model
 from genserve.export.source import locate, read_checkpoint
+from genserve.export.source_model import source_model
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ class LocalModel:
 
     name: str
     size_bytes: int                     # of the newest version of each of its stages
+    # What the export measured beside its source, as text: precision, top-1 agreement, ratio of perplexities.
+    quality: tuple[str, str, str]
     missing: tuple[str, ...]            # the stages that are not there, or have a config and no files
 
 
@@ -65,8 +68,18 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
     return LocalModel(
         name=ensemble.name,
         size_bytes=sum(_size_bytes(stage.latest_version()) for stage in stages),
+        quality=next(filter(None, map(_quality, stages)), ("", "", "")),
         missing=tuple(name for name in names if name not in present),
     )
+
+
+def _quality(stage: ModelEntry) -> tuple[str, str, str] | None:
+    try:
+        parity = json.loads((stage.latest_version() / "parity.json").read_text(encoding="utf-8"))
+        agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
+        return parity["precision"], f"{agreement:.1%}", f"x{ratio:.3f}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _has_files(stage: ModelEntry) -> bool:

@@ -17,10 +17,10 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
     from genserve.cli.local_models import local_models
     from genserve.cli.render import make_console
 
-    table = Table("model", "size", "state", box=None, pad_edge=False)
+    table = Table("model", "size", "precision", "top-1", "perplexity", "state", box=None, pad_edge=False)
     for model in local_models(model_repository):
         state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
-        table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", state)
+        table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *model.quality, state)
     make_console().print(table)
 
 

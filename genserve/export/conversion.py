@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from pathlib import Path
 from typing import Self
@@ -19,9 +19,11 @@ from genserve.export.graph import Graph
 from genserve.export.layers import Layers
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
+from genserve.export.smoothing import can_be_smoothed, smoothed
 from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
 from genserve.export.torchscript import write_torchscript
+from genserve.export.weights import parts_of
 
 __all__ = ["Conversion"]
 
@@ -36,6 +38,8 @@ class Conversion:
     checkpoint: Checkpoint
     family: Family
     decoder: Decoder
+    # Of `norms`, by their roles, see `Reference`; norms whose activations are known are smoothed.
+    activations: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision, form: Form) -> Self:
@@ -76,6 +80,13 @@ class Conversion:
             dimensions=self.dimensions,
         )
 
+    @property
+    def norms(self) -> dict[str, str]:
+        """The norms whose activations are worth knowing: role to the name of transformers' module."""
+        parts = parts_of(self.family.names, num_layers=self.dimensions.num_layers)
+        norms = {role: part.name for role, part in parts.items() if can_be_smoothed(role)}
+        return norms if FORMATS[self.precision].by_row else {}
+
     def write_graph(self, folder: Path, *, advance: Callable[[int], None]) -> Path:
         """Write the graph and its weights; returns their folder. `advance` is called with 1 after each layer.
 
@@ -90,7 +101,8 @@ class Conversion:
             used.add(name)
             return self.checkpoint.load(name)
 
-        weights = self.family.weights(replace(self.checkpoint, load=load), self.decoder)
+        plain = self.family.weights(replace(self.checkpoint, load=load), self.decoder)
+        weights = smoothed(plain, self.activations)
         metadata = self.folders.metadata(family=self.family.name)
         if self.form is Form.TORCHSCRIPT:
             path = version / self.form.file_name

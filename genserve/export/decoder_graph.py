@@ -20,7 +20,7 @@ import numpy as np
 
 from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
 from genserve.export.graph import Graph
-from genserve.export.layers import Layers
+from genserve.export.layers import Layers, Vocabulary
 from genserve.export.weights import DecoderWeights
 
 __all__ = ["write_decoder"]
@@ -48,10 +48,7 @@ def write_decoder(
         following = "norm" if last else f"layers.{index + 1}.attention.norm"
         x, residual = writer.after_attention(x, residual, f"layers.{index}", following=following)
         advance(1)
-    if not decoder.tied:
-        vocabulary = layers.vocabulary("head", weights.load("head.weight"))
-    logits = layers.head(x, vocabulary, "logits" if decoder.logits_softcap is None else "logits.uncapped")
-    writer.capped(logits)
+    writer.head(x, vocabulary)
     layers.graph.output("logits", np.float32, ("num_rows", decoder.vocab_size))
 
 
@@ -135,22 +132,41 @@ class _Writer:
 
     def mlp(self, x: str, layer: str) -> str:
         """down(f(gate(x)) * up(x)), or down(f(up(x))) where there is no gate."""
-        raised = self.linear(x, layer, "up")
         if self._has(f"{layer}.gate"):
-            gate = self._activated(self.linear(x, layer, "gate"))
-            inner = self.graph.node("Mul", [gate, raised], f"{layer}.gated")
+            both = self.linear(x, layer, "gate", "up", output=f"{layer}.gate_up")
+            gate, raised = f"{layer}.gate", f"{layer}.up"
+            self.graph.node("Split", [both], gate, raised, axis=-1, num_outputs=2)
+            inner = self.graph.node("Mul", [self._activated(gate), raised], f"{layer}.gated")
         else:
-            inner = self._activated(raised)
-        return self.linear(inner, layer, "down")
+            inner = self._activated(self.linear(x, layer, "up"))
+        return self.linear(inner, layer, "down", heavy_tails=True)
 
-    def linear(self, x: str, layer: str, *roles: str, output: str = "") -> str:
+    def head(self, x: str, embedding: Vocabulary) -> None:
+        """The scores of all tokens; a head that is the embedding is stored once, if both have one format."""
+        output = "logits" if self.decoder.logits_softcap is None else "logits.uncapped"
+        if self.layers.numbers.by_row:
+            self.layers.linear(x, self.weights.load("head.weight"), output)
+        elif self.decoder.tied:
+            self.layers.head(x, embedding, output)
+        else:
+            own = self.layers.vocabulary("head", self.weights.load("head.weight"))
+            self.layers.head(x, own, output)
+        self.capped(output)
+
+    def linear(
+        self, x: str, layer: str, *roles: str, output: str = "", heavy_tails: bool = False
+    ) -> str:
         """The linear layers of those roles, their outputs side by side."""
         names = [f"{layer}.{role}" for role in roles]
         weight = np.concatenate([self.weights.load(f"{name}.weight") for name in names])
         biases = [self.weights.optional(f"{name}.bias") for name in names]
         shifts = [bias for bias in biases if bias is not None]
         return self.layers.linear(
-            x, weight, output or names[0], bias=np.concatenate(shifts) if shifts else None
+            x,
+            weight,
+            output or names[0],
+            bias=np.concatenate(shifts) if shifts else None,
+            heavy_tails=heavy_tails,
         )
 
     def norm(self, x: str, name: str) -> str:

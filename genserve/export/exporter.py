@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from genserve.errors import ExportError
@@ -62,6 +63,7 @@ def export_model(
         from genserve.export.parity import check_parity
         from genserve.export.precision import resolve_precision
         from genserve.export.source import locate, read_checkpoint
+        from genserve.export.source_model import run_source
         from genserve.export.traced import TracedConversion
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
@@ -88,15 +90,26 @@ def export_model(
             if not overwrite:
                 conversion.folders.require_agreeing_config(repository)
             conversion.folders.write(staged, repository=repository)
+        norms = conversion.norms if isinstance(conversion, Conversion) else {}
+        with progress.stage("running the source", total=conversion.dimensions.num_layers) as advance:
+            reference = run_source(
+                conversion.checkpoint,
+                context_length=conversion.dimensions.context_length,
+                norms=norms,
+                advance=advance,
+            )
+        if isinstance(conversion, Conversion):
+            conversion = replace(conversion, activations=reference.activations)
         with progress.stage(f"converting to {precision}", total=conversion.dimensions.num_layers) as advance:
             weights = conversion.write_graph(staged, advance=advance)
         with progress.stage("comparing with the source"):
             parity = check_parity(
-                conversion.checkpoint,
+                reference,
                 weights,
                 form=form,
                 precision=precision,
                 dimensions=conversion.dimensions,
+                source=checkpoint.source,
             )
         size_bytes = sum(path.stat().st_size for path in weights.glob(f"{form.file_name}*"))
         if beside is None:
@@ -109,6 +122,8 @@ def export_model(
         seconds=time.perf_counter() - start,
         largest_logit_difference=parity.largest_logit_difference,
         top1_agreement=parity.top1_agreement,
+        perplexity_ratio=parity.perplexity_ratio,
+        divergence=parity.divergence,
         size_bytes=size_bytes,
         path=repository / name,
     )

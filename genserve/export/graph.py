@@ -26,6 +26,7 @@ _IR_VERSION = 10
 _CONTRIB_OPS = {
     "GatherBlockQuantized",
     "GroupQueryAttention",
+    "MatMulIntegerToFloat",
     "MatMulNBits",
     "SkipLayerNormalization",
     "SkipSimplifiedLayerNormalization",

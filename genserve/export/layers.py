@@ -9,7 +9,7 @@ import numpy as np
 from genserve.export.checkpoint import FloatArray
 from genserve.export.graph import Graph
 from genserve.export.precision import Format
-from genserve.export.quantize import Scheme, quantize
+from genserve.export.quantize import Scheme, quantize, quantize_rows
 
 __all__ = ["Layers", "Vocabulary"]
 
@@ -34,7 +34,15 @@ class Layers:
         """Add a norm, a bias or a table in the type of the activations."""
         return self.graph.weight(name, value.astype(self.numbers.activations))
 
-    def linear(self, x: str, weight: FloatArray, output: str, *, bias: FloatArray | None = None) -> str:
+    def linear(
+        self,
+        x: str,
+        weight: FloatArray,
+        output: str,
+        *,
+        bias: FloatArray | None = None,
+        heavy_tails: bool = False,
+    ) -> str:
         """Add `x @ weight.T + bias`.
 
         Args:
@@ -42,11 +50,14 @@ class Layers:
             weight: [N, K].
             output: the name of the result [..., N]; the weights are named after it.
             bias: [N].
+            heavy_tails: some numbers of x are far larger than most in their row.
         """
         product = output if bias is None else f"{output}.product"
         if self.numbers.linear is None:
             matrix = self.vector(f"{output}.weight", weight.T)
             self.graph.node("MatMul", [x, matrix], product)
+        elif self.numbers.by_row and not heavy_tails:
+            self._row_matmul(x, weight, product)
         else:
             values, scales = self._quantised(f"{output}.weight", weight, self.numbers.linear)
             self._block_matmul(x, values, scales, product, shape=weight.shape, scheme=self.numbers.linear)
@@ -97,6 +108,26 @@ class Layers:
     def _quantised(self, name: str, weight: FloatArray, scheme: Scheme) -> tuple[str, str]:
         blocks = quantize(weight, scheme)
         return self.graph.weight(name, blocks.values), self.graph.weight(f"{name}.scales", blocks.scales)
+
+    def _row_matmul(self, x: str, weight: FloatArray, output: str) -> str:
+        """Add the product of 8-bit integers; a row of the result depends on its row of x alone, to the bit.
+
+        x / max|x| of its row, in steps of 1/127, times the integers of the weight, times the scales.
+        A row of zeros is 0/0 on its way, and some integer times zero in the end.
+        """
+        rows, name = quantize_rows(weight), f"{output}.weight"
+        values = self.graph.weight(name, rows.values.T)
+        scales = self.graph.weight(f"{name}.scales", rows.scales)
+        step = self.graph.constant(f"{x}.step", np.array(1 / 127, np.float32))
+        middle = self.graph.constant(f"{x}.middle", np.array(128, np.uint8))
+        magnitudes = self.graph.node("Abs", [x], f"{x}.magnitudes")
+        last = self.graph.constant(f"{x}.last", np.array([-1]))
+        largest = self.graph.node("ReduceMax", [magnitudes, last], f"{x}.largest", keepdims=1)
+        shares = self.graph.node("Div", [x, largest], f"{x}.shares")
+        integers = self.graph.node("QuantizeLinear", [shares, step, middle], f"{x}.integers")
+        inputs = [integers, values, step, scales, middle]
+        product = self.graph.node("MatMulIntegerToFloat", inputs, f"{output}.shares")
+        return self.graph.node("Mul", [product, largest], output)
 
     def _block_matmul(
         self, x: str, values: str, scales: str, output: str, *, shape: tuple[int, ...], scheme: Scheme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,45 +11,22 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
-import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError
-from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
 from genserve.export.graph import MODEL_FILE
 from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
+from genserve.export.source_model import Reference
 
-__all__ = ["CachedGraph", "Parity", "check_parity", "source_logits", "source_model"]
+__all__ = ["CachedGraph", "Parity", "check_parity"]
 
 PARITY_FILE = "parity.json"
-MAX_TOKENS = 256
-
-# Prose, numbers, code and other scripts: what a tokenizer splits in its different ways.
-_TEXT = """\
-The lighthouse keeper wrote in his book every evening: the height of the tide, the direction of the wind,
-and the names of the ships that had passed. On the 14th of March 1897 he counted 23 of them, which was more
-than in any year before. "It cannot last," he said to his daughter, who did not believe him. By the summer of
-1903 the harbour had silted up, and the trade had moved 60 miles to the south.
-
-def fibonacci(n: int) -> list[int]:
-    numbers = [0, 1]
-    while len(numbers) < n:
-        numbers.append(numbers[-1] + numbers[-2])
-    return numbers[:n]
-
-Water boils at 100 degrees Celsius at sea level; on a mountain of 3000 metres, at about 90. The reason is the
-lower pressure of the air. Der Wind dreht nach Norden, und die Fischer bleiben zu Hause. Le phare éclaire la
-mer. 海は静かです。 Question: which gas do plants take from the air? Answer: carbon dioxide, from which, with
-water and the light of the sun, they make sugar. They give back oxygen, on which all animals depend.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +37,15 @@ class Parity:
     tokens: int                      # compared rows of logits
     largest_logit_difference: float
     top1_agreement: float            # share of the rows
+    perplexity_ratio: float          # of the text that is compared: the graph's over the source's
+    divergence: float                # Kullback-Leibler, of the graph from its source: nats per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
     largest_logit_difference: float = float("inf")
     top1_agreement: float = 0.0
+    perplexity_ratio: float = 1.05
 
 
 _BOUNDS: Mapping[Precision, _Bound] = MappingProxyType(
@@ -74,99 +54,108 @@ _BOUNDS: Mapping[Precision, _Bound] = MappingProxyType(
         "fp32": _Bound(largest_logit_difference=1e-3),
         "fp16": _Bound(top1_agreement=0.97),
         "int8": _Bound(top1_agreement=0.90),
-        "int4": _Bound(top1_agreement=0.50),
+        "int4": _Bound(top1_agreement=0.50, perplexity_ratio=2.0),
     }
 )
 
 
 def check_parity(
-    checkpoint: Checkpoint,
+    reference: Reference,
     folder: Path,
     *,
     form: Form = Form.ONNX,
     precision: Precision,
     dimensions: Dimensions,
+    source: str,
 ) -> Parity:
-    """Compare the graph in `folder` with transformers' own model, and write parity.json there.
+    """Compare the graph in `folder` with what its source computes, and write parity.json there.
 
-    Up to 256 tokens of a fixed text: one prefill, and a decode through the KV cache of two rows at different
-    positions.
+    Every token of the reference's texts is compared in a prefill, and the later ones again in a decode
+    through the KV cache, all rows together, each at another position.
+
+    Args:
+        reference: of the source.
+        folder: of the graph.
+        form: of the graph.
+        precision: of the graph; it has the bounds.
+        dimensions: of the model.
+        source: what messages call it.
 
     Raises:
         ExportError: the graph is further from its source than its precision explains.
     """
-    tokenizer = Tokenizer.from_str(checkpoint.tokenizer_files["tokenizer.json"].decode())
-    ids = np.array(tokenizer.encode(_TEXT).ids[: min(MAX_TOKENS, dimensions.context_length)])
-    source = source_logits(checkpoint, ids)
+    num_rows, length = reference.ids.shape
     graph: _Cached
     match form:
         case Form.ONNX:
             graph = CachedGraph(
-                folder, dimensions=dimensions, precision=precision, batch=2, max_len=len(ids)
+                folder, dimensions=dimensions, precision=precision, batch=num_rows, max_len=length
             )
         case Form.TORCHSCRIPT:
-            graph = TorchLogits(folder / form.file_name, num_slots=2, max_length=len(ids))
+            graph = TorchLogits(folder / form.file_name, num_slots=num_rows, max_length=length)
         case Form.TRACED:
-            graph = GrowingLogits(folder / form.file_name, num_slots=2, max_length=len(ids))
-    exported, positions = _exported_logits(graph, ids)
-    expected = source[positions]
-    parity = Parity(
-        precision=precision,
-        tokens=len(positions),
-        largest_logit_difference=float(np.abs(exported - expected).max()),
-        top1_agreement=float((exported.argmax(axis=-1) == expected.argmax(axis=-1)).mean()),
-    )
-    _require_within(_BOUNDS[precision], parity, source=checkpoint.source)
+            graph = GrowingLogits(folder / form.file_name, num_slots=num_rows, max_length=length)
+    parity = _compare(graph, reference, precision=precision)
+    _require_within(_BOUNDS[precision], parity, source=source)
     (folder / PARITY_FILE).write_text(json.dumps(asdict(parity), indent=2) + "\n", encoding="utf-8")
     return parity
 
 
-def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model of the checkpoint as transformers builds it, in float32, ready to be called.
-
-    Raises:
-        ExportError: the tensors do not have the shapes that the config says.
-    """
-    config = AutoConfig.for_model(**checkpoint.config)
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    names = checkpoint.tensor_names & model.state_dict().keys()
-    weights = {name: torch.from_numpy(checkpoint.tensor(name)) for name in names}
-    try:
-        missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
-    except RuntimeError as error:
-        raise ExportError(
-            f"the tensors of {checkpoint.source} have other shapes than its config says: {error}",
-            remedy="the checkpoint's files do not belong together; download it again",
-        ) from error
-    assert set(missing) <= set(model.all_tied_weights_keys), missing
-    model.tie_weights()
-    source: PreTrainedModel = model.eval()
-    return source
-
-
-def source_logits(checkpoint: Checkpoint, ids: NDArray[np.int64]) -> FloatArray:
-    """Logits [tokens, vocab] of `source_model` after each of the token ids [tokens]."""
-    with torch.inference_mode():
-        logits: FloatArray = source_model(checkpoint)(torch.from_numpy(ids)[None]).logits[0].numpy()
-    return logits
+def _compare(graph: _Cached, reference: Reference, *, precision: Precision) -> Parity:
+    length = reference.ids.shape[1]
+    compared = []
+    for rows, places, logits in _exported_logits(graph, reference.ids):
+        expected = reference.logits[rows, places]
+        found, known = _log_probabilities(logits), _log_probabilities(expected)
+        # How much less likely the text's next token has become; the last of a row has none.
+        nexts = reference.ids[rows, np.minimum(places + 1, length - 1)][:, None]
+        loss = np.take_along_axis(known - found, nexts, axis=-1)[:, 0]
+        compared.append(
+            (
+                np.abs(logits - expected).max(axis=-1),
+                logits.argmax(axis=-1) == expected.argmax(axis=-1),
+                (np.exp(known) * (known - found)).sum(axis=-1),
+                np.where(places + 1 < length, loss, np.nan),
+            )
+        )
+    differences, agreements, divergences, losses = map(np.concatenate, zip(*compared, strict=True))
+    return Parity(
+        precision=precision,
+        tokens=len(agreements),
+        largest_logit_difference=float(differences.max()),
+        top1_agreement=float(agreements.mean()),
+        perplexity_ratio=float(np.exp(np.nanmean(losses))),
+        divergence=float(divergences.mean()),
+    )
 
 
-def _exported_logits(graph: _Cached, ids: NDArray[np.int64]) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Logits [rows, vocab] of the graph, and after how many tokens less one each row stands."""
-    num_tokens, half = len(ids), len(ids) // 2
-    whole = graph.forward(ids[None], past=[0], rows=range(num_tokens))
-    starts = [half, half // 2]
-    # Right-padded: what the shorter row has too much in the cache is overwritten before it is seen.
-    prompts = np.stack([ids[:half], ids[:half]])
-    prompts[1, starts[1] :] = 0
-    graph.forward(prompts, past=[0, 0], rows=[])
-    decoded, positions = [whole], list(range(num_tokens))
-    for step in range(num_tokens - half):
-        past = [start + step for start in starts]
-        decoded.append(graph.forward(ids[past][:, None], past=past, rows=[0, 1]))
-        positions += past
-    return np.concatenate(decoded), np.array(positions)
+def _log_probabilities(logits: FloatArray) -> FloatArray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: FloatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+_Places = NDArray[np.int64]
+
+
+def _exported_logits(
+    graph: _Cached, ids: NDArray[np.int64]
+) -> Iterator[tuple[_Places, _Places, FloatArray]]:
+    """Logits [n, vocab] of the graph, with the row and the place [n] of the tokens after which they stand."""
+    num_rows, length = ids.shape
+    everything = range(num_rows * length)
+    whole = graph.forward(ids, past=[0] * num_rows, rows=everything).reshape(num_rows, length, -1)
+    for row in range(num_rows):
+        yield np.full(length, row), np.arange(length), whole[row]
+    # From here on each row is one token ahead of the one before it. What the padded prompts have too much in
+    # the cache is overwritten before it is seen.
+    half = length // 2
+    starts = np.maximum(half - np.arange(num_rows)[::-1], 0)
+    graph.forward(ids[:, :half], past=[0] * num_rows, rows=[0])
+    for step in range(length - half):
+        rows, past = np.arange(num_rows), starts + step
+        logits = graph.forward(ids[rows, past][:, None], past=past.tolist(), rows=range(num_rows))
+        yield rows, past, logits
 
 
 class _Cached(Protocol):
@@ -216,10 +205,12 @@ def _require_within(bound: _Bound, parity: Parity, *, source: str) -> None:
     holds = (
         parity.largest_logit_difference <= bound.largest_logit_difference
         and parity.top1_agreement >= bound.top1_agreement
+        and parity.perplexity_ratio <= bound.perplexity_ratio
     )
     if not holds:
         raise ExportError(
             f"the {parity.precision} graph of {source} is too far from its source: largest logit difference "
-            f"{parity.largest_logit_difference:.4g}, top-1 agreement {parity.top1_agreement:.1%}",
-            remedy="nothing was installed; try --precision int8 or fp32, and report this if fp32 fails",
+            f"{parity.largest_logit_difference:.4g}, top-1 agreement {parity.top1_agreement:.1%}, "
+            f"perplexity x{parity.perplexity_ratio:.3f}",
+            remedy="nothing was installed; try --precision fp16 or fp32, and report this if fp32 fails",
         )

@@ -1,4 +1,4 @@
-"""Quantise: weights as small integers with one scale per block of inputs, the way MatMulNBits reads them."""
+"""Quantise: weights as small integers, with one scale per block of inputs or one per output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from genserve.export.checkpoint import FloatArray
 
-__all__ = ["Blocks", "Scheme", "quantize"]
+__all__ = ["Blocks", "Rows", "Scheme", "quantize", "quantize_rows"]
 
 _ROWS = 1024  # at a time: what lies between weight and result takes some times their memory
 
@@ -29,6 +29,29 @@ class Blocks:
 
     values: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]; of two 4-bit values the first is low
     scales: FloatArray         # [N, blocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A weight [N, K] in 8 bits; w is about q * scale of its row."""
+
+    values: NDArray[np.int8]  # [N, K], -127 to 127
+    scales: FloatArray        # [N]
+
+
+def quantize_rows(weight: FloatArray) -> Rows:
+    """Round a weight [N, K] to 8 bits, row by row, the way MatMulIntegerToFloat reads its transpose."""
+    parts = [_quantize_rows(weight[i : i + _ROWS]) for i in range(0, len(weight), _ROWS)]
+    return Rows(
+        values=np.concatenate([part.values for part in parts]),
+        scales=np.concatenate([part.scales for part in parts]),
+    )
+
+
+def _quantize_rows(weight: FloatArray) -> Rows:
+    magnitude = np.abs(weight).max(axis=1)
+    scales = np.where(magnitude > 0, magnitude, 1).astype(np.float32) / np.float32(127)
+    return Rows(values=np.rint(weight / scales[:, None]).astype(np.int8), scales=scales)
 
 
 def quantize(weight: FloatArray, scheme: Scheme) -> Blocks:

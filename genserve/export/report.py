@@ -21,5 +21,7 @@ class ExportReport:
     seconds: float
     largest_logit_difference: float  # over all compared logits, absolute
     top1_agreement: float            # share of positions where both models rank the same token first
+    perplexity_ratio: float          # of a fixed text: the export's over the source's
+    divergence: float                # Kullback-Leibler, from the source: nats per token
     size_bytes: int                  # the graph and its weights
     path: Path                       # the ensemble's folder

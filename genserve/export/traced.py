@@ -21,8 +21,8 @@ from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
-from genserve.export.parity import source_model
 from genserve.export.report import Precision
+from genserve.export.source_model import source_model
 from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
 

@@ -68,6 +68,8 @@ class DecoderWeights:
             for kind in ("weight", "bias")
             if kind == "weight" or f"{part.name}.bias" in checkpoint.tensor_names
         }
+        if decoder.tied:
+            places["head.weight"] = places["embedding.weight"]
 
         def load(role: str) -> FloatArray:
             name, take = places[role]

@@ -19,6 +19,8 @@ def report(repository: Path) -> ExportReport:
         seconds=12.3,
         largest_logit_difference=0.3125,
         top1_agreement=0.984,
+        perplexity_ratio=1.0061,
+        divergence=0.004,
         size_bytes=141_000_000,
         path=repository / "mine",
     )
@@ -28,7 +30,7 @@ def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixtu
     print_report(report(Path("model_repository")))
     assert capsys.readouterr().out.splitlines() == [
         "mine: int8, 141.0 MB, made in 12 s: model_repository/mine",
-        "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%",
+        "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006",
         "next: genserve chat mine",
         "      genserve serve",
     ]

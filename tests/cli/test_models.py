@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -11,12 +12,14 @@ from tests.client.scripted_server import json_reply, scripted
 
 def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
+    parity = {"precision": "int8", "top1_agreement": 0.9479, "perplexity_ratio": 1.0109}
+    (tmp_path / "a_logits" / "1" / "parity.json").write_text(json.dumps(parity))
     add_model(tmp_path, "b", weights=False)
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert rows == [
-        "model size state",
-        "a 0.0 MB ready to load",
+        "model size precision top-1 perplexity state",
+        "a 0.0 MB int8 94.8% x1.011 ready to load",
         "b 0.0 MB no weights: b_tokenizer, b_logits",
     ]
 

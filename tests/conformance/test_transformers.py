@@ -10,8 +10,8 @@ import torch
 from genserve import LLM
 from genserve.export import SilentProgress, pull
 from genserve.export.embedded import cache_folder, fetch_gguf
-from genserve.export.parity import source_model
 from genserve.export.source import read_checkpoint
+from genserve.export.source_model import source_model
 
 NUM_TOKENS = 64
 END = 2  # <|im_end|>

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers
-from genserve.export.precision import FORMATS
+from genserve.export.precision import FORMATS, Format
 from genserve.export.report import Precision
 
 # Largest error over the standard deviation of the product: weights and activations are rounded.
@@ -56,11 +56,45 @@ def test_a_vocabulary_is_stored_once_and_is_embedding_and_head(
     assert (tmp_path / "model.onnx.data").stat().st_size < 40 * 128 * stored + 2 * 4096
 
 
+@pytest.mark.parametrize("heavy_tails", [False, True], ids=["by_row", "by_block"])
+def test_a_row_has_the_same_product_to_the_bit_alone_and_beside_any_others(
+    tmp_path: Path, heavy_tails: bool
+) -> None:
+    write_linear(tmp_path, random(96, 192), FORMATS["int8"], heavy_tails=heavy_tails)
+    x = random(67, 192) * np.logspace(-3, 3, 67, dtype=np.float32)[:, None]
+    together = run(tmp_path, x=x)
+    for first, last in [(0, 1), (66, 67), (3, 5), (7, 10), (1, 9), (0, 16), (11, 44), (2, 67)]:
+        assert np.array_equal(run(tmp_path, x=x[first:last]), together[first:last])
+
+
+def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(tmp_path: Path) -> None:
+    weight, x = random(48, 96), random(2, 96)
+    x[1] *= 1000
+    write_linear(tmp_path, weight, FORMATS["int8"])
+    error = np.abs(run(tmp_path, x=x) - x @ weight.T).max(axis=1)
+    assert error[0] < TOLERANCE["int8"] * np.sqrt(96)
+
+
+def test_a_row_of_zeros_gives_zeros(tmp_path: Path) -> None:
+    write_linear(tmp_path, random(48, 96), FORMATS["int8"])
+    assert not run(tmp_path, x=np.zeros((3, 96), np.float32)).any()
+
+
 def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
     with Graph(tmp_path) as graph:
         for name in ("a", "b", "c"):
             graph.weight(name, random(3, 5))
     assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 4096 + 3 * 5 * 4
+
+
+def write_linear(
+    folder: Path, weight: NDArray[np.float32], numbers: Format, *, heavy_tails: bool = False
+) -> None:
+    with Graph(folder) as graph:
+        graph.input("x", np.float32, ("rows", weight.shape[1]))
+        Layers(graph, numbers).linear("x", weight, "y", heavy_tails=heavy_tails)
+        graph.output("y", np.float32, ("rows", len(weight)))
+        graph.save(metadata={})
 
 
 def random(*shape: int) -> NDArray[np.float32]:

@@ -13,18 +13,27 @@ from transformers import LlamaForCausalLM
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.parity import check_parity, source_logits
+from genserve.export.decoder import Dimensions
+from genserve.export.parity import Parity, _compare, check_parity
 from genserve.export.source import read_checkpoint
+from genserve.export.source_model import Reference, run_source
 from tests.export.graphs import write_graph
 
 
-def test_the_source_is_run_as_transformers_runs_it(tiny_checkpoint: Path) -> None:
-    ids = np.arange(5, 90)
+def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tiny_checkpoint: Path) -> None:
+    reference = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"))
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     with torch.inference_mode():
-        expected = model.eval()(torch.from_numpy(ids)[None]).logits[0].numpy()
-    found = source_logits(read_checkpoint(tiny_checkpoint, source="tiny"), ids)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+        expected = model.eval()(torch.from_numpy(reference.ids)).logits.numpy()
+    np.testing.assert_allclose(reference.logits, expected, atol=1e-5)
+
+
+def test_the_activations_of_a_norm_are_those_of_the_text_that_is_not_compared(tiny_checkpoint: Path) -> None:
+    checkpoint = read_checkpoint(tiny_checkpoint, source="tiny")
+    reference = run_source(checkpoint, context_length=64, norms={"norm": "model.norm"})
+    # A norm puts out numbers whose mean square is 1, before it multiplies by its weight.
+    weight = checkpoint.load("model.norm.weight")
+    assert np.mean((reference.activations["norm"] / weight) ** 2) == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -37,21 +46,54 @@ def test_the_source_is_run_as_transformers_runs_it(tiny_checkpoint: Path) -> Non
 )
 def test_one_wrong_tensor_is_found(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)
-    checkpoint = read_checkpoint(tiny_checkpoint, source="tiny")
+    wrong = reference_of(with_one_change(read_checkpoint(tiny_checkpoint, source="tiny"), name))
     with pytest.raises(ExportError, match="too far from its source"):
-        check_parity(
-            with_one_change(checkpoint, name), graph.folder, precision="fp32", dimensions=graph.dimensions
-        )
+        check(wrong, graph.folder, dimensions=graph.dimensions)
     assert not (graph.folder / "parity.json").exists()
 
 
 def test_a_context_shorter_than_the_text_is_enough(tiny_checkpoint: Path, tmp_path: Path) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)
-    checkpoint = read_checkpoint(tiny_checkpoint, source="tiny")
-    dimensions = replace(graph.dimensions, context_length=10)
-    parity = check_parity(checkpoint, graph.folder, precision="fp32", dimensions=dimensions)
-    assert parity.tokens == 10 + 2 * 5
+    reference = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"), context_length=10)
+    parity = check(reference, graph.folder, dimensions=graph.dimensions)
+    assert parity.tokens == len(reference.ids) * (10 + 5)
     assert json.loads((graph.folder / "parity.json").read_text())["tokens"] == parity.tokens
+
+
+def test_the_divergence_and_the_ratio_of_perplexities_are_those_of_torch(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    graph = write_graph(tiny_checkpoint, tmp_path, precision="fp32")
+    exact = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"))
+    parity = check(exact, graph.folder, dimensions=graph.dimensions)
+    assert (parity.top1_agreement, parity.perplexity_ratio) == (1, pytest.approx(1, abs=1e-4))
+    assert parity.divergence == pytest.approx(0, abs=1e-5)
+    # Against a source that is twice as sure of itself.
+    sure = replace(exact, logits=2 * exact.logits)
+    found = _compare(graph.cached(batch=len(exact.ids), max_len=exact.ids.shape[1]), sure, precision="fp32")
+    plain, doubled = (torch.from_numpy(logits).log_softmax(-1) for logits in (exact.logits, sure.logits))
+    divergences = torch.nn.functional.kl_div(plain, doubled, reduction="none", log_target=True).sum(-1)
+    assert divergences.min() <= found.divergence <= divergences.max()
+    assert found.divergence == pytest.approx(mean_over_compared(divergences), rel=1e-3)
+    nexts = torch.from_numpy(exact.ids[:, 1:, None])
+    losses = (doubled - plain)[:, :-1].gather(-1, nexts)[..., 0]
+    assert np.log(found.perplexity_ratio) == pytest.approx(mean_over_compared(losses), rel=1e-3, abs=1e-6)
+
+
+def mean_over_compared(values: torch.Tensor) -> float:
+    """Of values [rows, places]: those of the prefill, and of the decode, half a row from its start."""
+    num_rows, length = len(values), 64
+    starts = [length // 2 - (num_rows - 1 - row) for row in range(num_rows)]
+    decoded = [values[row, start : start + length // 2] for row, start in enumerate(starts)]
+    return float(torch.cat([values.flatten(), *decoded]).mean())
+
+
+def reference_of(checkpoint: Checkpoint, *, context_length: int = 64) -> Reference:
+    return run_source(checkpoint, context_length=context_length, norms={})
+
+
+def check(reference: Reference, folder: Path, *, dimensions: Dimensions) -> Parity:
+    return check_parity(reference, folder, precision="fp32", dimensions=dimensions, source="tiny")
 
 
 def with_one_change(checkpoint: Checkpoint, changed: str) -> Checkpoint:

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from genserve.export.quantize import Blocks, Scheme, quantize
+from genserve.export.quantize import Blocks, Scheme, quantize, quantize_rows
 
 INT8 = Scheme(bits=8, block_size=64)
 INT4 = Scheme(bits=4, block_size=32)
@@ -45,6 +45,14 @@ def test_the_largest_weight_of_a_block_is_kept_as_it_is(scheme: Scheme) -> None:
 @SCHEMES
 def test_a_block_of_zeros_stays_zero(scheme: Scheme) -> None:
     assert not dequantized(quantize(np.zeros((3, 130), np.float32), scheme), scheme).any()
+
+
+def test_a_row_is_rounded_by_its_own_largest_weight() -> None:
+    weight = random(64, 192, seed=2) * np.logspace(-4, 4, 64, dtype=np.float32)[:, None]
+    weight[5] = 0
+    rows = quantize_rows(weight)
+    assert (np.abs(rows.values * rows.scales[:, None] - weight) <= rows.scales[:, None] * 0.501).all()
+    assert (np.abs(rows.values).max(axis=1) == np.where(np.arange(64) == 5, 0, 127)).all()
 
 
 def random(*shape: int, seed: int) -> NDArray[np.float32]:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from genserve.backends.device_memory import DeviceMemory
 from genserve.export.embedded import cache_folder, fetch_gguf
-from genserve.export.parity import source_model
 from genserve.export.source import read_checkpoint
+from genserve.export.source_model import source_model
 from genserve.llm import LLM
 from genserve.repository import logits_placement, logits_runtime
 from genserve.repository.options import RepositoryOptions

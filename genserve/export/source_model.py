@@ -1,0 +1,174 @@
+"""Source model: a checkpoint as transformers itself computes it, to which exports are compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from genserve.errors import ExportError
+from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.texts import CALIBRATION, CALIBRATION_CHAT, HELD_OUT, HELD_OUT_CHAT
+from genserve.request import Message
+from genserve.text.tokenizer import Tokenizer
+
+__all__ = ["Reference", "run_source", "source_model"]
+
+_MAX_LENGTH = 256  # tokens of a row
+_MAX_ROWS = 8      # of each text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What the source computes over the texts of `texts.py`."""
+
+    ids: NDArray[np.int64]                  # [rows, tokens] of the text that is held out
+    logits: FloatArray                      # [rows, tokens, vocab], after each of them
+    # By the role of a norm: the root mean square [hidden] of what it puts out, over the other text.
+    activations: Mapping[str, FloatArray]
+
+
+def run_source(
+    checkpoint: Checkpoint,
+    *,
+    context_length: int,
+    norms: Mapping[str, str],
+    advance: Callable[[int], None] = lambda _units: None,
+) -> Reference:
+    """Run the source once over both texts; the weights of one layer at a time are in memory.
+
+    Args:
+        checkpoint: of any architecture of transformers.
+        context_length: tokens that the model can see.
+        norms: which activations are wanted: role to the name of the module.
+        advance: is called with 1 after each layer.
+
+    Raises:
+        ExportError: the tensors do not have the shapes that the config says.
+    """
+    seen, ids = _token_ids(checkpoint, length=min(_MAX_LENGTH, context_length))
+    model = _streamed_model(checkpoint)
+    # Only what is held out reaches the head: the logits are the largest array of all.
+    model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: (args[0][len(seen) :],))
+    squares: dict[str, torch.Tensor] = {}
+
+    def observe(_module: Any, _args: Any, output: torch.Tensor, *, role: str) -> None:
+        every = output.reshape(-1, output.shape[-1])  # some modules have rows and tokens in one dimension
+        squares[role] = every[: seen.size].square().mean(dim=0)
+
+    for role, name in norms.items():
+        model.get_submodule(name).register_forward_hook(partial(observe, role=role))
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):  # what transformers' decoder layers are
+            module.register_forward_hook(lambda *_call: advance(1))
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(np.concatenate([seen, ids])), use_cache=False).logits
+    return Reference(
+        ids=ids,
+        logits=logits.numpy(),
+        activations={role: square.sqrt().numpy() for role, square in squares.items()},
+    )
+
+
+def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model of the checkpoint as transformers builds it, in float32, ready to be called.
+
+    Raises:
+        ExportError: the tensors do not have the shapes that the config says.
+    """
+    model = _empty_model(checkpoint)
+    names = {name: _name_in(checkpoint, name) for name in model.state_dict()}
+    weights = {
+        name: torch.from_numpy(checkpoint.tensor(known)) for name, known in names.items() if known is not None
+    }
+    try:
+        missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
+    except RuntimeError as error:
+        raise _misshapen(checkpoint, error) from error
+    assert set(missing) <= set(model.all_tied_weights_keys), missing
+    model.tie_weights()
+    return model
+
+
+def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model with weights of any values; their memory is reserved and not yet touched."""
+    config = AutoConfig.for_model(**checkpoint.config)
+    with no_init_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+    return model.eval()
+
+
+def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model, of which each module has its weights while it is called."""
+    model = _empty_model(checkpoint)
+    tied = dict(model.all_tied_weights_keys)
+
+    def load(module: torch.nn.Module, _args: Any, *, prefix: str) -> None:
+        for part, empty in list(module.named_parameters(recurse=False)):
+            name = f"{prefix}.{part}"
+            weight = torch.from_numpy(checkpoint.tensor(_name_in(checkpoint, name) or tied.get(name, name)))
+            if weight.shape != empty.shape:
+                raise _misshapen(checkpoint, f"{name} is {tuple(weight.shape)}, not {tuple(empty.shape)}")
+            setattr(module, part, torch.nn.Parameter(weight, requires_grad=False))
+
+    for prefix, module in model.named_modules():
+        empties = dict(module.named_parameters(recurse=False))
+        if empties:
+            module.register_forward_pre_hook(partial(load, prefix=prefix))
+            module.register_forward_hook(partial(_unload, empties=empties))
+    return model
+
+
+def _name_in(checkpoint: Checkpoint, name: str) -> str | None:
+    """What the checkpoint calls a weight of the model: by its name, or a head by its older one."""
+    names = [name, "embed_out.weight"] if name == "lm_head.weight" else [name]
+    return next((known for known in names if known in checkpoint.tensor_names), None)
+
+
+def _unload(
+    module: torch.nn.Module, _args: Any, _output: Any, *, empties: Mapping[str, torch.nn.Parameter]
+) -> None:
+    for part, empty in empties.items():
+        setattr(module, part, empty)
+
+
+def _misshapen(checkpoint: Checkpoint, error: object) -> ExportError:
+    return ExportError(
+        f"the tensors of {checkpoint.source} have other shapes than its config says: {error}",
+        remedy="the checkpoint's files do not belong together; download it again",
+    )
+
+
+def _token_ids(checkpoint: Checkpoint, *, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Both texts as rows of token ids [rows, length]: to learn from, and held out."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in checkpoint.tokenizer_files.items():
+            (Path(folder) / name).write_bytes(content)
+        tokenizer = Tokenizer.from_folder(Path(folder))
+    texts = ((CALIBRATION_CHAT, CALIBRATION), (HELD_OUT_CHAT, HELD_OUT))
+    seen, held_out = (_rows(tokenizer, chat, text, length=length) for chat, text in texts)
+    return seen, held_out
+
+
+def _rows(
+    tokenizer: Tokenizer, chat: Sequence[Message], text: str, *, length: int
+) -> NDArray[np.int64]:
+    if tokenizer.chat_template is None:
+        turns = tokenizer.encode("\n\n".join(message.content for message in chat))
+    else:
+        turns = tokenizer.encode_chat(chat)
+    ids = turns + tokenizer.encode(text)
+    num_rows = min(_MAX_ROWS, len(ids) // length)
+    return np.array(ids[: num_rows * length]).reshape(num_rows, length)
