@@ -11,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from genserve.export.decoder import Rotary
 from genserve.export.family import require
 
-__all__ = ["read_rotary"]
+__all__ = ["read_rotary", "rotary_limit"]
 
-# Those of transformers whose angles depend on the position alone.
-_TYPES = ("default", "linear", "llama3", "yarn")
+# Those of transformers whose angles depend on the position alone, up to `rotary_limit` at least.
+_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
 def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) -> Rotary:
@@ -26,7 +26,7 @@ def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) ->
         layer_type: whose parameters to take, where types of layers have their own.
 
     Raises:
-        ExportError: the angles depend on the length of the text.
+        ExportError: the type of the angles is another one.
     """
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters["rope_type"]
@@ -35,6 +35,15 @@ def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) ->
         return Rotary(frequencies=_frequencies(parameters, num_dims=num_dims))
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     return Rotary(frequencies=tuple(frequencies.tolist()), scale=scale)
+
+
+def rotary_limit(config: Any) -> int:
+    """How many tokens the angles are those of; in a longer text, longrope turns by others from its start."""
+    parameters, limit = config.rope_parameters, config.max_position_embeddings
+    if parameters.get("rope_type") == "longrope":
+        limit = parameters["original_max_position_embeddings"]
+    tokens: int = limit
+    return tokens
 
 
 def _frequencies(parameters: Mapping[str, Any], *, num_dims: int) -> tuple[float, ...]:

@@ -144,7 +144,7 @@ def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_pat
     ("config", "what"),
     [
         ({"hidden_act": "mish"}, "mish"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
@@ -177,6 +177,11 @@ def test_each_family_refuses_what_its_graph_has_not(model: str, config: dict[str
     family = next(family for family in FAMILIES.values() if family.name == model)
     with pytest.raises(ExportError, match=what):
         family.decoder({"model_type": model} | config)
+
+
+def test_a_text_ends_where_longrope_would_turn_by_other_angles() -> None:
+    decoder = FAMILIES["Phi3ForCausalLM"].decoder({**TINY_MODELS["phi3_longrope"], "pad_token_id": 2})
+    assert decoder.context_length == 128
 
 
 def test_an_architecture_without_a_family_has_none() -> None:

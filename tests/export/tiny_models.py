@@ -47,6 +47,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox_serial": _SIZES | {"model_type": "gpt_neox", "rotary_pct": 1.0, "use_parallel_residual": False},
     "llama": _LLAMA,
     "llama_biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama_dynamic_rope": _LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "llama_linear_rope": _LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama_llama3_rope": _LLAMA | {"rope_scaling": _LLAMA3_ROPE, "rope_theta": 500.0},
     "llama_one_layer": _LLAMA | {"num_hidden_layers": 1, "tie_word_embeddings": True},
@@ -63,6 +64,21 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
         "word_embed_proj_dim": 64,
     },
     "phi3": _GROUPED | {"model_type": "phi3", "original_max_position_embeddings": 128},
+    "phi3_longrope": _GROUPED
+    | {
+        "model_type": "phi3",
+        "hidden_size": 256,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 128,
+        "rope_scaling": {
+            "type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1 + i / 24 for i in range(24)],
+            "long_factor": [4.0] * 24,
+        },
+    },
     "qwen2": _GROUPED
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     "qwen3": _GROUPED | {"model_type": "qwen3", "head_dim": 32},

@@ -7,7 +7,7 @@ from typing import Any
 
 from genserve.export.decoder import Attention, Decoder, Rotary
 from genserve.export.family import Family, read_activation, require
-from genserve.export.rotary import read_rotary
+from genserve.export.rotary import read_rotary, rotary_limit
 from genserve.export.weights import Names
 
 __all__ = ["LLAMA", "LLAMA_NAMES", "describe_llama"]
@@ -30,16 +30,19 @@ LLAMA_NAMES: Names = MappingProxyType(
 )
 
 
-def describe_llama(config: Any) -> Decoder:
-    """The decoder of a config with the fields of Llama's, and perhaps `layer_types` and `sliding_window`."""
+def describe_llama(config: Any, *, partial: bool = False) -> Decoder:
+    """The decoder of a config with the fields of Llama's, and perhaps `layer_types` and `sliding_window`.
+
+    With `partial`, transformers honours a `partial_rotary_factor`.
+    """
     size = _head_dim(config)
     return Decoder(
         vocab_size=config.vocab_size,
-        context_length=config.max_position_embeddings,
+        context_length=rotary_limit(config),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=size,
-        attentions=_attentions(config),
+        attentions=_attentions(config, partial=partial),
         attention_scale=size**-0.5,
         norm="rms",
         norm_epsilon=config.rms_norm_eps,
@@ -53,12 +56,12 @@ def _head_dim(config: Any) -> int:
     return size
 
 
-def _attentions(config: Any) -> tuple[Attention, ...]:
+def _attentions(config: Any, *, partial: bool) -> tuple[Attention, ...]:
     num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     everywhere = "full_attention" if window is None else "sliding_attention"
     types = getattr(config, "layer_types", None) or [everywhere] * num_layers
     turning = getattr(config, "no_rope_layers", None) or [1] * num_layers
-    rotaries = {kind: _rotary(config, layer_type=kind) for kind in set(types)}
+    rotaries = {kind: _rotary(config, layer_type=kind, partial=partial) for kind in set(types)}
     return tuple(
         Attention(
             rotary=rotaries[kind] if turns else None,
@@ -68,12 +71,13 @@ def _attentions(config: Any) -> tuple[Attention, ...]:
     )
 
 
-def _rotary(config: Any, *, layer_type: str) -> Rotary:
+def _rotary(config: Any, *, layer_type: str, partial: bool) -> Rotary:
     own = layer_type in config.rope_parameters
     parameters = config.rope_parameters[layer_type] if own else config.rope_parameters
-    partial = parameters.get("partial_rotary_factor", 1.0)
-    require(partial == 1.0, found=f"partial_rotary_factor {partial}", known="1.0")
-    return read_rotary(config, num_dims=_head_dim(config), layer_type=layer_type if own else None)
+    share = parameters.get("partial_rotary_factor", 1.0)
+    require(partial or share == 1.0, found=f"partial_rotary_factor {share}", known="1.0")
+    turning = int(_head_dim(config) * share)
+    return read_rotary(config, num_dims=turning, layer_type=layer_type if own else None)
 
 
 LLAMA = Family(

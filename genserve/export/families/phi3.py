@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 
 from genserve.export.families.llama import LLAMA_NAMES, describe_llama
@@ -20,4 +21,4 @@ _NAMES: Names = MappingProxyType(
     }
 )
 
-PHI3 = Family(name="phi3", describe=describe_llama, names=_NAMES, prefix="model.")
+PHI3 = Family(name="phi3", describe=partial(describe_llama, partial=True), names=_NAMES, prefix="model.")
