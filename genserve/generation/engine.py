@@ -162,6 +162,8 @@ class Engine:
                 logits = self._decode(plan.sequences, slots)
                 counts, rows = (1,) * len(slots), slots
         for sequence, count in zip(plan.sequences, counts, strict=True):
+            if isinstance(plan, Prefill) and sequence.num_prefilled == sequence.num_computed:
+                sequence.num_prefilled += count
             sequence.num_computed += count
         return logits, rows
 

@@ -22,11 +22,12 @@ class LogitsRequest:
     Attributes:
         token_ids: all of them, every time; read only.
         num_computed: how many of them are in the KV cache; written by the engine and its slots.
+        num_prefilled: how many of these, from the first, were computed as a prompt; written likewise.
         submitted_s: when it was handed to the engine, by its clock.
         pause_s: how long its caller took to come back with one token more; infinite: it is the first.
     """
 
-    __slots__ = ("_on_logits", "num_computed", "pause_s", "submitted_s", "token_ids")
+    __slots__ = ("_on_logits", "num_computed", "num_prefilled", "pause_s", "submitted_s", "token_ids")
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class LogitsRequest:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size}")
         self.token_ids: list[int] = ids.tolist()
         self.num_computed = 0
+        self.num_prefilled = 0
         self.submitted_s = math.inf
         self.pause_s = math.inf
         self._on_logits = on_logits
@@ -80,13 +82,23 @@ class LogitsRequest:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens there are."""
+        return len(self.token_ids)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """How many tokens are not in the KV cache yet."""
+        return self.num_pending
+
+    @property
     def in_prompt(self) -> bool:
         """Whether more is to be computed than a decode step does."""
         return self.num_pending > 1
 
     def preempt(self) -> None:
         """Begin anew: its slot is somebody else's."""
-        self.num_computed = 0
+        self.num_computed = self.num_prefilled = 0
 
     def answer(self, content: LogitsArray | GenserveError) -> None:
         """Hand over the logits or the error; for the engine's thread."""

@@ -17,6 +17,7 @@ class Parked:
     """What one that has left leaves in its slot: tokens that others may begin with."""
 
     token_ids: list[int]
+    num_prefilled: int      # so many of them, from the first, were computed as a prompt
     cache_salt: str | None
     since_s: float
     held_until_s: float     # until then its slot is its own

@@ -119,25 +119,25 @@ def _prefill(
     share_prefixes: bool,
 ) -> Prefill | None:
     """Choose between the chunks of those that have begun and whole prompts of those that wait."""
-    partial = sorted((s for s in running if s.in_prompt), key=lambda s: s.num_pending)
+    partial = sorted((s for s in running if s.in_prompt), key=lambda s: s.num_to_prefill)
     if len(partial) > 1 and not _continues(last_prefill, partial[0]):
         return _chunk(partial[0], max_tokens=max_tokens)
     if not partial or _continues(last_prefill, partial[-1]):
         computing = running if share_prefixes else None
         group = _whole_prompts(waiting, computing=computing, room=room, max_tokens=max_tokens)
-        if group and (not partial or group[0].num_pending <= max_tokens):
-            return Prefill(
-                sequences=group, num_tokens=tuple(min(s.num_pending, max_tokens) for s in group), admits=True
-            )
+        if group and (not partial or group[0].num_to_prefill <= max_tokens):
+            num_tokens = tuple(min(s.num_to_prefill, max_tokens) for s in group)
+            return Prefill(sequences=group, num_tokens=num_tokens, admits=True)
     return _chunk(partial[-1], max_tokens=max_tokens) if partial else None
 
 
 def _chunk(sequence: Occupant, *, max_tokens: int) -> Prefill:
-    return Prefill(sequences=(sequence,), num_tokens=(min(max_tokens, sequence.num_pending),), admits=False)
+    num_tokens = min(max_tokens, sequence.num_to_prefill)
+    return Prefill(sequences=(sequence,), num_tokens=(num_tokens,), admits=False)
 
 
 def _finishes(prefill: Prefill) -> bool:
-    return all(n == s.num_pending for s, n in zip(prefill.sequences, prefill.num_tokens, strict=True))
+    return all(n == s.num_to_prefill for s, n in zip(prefill.sequences, prefill.num_tokens, strict=True))
 
 
 def _continues(prefill: Prefill | None, sequence: Occupant) -> bool:
@@ -158,10 +158,10 @@ def _whole_prompts(
     for sequence in waiting:
         if computing is not None and awaited(sequence, (*computing, *group)):
             continue
-        longest = max(longest, sequence.num_pending)
+        longest = max(longest, sequence.num_to_prefill)
         if group and longest * (len(group) + 1) > max_tokens:
             break
-        if not room.fits(len(group) + 1, longest=longest):
+        if not room.fits(len(group) + 1, longest=max(longest, len(sequence.token_ids))):
             break
         group.append(sequence)
     return tuple(group)

@@ -32,6 +32,10 @@ class Growing(Cached, Protocol):
     """One that is being computed."""
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """How many of its tokens are computed as a prompt."""
+
+    @property
     def in_prompt(self) -> bool:
         """Whether more of it is to be computed than a decode step does."""
 
@@ -61,6 +65,11 @@ def awaited(candidate: Cached, computing: Iterable[Growing]) -> bool:
         other.in_prompt
         and other.cache_salt == candidate.cache_salt
         and other.token_ids[:OWN_STEP_TOKENS] == head
-        and common_prefix(candidate.token_ids[:-1], other.token_ids) >= other.num_computed + OWN_STEP_TOKENS
+        and _coming(candidate, other) >= other.num_computed + OWN_STEP_TOKENS
         for other in computing
     )
+
+
+def _coming(candidate: Cached, other: Growing) -> int:
+    """Return how many first tokens of the candidate the other's prompt has, computed or not."""
+    return min(common_prefix(candidate.token_ids[:-1], other.token_ids), other.num_prompt_tokens)

@@ -108,8 +108,9 @@ class Roster:
         """Return how many positions of which slots a plan's forward writes to, idle rows included."""
         slots = self._slots.of(plan.sequences)
         if isinstance(plan, Prefill):
-            width = plan.sequences[0].num_computed + max(plan.num_tokens)
-            return dict.fromkeys(slots, width)
+            # One more: a single token is padded.
+            length = plan.sequences[0].num_computed + max(plan.num_tokens) + 1
+            return dict.fromkeys(slots, min(length, self._slots.max_length))
         residents = self._slots.residents[: max(slots) + 1]
         return {slot: r.num_computed + 1 if r else 1 for slot, r in enumerate(residents)}
 
@@ -128,13 +129,12 @@ class Roster:
     def _begin_with_prefix(self, occupant: Occupant) -> bool:
         """Admit one that waits, with what lies in some slot; False if that is not worth it, or not yet."""
         prefix = self._slots.longest_prefix(occupant)
-        num_tokens = len(occupant.token_ids)
-        if not worth_reusing(prefix.length, num_tokens=num_tokens):
+        if not worth_reusing(prefix.length, num_tokens=occupant.num_prompt_tokens):
             return False
         # One may be in the middle of a long prompt, and one of a short one.
         short = self._budget.beside_decoding
-        others = [s.num_pending for s in self._slots.running if s.in_prompt]
-        if others and (min(others) <= short or num_tokens - prefix.length > short):
+        others = [s.num_to_prefill for s in self._slots.running if s.in_prompt]
+        if others and (min(others) <= short or occupant.num_prompt_tokens - prefix.length > short):
             return False
         if not self._slots.reuse(occupant, prefix, now_s=self._now_s):
             return False

@@ -34,6 +34,7 @@ class Prefix:
 
     slot: int
     length: int
+    is_whole: bool = False      # the slot holds nothing but tokens of that one
 
 
 class Slots:
@@ -64,6 +65,11 @@ class Slots:
     def num_slots(self) -> int:
         """How many slots there are."""
         return len(self._residents)
+
+    @property
+    def max_length(self) -> int:
+        """How many tokens one slot holds."""
+        return self._model.max_length
 
     def of(self, occupants: Iterable[Occupant]) -> list[int]:
         """Return the slot of each."""
@@ -147,22 +153,23 @@ class Slots:
                 and resident.cache_salt == request.cache_salt
                 and resident.token_ids in (known, request.token_ids)
             ):
-                self._take_over(slot, resident, request)
+                length = min(resident.num_computed, len(request.token_ids) - 1)
+                self._take_over(slot, resident, request, length=length)
                 return True
         return False
 
     def longest_prefix(self, occupant: Occupant) -> Prefix:
-        """Return where most of the first tokens of one that waits lie; its last one does not count."""
-        known = occupant.token_ids[:-1]
-        return max(
-            (
-                Prefix(slot=slot, length=common_prefix(resident.token_ids[: resident.num_computed], known))
-                for slot, resident in enumerate(self._residents)
-                if resident is not None and resident.cache_salt == occupant.cache_salt
-            ),
-            key=lambda prefix: prefix.length,
-            default=Prefix(slot=0, length=0),
+        """Return where most of the first tokens of one that waits lie; its last one does not count.
+
+        For a token sequence those do not count that a prefill has computed where it would decode, or the
+        other way round: the last bits of these two differ, and its text must not depend on the cache.
+        """
+        prefixes = (
+            _prefix(occupant, resident, slot=slot)
+            for slot, resident in enumerate(self._residents)
+            if resident is not None and resident.cache_salt == occupant.cache_salt
         )
+        return max(prefixes, key=lambda prefix: prefix.length, default=Prefix(slot=0, length=0))
 
     def reuse(self, occupant: Occupant, prefix: Prefix, *, now_s: float) -> bool:
         """Give one that waits a slot that holds its prefix; False if memory is too short.
@@ -173,8 +180,8 @@ class Slots:
             return False
         resident = self._residents[prefix.slot]
         assert resident is not None
-        if isinstance(resident, Parked) and prefix.length == len(resident.token_ids):
-            self._take_over(prefix.slot, resident, occupant)
+        if isinstance(resident, Parked) and prefix.is_whole:
+            self._take_over(prefix.slot, resident, occupant, length=prefix.length)
             return True
         target = self._num_front
         self._clear(target, behind=target + 1, now_s=now_s, keep=prefix.slot)
@@ -184,6 +191,7 @@ class Slots:
             self._model.move(source=prefix.slot, target=target, length=prefix.length)
         self._num_front += 1
         occupant.num_computed = prefix.length
+        occupant.num_prefilled = min(prefix.length, resident.num_prefilled)
         self._seat(target, occupant)
         return True
 
@@ -194,6 +202,7 @@ class Slots:
         """
         parked = Parked(
             token_ids=occupant.token_ids[: occupant.num_computed],
+            num_prefilled=occupant.num_prefilled,
             cache_salt=occupant.cache_salt,
             since_s=now_s,
             held_until_s=now_s + held_s,
@@ -270,8 +279,9 @@ class Slots:
         self._residents[slot] = occupant
         self._by_age[occupant] = None
 
-    def _take_over(self, slot: int, parked: Parked, occupant: Occupant) -> None:
-        occupant.num_computed = min(parked.num_computed, len(occupant.token_ids) - 1)
+    def _take_over(self, slot: int, parked: Parked, occupant: Occupant, *, length: int) -> None:
+        occupant.num_computed = length
+        occupant.num_prefilled = min(length, parked.num_prefilled)
         if isinstance(occupant, LogitsRequest):
             occupant.pause_s = occupant.submitted_s - parked.since_s
         self._seat(slot, occupant)
@@ -303,8 +313,20 @@ class Slots:
         parked = self._residents[slot]
         assert isinstance(parked, Parked)
         length = max(0, self._memory.rounded(parked.num_computed) - by)
-        self._residents[slot] = replace(parked, token_ids=parked.token_ids[:length]) if length else None
+        rest = replace(
+            parked, token_ids=parked.token_ids[:length], num_prefilled=min(length, parked.num_prefilled)
+        )
+        self._residents[slot] = rest if length else None
         self._memory.give_back(slot, length=length)
+
+
+def _prefix(occupant: Occupant, resident: Resident, *, slot: int) -> Prefix:
+    common = common_prefix(resident.token_ids[: resident.num_computed], occupant.token_ids[:-1])
+    is_whole = common == resident.num_computed
+    num_prompt_tokens = occupant.num_prompt_tokens
+    if isinstance(occupant, TokenSequence) and resident.num_prefilled != num_prompt_tokens:
+        common = min(common, resident.num_prefilled, num_prompt_tokens)
+    return Prefix(slot=slot, length=common, is_whole=is_whole)
 
 
 def compaction(front: Sequence[bool]) -> list[Move]:

@@ -47,6 +47,7 @@ class TokenSequence:
         token_ids: prompt and answer together; read only.
         num_prompt_tokens: how many of them are the prompt.
         num_computed: how many of them are in the KV cache; written by the engine and its slots.
+        num_prefilled: how many of its first tokens were computed as a prompt; written as num_computed is.
         num_cached_tokens: how many of the prompt's were there already; written by the engine.
         preempted: whether it had to leave its slot, and computes again what it had; its text is the same.
         params: the sampling parameters of the request.
@@ -60,7 +61,6 @@ class TokenSequence:
         "_eos_token_ids",
         "_max_length",
         "_num_delivered",
-        "_num_to_prefill",
         "_stop_token_ids",
         "_text",
         "_text_delta",
@@ -68,6 +68,7 @@ class TokenSequence:
         "finish_reason",
         "num_cached_tokens",
         "num_computed",
+        "num_prefilled",
         "num_prompt_tokens",
         "params",
         "picked_logprob",
@@ -90,6 +91,7 @@ class TokenSequence:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_prefilled = 0
         self.num_cached_tokens = 0
         self.preempted = False
         self.params = params
@@ -102,7 +104,6 @@ class TokenSequence:
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
         self._num_delivered = self.num_prompt_tokens
-        self._num_to_prefill = self.num_prompt_tokens
         self._vocab_size = vocab_size
         room = max_length - self.num_prompt_tokens
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -125,12 +126,13 @@ class TokenSequence:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether more of the prompt is to be computed than a decode step does.
+        """Whether part of the prompt is still to be computed."""
+        return self.num_computed < self.num_prompt_tokens
 
-        After a preemption all tokens that there were count as prompt. Those that a decoding loop
-        appends by itself do not: each takes a decode step.
-        """
-        return self.num_pending > 1 and self.num_computed < self._num_to_prefill
+    @property
+    def num_to_prefill(self) -> int:
+        """How many tokens of the prompt are to be computed."""
+        return self.num_prompt_tokens - self.num_computed
 
     @property
     def num_new_tokens(self) -> int:
@@ -187,9 +189,12 @@ class TokenSequence:
         self.finish_reason = reason
 
     def preempt(self) -> None:
-        """Begin anew, with all its tokens as the prompt: its slot is somebody else's."""
-        self.num_computed = 0
-        self._num_to_prefill = len(self.token_ids)
+        """Begin anew, since its slot is somebody else's.
+
+        Its answer is computed token by token, as it was the first time: a prefill of it would differ in
+        the last bits, and the rest of the answer with it.
+        """
+        self.num_computed = self.num_prefilled = 0
         self.preempted = True
 
     def take_delta(self) -> Delta | None:

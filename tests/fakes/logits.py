@@ -57,6 +57,7 @@ class CachedLogits:
             int, str
         ] = {}  # token id that, in a slot, makes its row "nan" or the forward "raise"
         self._cache = np.full((num_slots, slot_tokens), -1)
+        self.prefilled = np.zeros((num_slots, slot_tokens), dtype=bool)  # positions that a prefill wrote
         self._taken = np.zeros((num_slots, slot_tokens // page_tokens), dtype=bool)  # pages
         self._buffer = np.zeros((num_slots, VOCAB_SIZE), dtype=np.float32)
 
@@ -69,6 +70,7 @@ class CachedLogits:
             self._touch(slot, past + width)
             self._cache[slot, past : past + width] = -1  # padding overwrites
             self._cache[slot, past : past + len(chunk)] = chunk
+            self.prefilled[slot, past : past + width] = True
             self._buffer[row] = self._row(slot, past + len(chunk))
         return self._buffer[: len(chunks)]
 
@@ -77,12 +79,14 @@ class CachedLogits:
         for slot, (token_id, length) in enumerate(zip(token_ids, past, strict=True)):
             self._touch(slot, length + 1)
             self._cache[slot, length] = token_id
+            self.prefilled[slot, length] = False
             self._buffer[slot] = self._row(slot, length + 1)
         return self._buffer[: len(token_ids)]
 
     def move(self, *, source: int, target: int, length: int) -> None:
         self.moves.append((source, target))
         self._touch(target, length)
+        self.prefilled[target, :length] = self.prefilled[source, :length]
         self._cache[target, :length] = self._cache[source, :length]
 
     def give_back(self, slot: int, *, length: int) -> None:

@@ -82,6 +82,12 @@ class Schedule:
         if result is None:
             return False
         assert not result.failed
+        for slot, resident in enumerate(self.engine._slots.residents):
+            if isinstance(resident, TokenSequence):  # prompts by prefills and answers by decodes, always
+                prefilled = self.model.prefilled[slot, : resident.num_computed]
+                assert prefilled.tolist() == [
+                    i < resident.num_prompt_tokens for i in range(resident.num_computed)
+                ]
         self.num_preempted += result.num_preempted
         for request, row in result.answered:
             np.testing.assert_array_equal(row, logits_after(request.token_ids))
