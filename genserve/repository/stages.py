@@ -38,7 +38,6 @@ __all__ = [
     "Chain",
     "generation_chains",
     "load_generation",
-    "load_logits",
     "load_logits_stage",
     "stage_owners",
 ]

@@ -1,0 +1,72 @@
+"""Runtimes: what a step costs in each form of one model, in turns.
+
+    genserve export SOURCE --name onnx --precision fp32
+    genserve export SOURCE --name torch --format torchscript
+    OMP_NUM_THREADS=1 python benchmarks/runtimes.py --models onnx torch
+
+prints, by the number of rows, the CPU time of a prefill of 40 tokens and of a decode of one token, in
+milliseconds, medians of all rounds. With one thread that is what a step takes on a core of its own, whatever
+else the machine does; the configs have to say so: `intra_op_thread_count` "1", or `INTRA_OP_THREAD_COUNT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from genserve.repository.index import scan
+from genserve.repository.logits_runtime import LoadedLogits, load_logits
+
+PROMPT_TOKENS, NEW_TOKENS = 40, 6
+TOKEN_ID = 5  # any will do: its value does not change the cost
+
+
+def round_of(logits: LoadedLogits, rows: int) -> dict[str, list[float]]:
+    """CPU milliseconds of one prefill and of some decodes."""
+    prompts = [[TOKEN_ID] * PROMPT_TOKENS] * rows
+    tokens = np.full(rows, TOKEN_ID)
+    pasts = [np.full(rows, PROMPT_TOKENS + i) for i in range(NEW_TOKENS)]
+    return {
+        "prefill": [cpu_ms(lambda: logits.prefill(prompts, first_slot=0, past=0))],
+        "decode": [cpu_ms(lambda past=past: logits.decode(tokens, past)) for past in pasts],
+    }
+
+
+def cpu_ms(call: Callable[[], object]) -> float:
+    started_s = time.process_time()
+    call()
+    return (time.process_time() - started_s) * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--models", nargs="+", required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    entries = scan([options.repository])
+    loaded = {model: load_logits(entries[f"{model}_logits"]) for model in options.models}
+    times: defaultdict[tuple[int, str, str], list[float]] = defaultdict(list)
+    for number in range(options.rounds + 1):
+        for rows in options.rows:
+            for model, logits in loaded.items():
+                for step, measured in round_of(logits, rows).items():
+                    if number:  # the first round pays for memory and weight layout
+                        times[rows, step, model] += measured
+    for rows in options.rows:
+        for step in ("prefill", "decode"):
+            figures = {model: median(times[rows, step, model]) for model in loaded}
+            first = figures[options.models[0]]
+            texts = (f"{model} {ms:.1f} ({ms / first:.2f}x)" for model, ms in figures.items())
+            print(f"{rows} rows, {step}, CPU ms: {', '.join(texts)}")
+
+
+if __name__ == "__main__":
+    main()
