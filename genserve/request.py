@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from genserve.errors import InvalidRequest, StreamBroken
 
@@ -19,10 +20,12 @@ __all__ = [
     "Delta",
     "FinishReason",
     "Message",
+    "Prompt",
     "Role",
     "SamplingOptions",
     "SamplingParams",
     "Usage",
+    "join_choices",
     "join_deltas",
     "read_messages",
     "sampling_params",
@@ -50,6 +53,10 @@ class Message:
     def __post_init__(self) -> None:
         _require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
         _require(isinstance(self.content, str), "content", "must be text")
+
+
+# A text, its token ids, or a chat.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +204,7 @@ class Usage:
 class Delta:
     """What one step adds to the answer of a request; a stream is a row of these.
 
-    The last one, and only the last one, has a `finish_reason` and a `usage`.
+    The last one of a choice, and only the last one, has a `finish_reason` and a `usage`.
     """
 
     text: str                                   # whole characters; may be empty while some are held back
@@ -205,6 +212,7 @@ class Delta:
     logprobs: tuple[float, ...] = ()            # natural log, one per token id; nan: a loop's own pick
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    choice: int = 0                             # which of the request's answers, where it has several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +243,18 @@ def join_deltas(deltas: Iterable[Delta]) -> Completion:
         finish_reason=last.finish_reason,
         usage=last.usage,
     )
+
+
+def join_choices(deltas: Iterable[Delta]) -> tuple[Completion, ...]:
+    """Join the deltas of a whole stream of several answers; they come in the order of their numbers.
+
+    Raises:
+        StreamBroken: the last delta of an answer does not finish it.
+    """
+    by_choice: defaultdict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        by_choice[delta.choice].append(delta)
+    return tuple(join_deltas(by_choice[choice]) for choice in sorted(by_choice))
 
 
 def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.generation.loop import EngineLoop
 from genserve.generation.token_sequence import TokenSequence
-from genserve.request import Message, SamplingParams
+from genserve.request import Message, Prompt, SamplingParams
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.stop_strings import StopStrings
 from genserve.text.tokenizer import Tokenizer
@@ -54,39 +54,63 @@ class GenerationEnsemble:
         self.loaded_s = loaded_s
         self.vocab_size = vocab_size
 
-    def prepare(self, prompt: str | Sequence[Message], params: SamplingParams) -> TokenSequence:
-        """Turn a prompt or a chat into a token sequence, ready to submit to `loop`.
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
+        """Turn a prompt into a token sequence; see `prepare_choices`."""
+        [sequence] = self.prepare_choices(prompt, params, num_choices=1)
+        return sequence
 
-        Takes time in proportion to the prompt: keep it off an event loop.
+    def prepare_choices(
+        self, prompt: Prompt, params: SamplingParams, *, num_choices: int
+    ) -> list[TokenSequence]:
+        """Turn a prompt into so many token sequences, ready to submit to `loop`.
+
+        Takes time in proportion to the prompt: keep it off an event loop. Where there is a seed, the
+        choices have it and the ones after it, so that they differ.
 
         Raises:
             InvalidRequest: an empty prompt, bad text or messages, ids outside the vocabulary;
                 `field` is `prompt`, `messages` or the parameter's name.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
         """
-        if isinstance(prompt, str):
-            field, token_ids = "prompt", self.tokenizer.encode(prompt)
-        else:
-            field, token_ids = "messages", self.tokenizer.encode_chat(prompt)
+        field, token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), params, field=field)
         if any(token_id >= self.vocab_size for token_id in params.stop_token_ids):
             raise InvalidRequest(
                 f"stop_token_ids must be below the vocabulary's size, {self.vocab_size}",
                 field="stop_token_ids",
             )
+        return [self._sequence(token_ids, params, choice) for choice in range(num_choices)]
+
+    def close(self) -> None:
+        """End all requests and the engine's thread."""
+        self.loop.close()
+
+    def _sequence(self, token_ids: Sequence[int], params: SamplingParams, choice: int) -> TokenSequence:
         return TokenSequence(
             token_ids,
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64,
             eos_token_ids=self.tokenizer.eos_token_ids,
             text=StoppableText(self.tokenizer.detokenizer(), StopStrings(params.stop)),
             max_length=self.max_length,
             vocab_size=self.vocab_size,
         )
 
-    def close(self) -> None:
-        """End all requests and the engine's thread."""
-        self.loop.close()
+    def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+        """Return how the prompt is called, and its token ids."""
+        if isinstance(prompt, str):
+            return "prompt", self.tokenizer.encode(prompt)
+        if messages := [part for part in prompt if isinstance(part, Message)]:
+            return "messages", self.tokenizer.encode_chat(messages)
+        token_ids = [part for part in prompt if isinstance(part, int)]
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                field = f"prompt[{index}]"
+                raise InvalidRequest(
+                    f"{field} is {token_id}; the vocabulary has the ids 0 to {self.vocab_size - 1}",
+                    field=field,
+                )
+        return "prompt", token_ids
 
     def _check_lengths(self, num_prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
         if num_prompt_tokens == 0:

@@ -95,19 +95,24 @@ class EngineLoop:
         return self._num_accepted
 
     @property
+    def capacity(self) -> int:
+        """How many may run and wait together."""
+        return self._capacity
+
+    @property
     def num_steps(self) -> int:
         """Forwards run so far."""
         return self._num_steps
 
-    def submit(self, sequence: TokenSequence, *, outbox: Outbox) -> None:
-        """Accept a token sequence; its parcels go to `outbox`.
+    def submit(self, *sequences: TokenSequence, outbox: Outbox) -> None:
+        """Accept token sequences, all of them or none; their parcels go to `outbox`.
 
         Raises:
             Closed: the loop was closed.
             ModelNotReady: its thread has died.
             Overloaded: as many as may wait are waiting.
         """
-        self._accept([(sequence, outbox)])
+        self._accept([(sequence, outbox) for sequence in sequences])
 
     def submit_logits(self, requests: Sequence[LogitsRequest]) -> None:
         """Accept logits requests, all of them or none; raises what `submit` raises.

@@ -1,4 +1,4 @@
-"""Streams: the deltas of one request, handed from the engine's thread to whoever reads them.
+"""Streams: the deltas of a request, handed from the engine's thread to whoever reads them.
 
 The only place where the engine's thread meets other threads' queues and event loops.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -75,11 +76,11 @@ class EventLoopOutbox:
         self._event_loop = event_loop
         self._streams: dict[TokenSequence, AsyncStream] = {}
 
-    def open(self, loop: EngineLoop, sequence: TokenSequence) -> AsyncStream:
-        """Submit a sequence and return its stream; raises what `EngineLoop.submit` raises."""
-        loop.submit(sequence, outbox=self)
-        stream = AsyncStream(loop, sequence, outbox=self)
-        self._streams[sequence] = stream
+    def open(self, loop: EngineLoop, *sequences: TokenSequence) -> AsyncStream:
+        """Submit the choices of a request and return their stream; raises what `EngineLoop.submit` raises."""
+        loop.submit(*sequences, outbox=self)
+        stream = AsyncStream(loop, sequences, outbox=self)
+        self._streams.update(dict.fromkeys(sequences, stream))
         return stream
 
     def deliver(self, parcels: Sequence[Parcel]) -> None:
@@ -94,27 +95,32 @@ class EventLoopOutbox:
         for sequence, content in parcels:
             stream = self._streams.get(sequence)
             if stream is not None:
-                stream.put(content)
+                stream.put((sequence, content))
 
 
 class AsyncStream:
     """An asynchronous iterator over the deltas of one request; made by `EventLoopOutbox.open`.
 
-    Close it, or use it as a context manager: a stream left early goes on occupying its slot.
+    The deltas of its choices come as they are made, and each says whose it is. If one choice fails, the
+    error is raised and none goes on.
+
+    Close it, or use it as a context manager: a stream left early goes on occupying its slots.
     """
 
-    def __init__(self, loop: EngineLoop, sequence: TokenSequence, *, outbox: EventLoopOutbox) -> None:
+    def __init__(
+        self, loop: EngineLoop, sequences: Sequence[TokenSequence], *, outbox: EventLoopOutbox
+    ) -> None:
         self._loop = loop
-        self._sequence = sequence
         self._outbox = outbox
-        # Bounded by the longest answer: one delta per token at the most.
-        self._arrived: deque[Delta | GenserveError] = deque()
+        # Those that have not ended, and their numbers.
+        self._choices = {sequence: choice for choice, sequence in enumerate(sequences)}
+        # Bounded by the longest answers: one delta per token at the most.
+        self._arrived: deque[Parcel] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
 
-    def put(self, content: Delta | GenserveError) -> None:
+    def put(self, parcel: Parcel) -> None:
         """Add what arrived; for the outbox, on the event loop."""
-        self._arrived.append(content)
+        self._arrived.append(parcel)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -122,25 +128,27 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        if not self._choices:
             raise StopAsyncIteration
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        content = self._arrived.popleft()
+        sequence, content = self._arrived.popleft()
+        choice = self._choices[sequence]
         if isinstance(content, GenserveError) or content.finish_reason is not None:
-            self._ended = True
-            self._outbox.forget(self._sequence)
+            del self._choices[sequence]
+            self._outbox.forget(sequence)
         if isinstance(content, GenserveError):
+            self.close()
             raise content
-        return content
+        return replace(content, choice=choice) if choice else content
 
     def close(self) -> None:
-        """Stop the request if it still runs; a second call does nothing."""
-        if not self._ended:
-            self._ended = True
-            self._outbox.forget(self._sequence)
-            self._loop.cancel(self._sequence)
+        """Stop what still runs of the request; a second call does nothing."""
+        for sequence in self._choices:
+            self._outbox.forget(sequence)
+            self._loop.cancel(sequence)
+        self._choices.clear()
 
     async def __aenter__(self) -> Self:
         return self

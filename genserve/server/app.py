@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.server.faults import add_fault_handlers
 from genserve.server.gate import Gate
-from genserve.server.routes import health, openai, tgi
+from genserve.server.routes import health, openai, openai_completions, tgi
 from genserve.server.routes.kserve import KServe, is_kserve
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
@@ -30,7 +30,7 @@ def create_app(services: Services) -> FastAPI:
         description="Text generation from a model repository in Triton's format.",
     )
     app.state.services = services
-    for router in (tgi.router, openai.router, health.router):
+    for router in (tgi.router, openai.router, openai_completions.router, health.router):
         app.include_router(router)
     add_fault_handlers(app)
     for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -10,8 +11,9 @@ from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.errors import Overloaded
+from genserve.errors import InvalidRequest, Overloaded
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
+from genserve.generation.token_sequence import TokenSequence
 from genserve.kserve.log_settings import LogSettings
 from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.shared_memory import SharedMemory
@@ -19,7 +21,8 @@ from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
-from genserve.request import Message, SamplingParams
+from genserve.request import Prompt, SamplingParams
+from genserve.server.faults import renamed
 from genserve.server.readiness import Readiness
 from genserve.settings import ServerSettings
 
@@ -32,8 +35,8 @@ class Open:
 
     model: GenerationEnsemble
     stream: AsyncStream
-    num_prompt_tokens: int
-    seed: int
+    num_prompt_tokens: int          # of the first choice
+    seed: int                       # of the first choice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,25 +76,51 @@ class Services:
         return self._kserve_outbox
 
     async def open(
-        self, model: str | None, prompt: str | tuple[Message, ...], params: SamplingParams
+        self, model: str | None, prompts: Sequence[Prompt], params: SamplingParams, *, n: int = 1
     ) -> Open:
         """Check a request and hand it to the engine: all that can be wrong with it is raised here.
 
+        Its choices are `n` to each prompt, in the order of the prompts.
+
         Raises:
-            GenserveError: see `Repository.get`, `GenerationEnsemble.prepare`, `EngineLoop.submit`.
+            InvalidRequest: it has more choices than may run and wait; otherwise, see
+                `GenerationEnsemble.prepare_choices`. Of several prompts, `field` says which.
+            GenserveError: see `Repository.get`, `EngineLoop.submit`.
         """
         if self.draining:
             raise Overloaded("the server is stopping", retry_after_s=5, remedy="try again on another server")
         ensemble = self.repository.get(model)
-        sequence = await run_in_threadpool(ensemble.prepare, prompt, params)
+        _check_count(len(prompts), n=n, limit=ensemble.loop.capacity)
+        sequences = await run_in_threadpool(_prepare, ensemble, prompts, params, n)
         if self._outbox is None:
             self._outbox = EventLoopOutbox(asyncio.get_running_loop())
         return Open(
             model=ensemble,
-            stream=self._outbox.open(ensemble.loop, sequence),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            seed=sequence.seed,
+            stream=self._outbox.open(ensemble.loop, *sequences),
+            num_prompt_tokens=sequences[0].num_prompt_tokens,
+            seed=sequences[0].seed,
         )
+
+
+def _check_count(num_prompts: int, *, n: int, limit: int) -> None:
+    if num_prompts * n > limit:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} are more than the {limit} requests that may run and wait",
+            field="n" if n > 1 else "prompt",
+            remedy="send several requests, or raise --max-queue",
+        )
+
+
+def _prepare(
+    ensemble: GenerationEnsemble, prompts: Sequence[Prompt], params: SamplingParams, n: int
+) -> list[TokenSequence]:
+    sequences: list[TokenSequence] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            sequences += ensemble.prepare_choices(prompt, params, num_choices=n)
+        except InvalidRequest as error:
+            raise renamed(error, {"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {}) from None
+    return sequences
 
 
 def _services(request: Request) -> Services:

@@ -68,7 +68,7 @@ def test_models_are_listed(client):
         ({"model": "nobody"}, openai.NotFoundError),
         ({"temperature": 9}, openai.BadRequestError),
         ({"messages": []}, openai.BadRequestError),
-        ({"n": 2}, openai.BadRequestError),
+        ({"n": 0}, openai.BadRequestError),
     ],
 )
 def test_errors_arrive_as_the_clients_own_classes(client, change, error):
@@ -83,3 +83,21 @@ def test_a_prompt_over_the_context_has_the_code_that_programs_look_for(client):
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(**(OPTIONS | {"messages": [{"role": "user", "content": "x " * 900}]}))
     assert raised.value.code == "context_length_exceeded"
+
+
+def test_a_chat_has_as_many_answers_as_asked_for(client):
+    options = OPTIONS | {"temperature": 1.5, "seed": 3, "n": 3, "extra_body": {"ignore_eos": True}}
+    whole = client.chat.completions.create(**options)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in whole.choices}) == 3
+    assert whole.usage.completion_tokens == 36
+    one = client.chat.completions.create(**(options | {"n": 1}))
+    assert whole.usage.prompt_tokens == one.usage.prompt_tokens
+    texts = ["", "", ""]
+    stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert [chunk.usage for chunk in chunks if chunk.usage] == [chunks[-1].usage]
+    assert chunks[-1].usage.completion_tokens == 36

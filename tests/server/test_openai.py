@@ -103,7 +103,8 @@ def test_special_token_text_in_a_message_does_not_become_a_control_token(http):
         ({"max_completion_tokens": 0}, "max_completion_tokens", 400),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens", 400),
         ({"stop": [""]}, "stop[0]", 400),
-        ({"n": 2}, "n", 400),
+        ({"n": 0}, "n", 400),
+        ({"n": 129}, "n", 400),
         ({"logprobs": True}, "logprobs", 400),
         ({"tools": [{"type": "function"}]}, "tools", 400),
         ({"response_format": {"type": "json_object"}}, "response_format", 400),
@@ -136,7 +137,7 @@ def test_models_are_listed_and_described(http):
 
 def test_the_openapi_document_is_whole(http):
     document = http.get("/openapi.json").json()
-    assert {"/generate", "/generate_stream", "/v1/chat/completions", "/v1/models", "/health"} <= set(
+    assert {"/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/health"} <= set(
         document["paths"]
     )
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]

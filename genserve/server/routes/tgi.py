@@ -216,7 +216,7 @@ class TokenFrames:
 
 async def _open(body: GenerateBody, services: Services, *, logprobs: bool) -> Open:
     try:
-        return await services.open(body.model, body.inputs, body.parameters.params(logprobs=logprobs))
+        return await services.open(body.model, [body.inputs], body.parameters.params(logprobs=logprobs))
     except InvalidRequest as error:
         raise renamed(error, _NAMES) from None
 

@@ -1,0 +1,85 @@
+"""OpenAI answer: what the answers of its dialect have in common, whole or streamed."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from genserve.errors import GenserveError
+from genserve.request import Delta, FinishReason, Usage
+from genserve.server.faults import openai_error
+from genserve.server.services import Open
+from genserve.server.sse import event
+
+__all__ = ["FINISH", "Chunks", "head", "usage"]
+
+FINISH = {
+    FinishReason.END_OF_SEQUENCE: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+
+def head(opened: Open, kind: str, *, id_prefix: str) -> dict[str, Any]:
+    """Return the fields that every answer, and every chunk of one, begins with."""
+    return {
+        "id": f"{id_prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": opened.model.name,
+        "system_fingerprint": f"genserve-{opened.model.precision}",
+    }
+
+
+def usage(usages: Sequence[Usage], *, n: int) -> dict[str, Any]:
+    """Return the usage of a request whose choices, `n` to each prompt, had these; a prompt counts once."""
+    prompt_tokens = sum(one.prompt_tokens for one in usages[::n])
+    completion_tokens = sum(one.completion_tokens for one in usages)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in usages[::n])},
+    }
+
+
+class Chunks:
+    """The events of one streamed answer; all that does not change is written once."""
+
+    def __init__(self, head: dict[str, Any], *, num_choices: int, n: int, with_usage: bool) -> None:
+        """Begin an answer.
+
+        Args:
+            head: of every chunk.
+            num_choices: how many answers are streamed.
+            n: how many of them each prompt has.
+            with_usage: whether the last chunk is the usage, and the others say that it comes.
+        """
+        self._head = json.dumps(head)[:-1]
+        self._after = '}], "usage": null}\n\n' if with_usage else "}]}\n\n"
+        self._n = n
+        self._with_usage = with_usage
+        self._usages: list[Usage | None] = [None] * num_choices
+
+    def chunk(self, choice: int, fields: str) -> bytes:
+        """Return a chunk of one choice, whose fields behind `index` are the text of JSON."""
+        return f'data: {self._head}, "choices": [{{"index": {choice}, {fields}{self._after}'.encode()
+
+    def ending(self, delta: Delta) -> bytes:
+        """Return what follows the last delta of a choice: nothing, or behind the last of all the usage."""
+        self._usages[delta.choice] = delta.usage
+        usages = [one for one in self._usages if one is not None]
+        if not self._with_usage or len(usages) < len(self._usages):
+            return b""
+        return event(f'{self._head}, "choices": [], "usage": {json.dumps(usage(usages, n=self._n))}}}')
+
+    def error(self, error: GenserveError) -> bytes:
+        """Return the event of an error in the middle of the stream."""
+        return event(json.dumps(openai_error(error)))
+
+    def end(self) -> bytes:
+        """Return the event behind the last one, or behind an error."""
+        return event("[DONE]")

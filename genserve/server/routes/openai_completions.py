@@ -1,0 +1,198 @@
+"""OpenAI completions: `/v1/completions`, the older route, which takes prompts as they are.
+
+A prompt is text or token ids, or there is a list of such; the choices of prompt p are numbered
+`p * n` and on. `logprobs` is honoured as far as the picked tokens go.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, ValidationError, WrapValidator
+
+from genserve.errors import GenserveError, InvalidRequest
+from genserve.request import Completion, Delta, SamplingParams, join_choices
+from genserve.server.body import StrictRoute
+from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
+from genserve.server.routes.openai_fields import OpenAIBody
+from genserve.server.services import Open, SharedServices
+from genserve.server.sse import EventStream, read_all
+from genserve.text.tokenizer import Tokenizer
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """Say one thing about a bad prompt, not one for each kind that it is not."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError("must be text, token ids, or a list of texts or of lists of token ids") from None
+
+
+class CompletionBody(OpenAIBody):
+    """Body of `POST /v1/completions`."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **OpenAIBody.neutral,
+        "best_of": (1,),
+        "suffix": ("",),
+    }
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)]
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0)
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts in their order; raises InvalidRequest."""
+        match self.prompt:
+            case []:
+                raise InvalidRequest("prompt is empty", field="prompt", remedy="give at least one token")
+            case str():
+                return [self.prompt]
+            case [int(), *_]:
+                return [[*self.prompt]]
+            case _:
+                return [*self.prompt]
+
+    def check(self) -> None:
+        """See `OpenAIBody.check`."""
+        super().check()
+        if self.logprobs:
+            raise InvalidRequest("logprobs has the picked tokens alone", field="logprobs", remedy="ask for 0")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "logprobs of the prompt are not supported", field="logprobs", remedy="leave out it or echo"
+            )
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters; raises InvalidRequest."""
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling(max_tokens=max_tokens, logprobs=self.logprobs is not None)
+
+    def echoes(self, tokenizer: Tokenizer) -> list[str]:
+        """What each prompt's answers begin with; token ids in the text that they stand for."""
+        if not self.echo:
+            return [""] * len(self.prompts())
+        return [p if isinstance(p, str) else tokenizer.decode(p) for p in self.prompts()]
+
+
+@router.post("/completions")
+async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
+    """Complete prompts, whole or as server-sent events."""
+    body.check()
+    opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.n or 1)
+    response: Response
+    if body.stream:
+        response = EventStream(opened.stream, CompletionFrames(opened, body))
+    else:
+        response = JSONResponse(_answer(opened, body, await read_all(opened.stream, request)))
+    body.name_ignored(response)
+    return response
+
+
+class CompletionFrames:
+    """The chunks of a streamed completion."""
+
+    def __init__(self, opened: Open, body: CompletionBody) -> None:
+        self._choices = _choices(opened, body)
+        self._chunks = Chunks(
+            head(opened, "text_completion", id_prefix="cmpl"),
+            num_choices=len(self._choices),
+            n=body.n or 1,
+            with_usage=body.wants_usage,
+        )
+
+    def start(self) -> bytes:
+        """See `Frames`."""
+        return b""
+
+    def delta(self, delta: Delta) -> bytes:
+        """See `Frames`."""
+        fields = self._choices[delta.choice].part(delta)
+        chunk = self._chunks.chunk(delta.choice, json.dumps(fields)[1:-1]) if any(fields.values()) else b""
+        return chunk if delta.finish_reason is None else chunk + self._chunks.ending(delta)
+
+    def error(self, error: GenserveError) -> bytes:
+        """See `Frames`."""
+        return self._chunks.error(error)
+
+    def end(self) -> bytes:
+        """See `Frames`."""
+        return self._chunks.end()
+
+
+class Choice:
+    """One choice as it is written: at once, or in the parts in which it comes."""
+
+    def __init__(self, body: CompletionBody, *, echo: str, tokenizer: Tokenizer) -> None:
+        self._echo = echo
+        self._token_ids = bool(body.return_token_ids)
+        self._logprobs = LegacyLogprobs(tokenizer) if body.logprobs is not None else None
+
+    def part(self, part: Delta | Completion) -> dict[str, Any]:
+        """Return the fields of a part, or of the whole, but its index."""
+        text, self._echo = self._echo + part.text, ""
+        fields = {
+            "text": text,
+            "logprobs": self._logprobs.part(part) if self._logprobs else None,
+            "finish_reason": FINISH[part.finish_reason] if part.finish_reason else None,
+        }
+        return fields | {"token_ids": list(part.token_ids)} if self._token_ids else fields
+
+
+class LegacyLogprobs:
+    """The `logprobs` of one choice in this route's shape.
+
+    The text of a token is what it adds to the text before it: a token that ends in the middle of a
+    character leaves that to the next one, and one that ends the text adds nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._offset = 0
+
+    def part(self, part: Delta | Completion) -> dict[str, Any]:
+        """Return the log-probabilities of a part, or of the whole."""
+        texts = [self._detokenizer.push(token_id) for token_id in part.token_ids]
+        if texts and part.finish_reason is not None:
+            texts[-1] += self._detokenizer.flush()
+        # JSON has no NaN: a decoding loop that picks for itself leaves no probability.
+        logprobs = [None if math.isnan(logprob) else logprob for logprob in part.logprobs]
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
+        return {
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)],
+            "text_offset": offsets,
+        }
+
+
+def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
+    tokenizer = opened.model.tokenizer
+    return [
+        Choice(body, echo=echo, tokenizer=tokenizer)
+        for echo in body.echoes(tokenizer)
+        for _ in range(body.n or 1)
+    ]
+
+
+def _answer(opened: Open, body: CompletionBody, deltas: list[Delta]) -> dict[str, Any]:
+    completions = join_choices(deltas)
+    choices = [
+        {"index": index} | choice.part(completion)
+        for index, (choice, completion) in enumerate(zip(_choices(opened, body), completions, strict=True))
+    ]
+    total = usage([completion.usage for completion in completions], n=body.n or 1)
+    return head(opened, "text_completion", id_prefix="cmpl") | {"choices": choices, "usage": total}

@@ -1,0 +1,118 @@
+"""OpenAI fields: what the bodies of its dialect have in common.
+
+A field that OpenAI knows and we do not honour is refused by name, unless its value asks for nothing;
+a field that nobody knows is passed over, and named in the header `x-genserve-ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from fastapi import Response
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from genserve.errors import InvalidRequest
+from genserve.request import SamplingParams
+from genserve.server.body import Body
+
+__all__ = ["OpenAIBody", "StreamOptions"]
+
+# What huggingface_hub's InferenceClient writes for "the model at this URL".
+_ANY_MODEL = frozenset({"dummy", "tgi"})
+# Labels for OpenAI's own bookkeeping; they change nothing in an answer.
+_INERT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+MAX_CHOICES = 128
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None     # padding against traffic analysis: never added
+
+
+class OpenAIBody(Body):
+    """Base of the bodies of `/v1`; extras beyond OpenAI's have vLLM's names.
+
+    Attributes:
+        neutral: known and not honoured: the values with which a client asks for nothing.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "presence_penalty": (0,),
+    }
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(default=None, ge=0.0, le=2.0)
+    top_p: float | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stop: Annotated[list[str] | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(default=None, ge=-1)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+
+    def sampling(self, *, max_tokens: int | None, logprobs: bool = False) -> SamplingParams:
+        """The sampling parameters; raises InvalidRequest."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            # OpenAI's seeds are signed.
+            seed=None if self.seed is None else self.seed % 2**64,
+            logprobs=logprobs,
+            cache_salt=self.cache_salt,
+        )
+
+    @property
+    def model_name(self) -> str | None:
+        """The model's name; None: the only one."""
+        return None if self.model in _ANY_MODEL else self.model
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream shall end with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """Refuse what we do not honour.
+
+        Raises:
+            InvalidRequest: a field asks for something that OpenAI has and we do not, or two contradict.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in self.neutral and value is not None and value not in self.neutral[name]:
+                raise InvalidRequest(f"{name} is not supported", field=name, remedy="leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+
+    def name_ignored(self, response: Response) -> None:
+        """Write the fields that nobody knows into the header of an answer."""
+        unknown = [name for name in self.model_extra or {} if name not in self.neutral and name not in _INERT]
+        if unknown:
+            names = ",".join(name for name in unknown if name.isascii() and name.isprintable())
+            response.headers["x-genserve-ignored"] = names[:1024]

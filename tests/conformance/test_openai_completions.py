@@ -1,0 +1,217 @@
+"""openai-python's older completions against a running server."""
+
+from __future__ import annotations
+
+import math
+
+import openai
+import pytest
+
+from genserve import LLM
+
+ON = {"ignore_eos": True}  # a random model ends anywhere
+OPTIONS = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": ON}
+TEXTS = ["hello there", "the quick brown fox", "hello again"]
+
+
+@pytest.fixture
+def client(tiny_server):
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_repository):
+    """What the same model says in this process."""
+    with LLM(tiny_repository) as llm:
+        return {text: llm.generate(text, max_tokens=12, logprobs=True, ignore_eos=True) for text in TEXTS}
+
+
+def token_ids(tiny_server, text: str) -> list[int]:
+    return tiny_server.model.tokenizer.encode(text)
+
+
+def wait_until_idle(tiny_server) -> None:
+    while tiny_server.model.loop.num_accepted:
+        pass
+
+
+def test_a_text_is_completed_with_sixteen_tokens_if_nothing_is_said(client, answers):
+    answer = client.completions.create(model="tiny", prompt=TEXTS[0], temperature=0, extra_body=ON)
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.usage.completion_tokens == 16
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].text.startswith(answers[TEXTS[0]].text)
+
+
+def test_all_four_kinds_of_prompts_have_the_same_answers(client, tiny_server, answers):
+    ids = [token_ids(tiny_server, text) for text in TEXTS]
+    expected = [answers[text].text for text in TEXTS]
+
+    def texts(prompt):
+        choices = client.completions.create(**OPTIONS, prompt=prompt).choices
+        assert [choice.index for choice in choices] == list(range(len(choices)))
+        return [choice.text for choice in choices]
+
+    assert texts(TEXTS) == expected
+    assert texts(ids) == expected
+    assert texts(TEXTS[0]) == expected[:1]
+    assert texts(ids[0]) == expected[:1]
+
+
+def test_the_usage_counts_a_prompt_once_and_all_that_was_answered(client, tiny_server):
+    lengths = [len(token_ids(tiny_server, text)) for text in TEXTS]
+    usage = client.completions.create(**OPTIONS, prompt=TEXTS, n=2).usage
+    assert usage.prompt_tokens == sum(lengths)
+    assert usage.completion_tokens == 2 * 3 * 12
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens >= 0
+
+
+def test_choices_of_one_seed_differ_and_come_again(client):
+    options = OPTIONS | {"temperature": 1.5, "seed": 7}
+    both = client.completions.create(**options, prompt=TEXTS[:2], n=3).choices
+    assert [choice.index for choice in both] == list(range(6))
+    again = client.completions.create(**options, prompt=TEXTS[:2], n=3).choices
+    assert [choice.text for choice in both] == [choice.text for choice in again]
+    assert len({choice.text for choice in both}) == 6
+    # Choice i is what its own seed gives alone.
+    alone = client.completions.create(**(options | {"seed": 9}), prompt=TEXTS[1])
+    assert alone.choices[0].text == both[5].text
+
+
+def test_choices_share_what_is_cached_of_their_prompt(client, tiny_server):
+    prompt = "a prompt that nobody sent before " * 3
+    before = tiny_server.model.loop.num_steps
+    wait_until_idle(tiny_server)
+    answer = client.completions.create(**OPTIONS, prompt=prompt, n=4)
+    assert len({choice.text for choice in answer.choices}) == 1
+    # Side by side: far fewer steps than one answer after the other takes.
+    assert tiny_server.model.loop.num_steps - before < 2 * 12
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_streamed_completion_joins_to_the_whole_choice_by_choice(client, tiny_server, echo):
+    options = OPTIONS | {"prompt": [token_ids(tiny_server, t) for t in TEXTS], "n": 2, "echo": echo}
+    whole = client.completions.create(**options)
+    chunks = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    texts = [""] * 6
+    ends = []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends += [choice.index] if choice.finish_reason else []
+    assert texts == [choice.text for choice in whole.choices]
+    assert sorted(ends) == list(range(6))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({(chunk.id, chunk.object, chunk.model) for chunk in chunks}) == 1
+
+
+async def test_the_asynchronous_client_streams(tiny_server, answers):
+    async with openai.AsyncOpenAI(base_url=f"{tiny_server.url}/v1", api_key="none") as client:
+        stream = await client.completions.create(**OPTIONS, prompt=TEXTS[0], stream=True)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert text == answers[TEXTS[0]].text
+
+
+def test_an_echo_begins_with_the_prompt(client, tiny_server, answers):
+    expected = TEXTS[0] + answers[TEXTS[0]].text
+    assert client.completions.create(**OPTIONS, prompt=TEXTS[0], echo=True).choices[0].text == expected
+    ids = token_ids(tiny_server, TEXTS[0])
+    assert client.completions.create(**OPTIONS, prompt=ids, echo=True).choices[0].text == expected
+
+
+def test_logprobs_are_those_of_the_picked_tokens(client, answers):
+    expected = answers[TEXTS[0]]
+    found = client.completions.create(**OPTIONS, prompt=TEXTS[0], logprobs=0).choices[0]
+    assert found.logprobs.token_logprobs == pytest.approx(list(expected.logprobs), abs=1e-5)
+    assert "".join(found.logprobs.tokens) == found.text == expected.text
+    for token, offset in zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True):
+        assert found.text[offset:].startswith(token)
+    assert all(math.isfinite(value) for top in found.logprobs.top_logprobs for value in top.values())
+
+
+def test_streamed_logprobs_join_to_those_of_the_whole(client):
+    options = OPTIONS | {"prompt": TEXTS[1], "logprobs": 0}
+    whole = client.completions.create(**options).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
+    assert [token for part in parts for token in part.tokens] == whole.tokens
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+
+
+def test_a_stop_string_ends_its_choice_alone(client, answers):
+    stop = answers[TEXTS[0]].text[3:6]
+    choices = client.completions.create(**OPTIONS, prompt=TEXTS, stop=stop).choices
+    for text, choice in zip(TEXTS, choices, strict=True):
+        whole, stopped, _ = answers[text].text.partition(stop)
+        assert choice.text == whole
+        assert choice.finish_reason == ("stop" if stopped else "length")
+
+
+def test_extras_have_vllms_names(client, answers):
+    expected = answers[TEXTS[0]].token_ids
+    extra = ON | {"return_token_ids": True, "stop_token_ids": [expected[4]], "top_k": 3, "cache_salt": "mine"}
+    choice = client.completions.create(**(OPTIONS | {"extra_body": extra}), prompt=TEXTS[0]).choices[0]
+    assert choice.model_extra["token_ids"] == list(expected[: expected.index(expected[4]) + 1])
+    assert choice.finish_reason == "stop"
+
+
+def test_a_stream_closed_early_frees_all_its_slots(client, tiny_server):
+    options = OPTIONS | {"prompt": TEXTS, "n": 3, "max_tokens": 200}
+    stream = client.completions.create(**options, stream=True)
+    next(stream)
+    stream.close()
+    wait_until_idle(tiny_server)
+
+
+def test_a_client_that_leaves_before_the_answer_frees_all_its_slots(client, tiny_server):
+    options = OPTIONS | {"prompt": TEXTS, "n": 3, "max_tokens": 200}
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.01).completions.create(**options)
+    wait_until_idle(tiny_server)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": ["x", 3]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["x", ""]}, "prompt[1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [1, -1]}, "prompt[1]"),
+        ({"prompt": [[1], [2, 10**6]]}, "prompt[1][1]"),
+        ({"prompt": ["x", "x " * 900]}, "prompt[1]"),
+        ({"prompt": [[1]] * 5000}, "prompt"),
+        ({"n": 0}, "n"),
+        ({"n": 100, "prompt": [[1]] * 100}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 0, "echo": True}, "logprobs"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+    ],
+)
+def test_a_bad_request_names_its_field(client, tiny_server, change, param):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(**(OPTIONS | {"prompt": "hello"} | change))
+    assert raised.value.param == param
+    assert raised.value.body["message"]
+    assert tiny_server.model.loop.num_accepted == 0
+
+
+def test_an_unknown_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(**(OPTIONS | {"model": "nobody"}), prompt="hello")
