@@ -74,8 +74,10 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
 
 
 def _quality(stage: ModelEntry) -> tuple[str, str, str] | None:
+    """What lies beside the file that the stage is run from: other graphs have other folders."""
+    folder = Path(stage.config.default_model_filename).parent if stage.config else Path()
     try:
-        parity = json.loads((stage.latest_version() / "parity.json").read_text(encoding="utf-8"))
+        parity = json.loads((stage.latest_version() / folder / "parity.json").read_text(encoding="utf-8"))
         agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
         return parity["precision"], f"{agreement:.1%}", f"x{ratio:.3f}"
     except (OSError, ValueError, KeyError, TypeError):

@@ -24,6 +24,17 @@ def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) 
     ]
 
 
+def test_the_quality_is_that_of_the_graph_that_the_config_chooses(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    config = tmp_path / "a_logits" / "config.pbtxt"
+    config.write_text(config.read_text() + ' default_model_filename: "int4/model.onnx"')
+    for folder, agreement in ((".", 0.9479), ("int4", 0.7)):
+        path = tmp_path / "a_logits" / "1" / folder / "parity.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"precision": "x", "top1_agreement": agreement, "perplexity_ratio": 1}))
+    assert "70.0%" in CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)]).stdout
+
+
 def test_a_server_s_models_are_one_name_a_line() -> None:
     with scripted(json_reply({"object": "list", "data": [{"id": "a"}, {"id": "b"}]})) as server:
         assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"
