@@ -145,7 +145,7 @@ def _print_measurements(
 
     best = choice.best if choice else None
     contexts = list(best.step_s) if best else []
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("graph", no_wrap=True)
     times = [f"ms at {context}" for context in contexts]
     for heading in ("top-1", "threads", "batch", "tokens/s", *times, "MiB"):
