@@ -21,6 +21,7 @@ _SIZES = {
     "max_position_embeddings": 128,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
+_BLOOM = {"model_type": "bloom", "n_layer": 2, "seq_length": 128}
 _GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _LLAMA = _GROUPED | {"model_type": "llama"}
 _GEMMA = _GROUPED | {"head_dim": 32}
@@ -36,8 +37,8 @@ _LLAMA3_ROPE = {
 
 # By a name for the test: a config for `tiny_checkpoint`.
 TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "bloom_4_heads": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4},
-    "bloom_6_heads": {"model_type": "bloom", "hidden_size": 96, "n_layer": 2, "n_head": 6},
+    "bloom_4_heads": _BLOOM | {"hidden_size": 64, "n_head": 4},
+    "bloom_6_heads": _BLOOM | {"hidden_size": 96, "n_head": 6},
     "gemma": _GEMMA | {"model_type": "gemma"},
     "gemma2": _GEMMA2 | _CAPPED | {"model_type": "gemma2"},
     "gemma3": _GEMMA2 | {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
