@@ -23,7 +23,8 @@ def write_gguf(folder: Path, path: Path, *, pre: str = "smollm", **metadata: Any
     architecture = config.model_type
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.seq_length if architecture == "bloom" else config.max_position_embeddings)
+    length = "seq_length" if architecture == "bloom" else "max_position_embeddings"
+    writer.add_context_length(getattr(config, length))
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     if architecture in {"gpt2", "bloom"}:
