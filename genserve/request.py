@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from genserve.errors import InvalidRequest, StreamBroken
 
 __all__ = [
+    "MAX_TOP_LOGPROBS",
     "Completion",
     "Delta",
     "FinishReason",
@@ -24,6 +25,8 @@ __all__ = [
     "Role",
     "SamplingOptions",
     "SamplingParams",
+    "TokenLogprob",
+    "TopTokens",
     "Usage",
     "join_choices",
     "join_deltas",
@@ -37,6 +40,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 256
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,8 @@ class SamplingParams:
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
     seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
     logprobs: bool = False                  # report the log-probability of each picked token
+    top_logprobs: int = 0                   # beside it, those of so many of the most likely ones
+    prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
     cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
 
     def __post_init__(self) -> None:
@@ -113,6 +119,15 @@ class SamplingParams:
         _require(
             self.seed is None or 0 <= self.seed < 2**64, "seed", "must be between 0 and 2^64 - 1"
         )
+        for name, number in (("top_logprobs", self.top_logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            whole = isinstance(number, int) and not isinstance(number, bool)
+            allowed = whole and 0 <= (number or 0) <= MAX_TOP_LOGPROBS
+            _require(
+                allowed or (number is None and name == "prompt_logprobs"),
+                name,
+                f"must be between 0 and {MAX_TOP_LOGPROBS}",
+            )
+        _require(self.logprobs or not self.top_logprobs, "top_logprobs", "needs logprobs")
         salt = self.cache_salt
         _require(
             salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT_CHARS),
@@ -133,6 +148,8 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     seed: int | None
     logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: int | None
     cache_salt: str | None
 
 
@@ -200,6 +217,18 @@ class Usage:
     cached_tokens: int = field(default=0, compare=False)
 
 
+# Ids of the most likely tokens and their log-probabilities, natural logs, the best first.
+TopTokens: TypeAlias = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely a token was after those before it, and which would have been the most likely."""
+
+    logprob: float                              # natural log
+    top: TopTokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """What one step adds to the answer of a request; a stream is a row of these.
@@ -212,6 +241,8 @@ class Delta:
     logprobs: tuple[float, ...] = ()            # natural log, one per token id; nan: a loop's own pick
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if asked for; empty: a loop's own pick
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first; in the first delta
     choice: int = 0                             # which of the request's answers, where it has several
 
 
@@ -224,6 +255,8 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
+    top_logprobs: tuple[TopTokens, ...] = ()    # one per token id; empty if not asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first, if asked for
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Completion:
@@ -240,6 +273,8 @@ def join_deltas(deltas: Iterable[Delta]) -> Completion:
         text="".join(delta.text for delta in parts),
         token_ids=tuple(token_id for delta in parts for token_id in delta.token_ids),
         logprobs=tuple(logprob for delta in parts for logprob in delta.logprobs),
+        top_logprobs=tuple(top for delta in parts for top in delta.top_logprobs),
+        prompt_logprobs=tuple(logprob for delta in parts for logprob in delta.prompt_logprobs),
         finish_reason=last.finish_reason,
         usage=last.usage,
     )

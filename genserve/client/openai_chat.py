@@ -29,6 +29,8 @@ def request_body(messages: Sequence[Message], *, model: str | None, params: Samp
         "ignore_eos": params.ignore_eos or None,
         "seed": params.seed,
         "logprobs": params.logprobs or None,
+        "top_logprobs": params.top_logprobs or None,
+        "prompt_logprobs": params.prompt_logprobs,
         "return_token_ids": True,
         "cache_salt": params.cache_salt,
     }

@@ -32,6 +32,9 @@ def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> d
         "ignore_eos": params.ignore_eos or None,
         "seed": params.seed,
         "cache_salt": params.cache_salt,
+        # Refused by name so far.
+        "top_n_tokens": params.top_logprobs or None,
+        "prompt_logprobs": params.prompt_logprobs,
     }
     body = {"inputs": prompt, "parameters": {k: v for k, v in parameters.items() if v is not None}}
     return body if model is None else body | {"model": model}

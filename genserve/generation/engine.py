@@ -11,6 +11,7 @@ import numpy as np
 
 from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
+from genserve.generation.likelihood import likelihood, top_tokens
 from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
@@ -185,6 +186,7 @@ class Engine:
         # To index with a list is to copy, for numpy and for torch: the buffer is the next step's.
         rows_asked = logits[[row for row, _ in asking]] if asking else ()
         answered = [(s, row) for (_, s), row in zip(asking, rows_asked, strict=True)]
+        _score(logits, zip(rows, plan.sequences, strict=True))
         generating = [(row, s) for row, s in ready if isinstance(s, TokenSequence)]
         failed: dict[Occupant, GenserveError] = {}
         sampling: list[tuple[int, TokenSequence]] = []
@@ -211,6 +213,9 @@ class Engine:
         if not sampling:
             return
         sequences = [s for _, s in sampling]
+        for row, sequence in sampling:
+            if num_top := sequence.params.top_logprobs:
+                sequence.picked_top = top_tokens(logits[row], num_top)
         rows = select_rows(logits, [row for row, _ in sampling])
         try:
             picks = pick(rows, sequences, picker=self._picker)
@@ -255,3 +260,11 @@ class Engine:
             num_prompt_tokens=prompt_tokens,
             num_preempted=self._roster.num_preempted,
         )
+
+
+def _score(logits: LogitsArray, rows: Iterable[tuple[int, Occupant]]) -> None:
+    """Tell those that ask how likely the next token of their prompt is."""
+    for row, sequence in rows:
+        if isinstance(sequence, TokenSequence) and (token_id := sequence.unscored) is not None:
+            num_top = sequence.params.prompt_logprobs or 0
+            sequence.add_score(likelihood(logits[row], token_id, num_top=num_top))

@@ -324,7 +324,9 @@ def _prefix(occupant: Occupant, resident: Resident, *, slot: int) -> Prefix:
     common = common_prefix(resident.token_ids[: resident.num_computed], occupant.token_ids[:-1])
     is_whole = common == resident.num_computed
     num_prompt_tokens = occupant.num_prompt_tokens
-    if isinstance(occupant, TokenSequence) and resident.num_prefilled != num_prompt_tokens:
+    if isinstance(occupant, TokenSequence) and occupant.params.prompt_logprobs is not None:
+        common = 0  # it wants the logits after every token
+    elif isinstance(occupant, TokenSequence) and resident.num_prefilled != num_prompt_tokens:
         common = min(common, resident.num_prefilled, num_prompt_tokens)
     return Prefix(slot=slot, length=common, is_whole=is_whole)
 

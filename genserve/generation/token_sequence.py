@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from genserve.errors import ModelFailed
 from genserve.generation.logits_model import LogitsArray
-from genserve.request import Delta, FinishReason, SamplingParams, Usage
+from genserve.request import Delta, FinishReason, SamplingParams, TokenLogprob, TopTokens, Usage
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
 
@@ -53,14 +53,19 @@ class TokenSequence:
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
+        picked_top: the most likely ones beside it, if the request asks for them.
         finish_reason: None while it runs.
     """
 
     __slots__ = (
         "_delta_logprobs",
+        "_delta_top",
         "_eos_token_ids",
         "_max_length",
         "_num_delivered",
+        "_num_prompt_to_prefill",
+        "_num_scored",
+        "_prompt_logprobs",
         "_stop_token_ids",
         "_text",
         "_text_delta",
@@ -72,6 +77,7 @@ class TokenSequence:
         "num_prompt_tokens",
         "params",
         "picked_logprob",
+        "picked_top",
         "preempted",
         "seed",
         "token_ids",
@@ -97,12 +103,18 @@ class TokenSequence:
         self.params = params
         self.seed = seed
         self.picked_logprob: float | None = None
+        self.picked_top: TopTokens = ()
         self.finish_reason: FinishReason | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
+        self._delta_top: list[TopTokens] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._num_scored = 0
+        # A prefill answers with the logits after its last token alone: those that are all wanted are decoded.
+        self._num_prompt_to_prefill = 1 if params.prompt_logprobs is not None else self.num_prompt_tokens
         self._num_delivered = self.num_prompt_tokens
         self._vocab_size = vocab_size
         room = max_length - self.num_prompt_tokens
@@ -126,13 +138,28 @@ class TokenSequence:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether part of the prompt is still to be computed."""
-        return self.num_computed < self.num_prompt_tokens
+        """Whether part of the prompt is still to be computed by a prefill."""
+        return self.num_computed < self._num_prompt_to_prefill
 
     @property
     def num_to_prefill(self) -> int:
-        """How many tokens of the prompt are to be computed."""
-        return self.num_prompt_tokens - self.num_computed
+        """How many tokens of the prompt are to be computed by a prefill."""
+        return self._num_prompt_to_prefill - self.num_computed
+
+    @property
+    def unscored(self) -> int | None:
+        """The token of the prompt that follows those computed, if its log-probability is still to be told.
+
+        After a preemption the tokens that were scored already are computed again, and not scored again.
+        """
+        asked = self.params.prompt_logprobs is not None
+        new = asked and self._num_scored < self.num_computed < self.num_prompt_tokens
+        return self.token_ids[self.num_computed] if new else None
+
+    def add_score(self, score: TokenLogprob) -> None:
+        """Keep how likely `unscored` was; for the engine."""
+        self._prompt_logprobs.append(score)
+        self._num_scored += 1
 
     @property
     def num_new_tokens(self) -> int:
@@ -170,7 +197,8 @@ class TokenSequence:
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
-            self.picked_logprob = None
+            self._delta_top += [self.picked_top] if self.params.top_logprobs else []
+            self.picked_logprob, self.picked_top = None, ()
         if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
             self.finish(FinishReason.END_OF_SEQUENCE)
             return
@@ -206,12 +234,16 @@ class TokenSequence:
             text=self._text_delta,
             token_ids=token_ids,
             logprobs=tuple(self._delta_logprobs),
+            top_logprobs=tuple(self._delta_top),
+            prompt_logprobs=tuple(self._prompt_logprobs),
             finish_reason=self.finish_reason,
             usage=self._usage() if self.finished else None,
         )
         self._num_delivered = len(self.token_ids)
         self._text_delta = ""
         self._delta_logprobs.clear()
+        self._delta_top.clear()
+        self._prompt_logprobs.clear()
         return delta
 
     def _usage(self) -> Usage:

@@ -35,8 +35,8 @@ class Open:
 
     model: GenerationEnsemble
     stream: AsyncStream
-    num_prompt_tokens: int          # of the first choice
-    seed: int                       # of the first choice
+    prompts: tuple[tuple[int, ...], ...]    # the token ids of each
+    seed: int                               # of the first choice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,12 +92,14 @@ class Services:
         ensemble = self.repository.get(model)
         _check_count(len(prompts), n=n, limit=ensemble.loop.capacity)
         sequences = await run_in_threadpool(_prepare, ensemble, prompts, params, n)
+        # Before the engine's thread has them.
+        prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
         if self._outbox is None:
             self._outbox = EventLoopOutbox(asyncio.get_running_loop())
         return Open(
             model=ensemble,
             stream=self._outbox.open(ensemble.loop, *sequences),
-            num_prompt_tokens=sequences[0].num_prompt_tokens,
+            prompts=prompt_ids,
             seed=sequences[0].seed,
         )
 

@@ -56,6 +56,10 @@ class Detokenizer:
             return ""
         return self._extend(token_id)
 
+    def peek(self, token_id: int) -> str:
+        """The text that there would be behind what is out already, if this id came next and were the last."""
+        return self._vocabulary.decode([*self._window, *self._byte_run, token_id])[self._num_sent :]
+
     def flush(self) -> str:
         """The rest of the text; a character that stayed unfinished is U+FFFD."""
         self._window += self._byte_run

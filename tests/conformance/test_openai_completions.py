@@ -6,8 +6,10 @@ import math
 
 import openai
 import pytest
+import torch
 
 from genserve import LLM
+from tests.chains import reference_model
 
 ON = {"ignore_eos": True}  # a random model ends anywhere
 OPTIONS = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": ON}
@@ -144,6 +146,69 @@ def test_streamed_logprobs_join_to_those_of_the_whole(client):
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
 
 
+@pytest.fixture(scope="module")
+def log_softmax(tiny_checkpoint):
+    """The log-probabilities of transformers' own forward over whole sequences."""
+    network = reference_model(tiny_checkpoint).eval()
+
+    def forward(token_ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.log_softmax(network(torch.tensor([token_ids])).logits[0].double(), dim=-1)
+
+    return forward
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_prompts_are_scored_as_transformers_scores_them(client, tiny_server, log_softmax, max_tokens):
+    prompts = [token_ids(tiny_server, text * 3) for text in TEXTS]
+    options = OPTIONS | {"prompt": prompts, "max_tokens": max_tokens, "echo": True, "logprobs": 1}
+    client.completions.create(**options)  # what is cached of a prompt now has no scores
+    answer = client.completions.create(**options)
+    assert answer.usage.completion_tokens == 3 * max_tokens
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        found = choice.logprobs
+        expected = log_softmax(prompt)
+        scores = [expected[i, token_id].item() for i, token_id in enumerate(prompt[1:])]
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        assert found.token_logprobs[1 : len(prompt)] == pytest.approx(scores, abs=1e-3)
+        assert len(found.tokens) == len(found.text_offset) == len(prompt) + max_tokens
+        assert "".join(found.tokens) == choice.text
+        # The harnesses' way to tell whether a greedy answer would have been this one.
+        tops = found.top_logprobs[1 : len(prompt)]
+        greedy = [found.token_logprobs[i] == max(top.values()) for i, top in enumerate(tops, start=1)]
+        best = expected.argmax(dim=-1).tolist()
+        assert greedy == [best[i - 1] == prompt[i] for i in range(1, len(prompt))]
+
+
+def test_the_most_likely_tokens_are_those_of_transformers(client, tiny_server, log_softmax):
+    prompt = token_ids(tiny_server, TEXTS[0])
+    extra = ON | {"return_token_ids": True}
+    options = OPTIONS | {"prompt": prompt, "logprobs": 4, "temperature": 1.5, "seed": 3, "extra_body": extra}
+    choice = client.completions.create(**options).choices[0]
+    answer = choice.model_extra["token_ids"]
+    expected = log_softmax(prompt + answer)[len(prompt) - 1 : -1]
+    for row, own, top in zip(expected, answer, choice.logprobs.top_logprobs, strict=True):
+        wanted = sorted({own, *row.topk(4).indices.tolist()}, key=lambda token_id: -row[token_id])
+        levels = [row[token_id].item() for token_id in wanted]
+        assert sorted(top.values(), reverse=True) == pytest.approx(levels, abs=1e-3)
+
+
+def test_a_streamed_score_is_the_whole_one(client):
+    options = OPTIONS | {"prompt": TEXTS[:2], "max_tokens": 3, "echo": True, "logprobs": 2, "n": 2}
+    whole = client.completions.create(**options).choices
+    found = [[] for _ in whole]
+    for chunk in client.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            found[choice.index] += choice.logprobs.token_logprobs
+    assert found == [pytest.approx(choice.logprobs.token_logprobs) for choice in whole]
+
+
+def test_an_echo_of_the_prompt_alone_has_no_answer(client):
+    answer = client.completions.create(**(OPTIONS | {"max_tokens": 0}), prompt=TEXTS[0], echo=True)
+    assert answer.choices[0].text == TEXTS[0]
+    assert answer.usage.completion_tokens == 0
+
+
 def test_a_stop_string_ends_its_choice_alone(client, answers):
     stop = answers[TEXTS[0]].text[3:6]
     choices = client.completions.create(**OPTIONS, prompt=TEXTS, stop=stop).choices
@@ -197,8 +262,8 @@ def test_a_client_that_leaves_before_the_answer_frees_all_its_slots(client, tiny
         ({"temperature": 3}, "temperature"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"logprobs": 0, "echo": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
         ({"stop": [""]}, "stop[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from genserve.generation.engine import Engine
+from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
+from genserve.request import TokenLogprob
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
@@ -46,6 +48,7 @@ class Schedule:
         self.asking: dict[int, LogitsRequest] = {}
         self.running: set[TokenSequence] = set()
         self.ended: list[TokenSequence] = []
+        self.scores: dict[TokenSequence, tuple[TokenLogprob, ...]] = {}
         self.num_preempted = 0
 
     def prompt(self) -> list[int]:
@@ -65,6 +68,7 @@ class Schedule:
                 max_length=MAX_LENGTH,
                 max_tokens=self.rng.randint(1, 40),
                 cache_salt=self.rng.choice(SALTS),
+                prompt_logprobs=self.rng.choice([None, None, None, 1]),
             )
             self.running.add(sequence)
             self.engine.add(sequence)
@@ -83,11 +87,12 @@ class Schedule:
             return False
         assert not result.failed
         for slot, resident in enumerate(self.engine._slots.residents):
-            if isinstance(resident, TokenSequence):  # prompts by prefills and answers by decodes, always
+            # Prompts by prefills and answers by decodes, always; a prompt that is scored, by decodes.
+            if isinstance(resident, TokenSequence):
+                scoring = resident.params.prompt_logprobs is not None
+                num_prefilled = 1 if scoring else resident.num_prompt_tokens
                 prefilled = self.model.prefilled[slot, : resident.num_computed]
-                assert prefilled.tolist() == [
-                    i < resident.num_prompt_tokens for i in range(resident.num_computed)
-                ]
+                assert prefilled.tolist() == [i < num_prefilled for i in range(resident.num_computed)]
         self.num_preempted += result.num_preempted
         for request, row in result.answered:
             np.testing.assert_array_equal(row, logits_after(request.token_ids))
@@ -96,6 +101,9 @@ class Schedule:
             self.histories[caller] = [*request.token_ids, self.rng.randrange(VOCAB_SIZE)][:MAX_LENGTH]
         for sequence in result.advanced:
             assert sequence in self.running, "it has ended already"
+            delta = sequence.take_delta()
+            assert delta is not None
+            self.scores[sequence] = self.scores.get(sequence, ()) + delta.prompt_logprobs
             if sequence.finished:
                 self.running.remove(sequence)
                 self.ended.append(sequence)
@@ -115,6 +123,11 @@ class Schedule:
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             answer = sequence.token_ids[sequence.num_prompt_tokens :]
             assert answer == greedy_answer(prompt, num_tokens=len(answer))
+            if sequence.params.prompt_logprobs is not None:
+                scores = self.scores[sequence]
+                rows = [logits_after(prompt[:length]) for length in range(1, len(prompt))]
+                expected = [likelihood(row, i, num_top=1) for row, i in zip(rows, prompt[1:], strict=True)]
+                assert list(scores) == expected
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, 50))

@@ -39,6 +39,18 @@ def test_no_order_of_few_difficult_tokens_breaks_the_pieces(family: str, data: s
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("family", TOKENIZERS)
+@given(data=st.data())
+def test_a_peek_is_what_a_last_token_would_add(family: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[family]
+    *ids, last = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30))
+    detokenizer = tokenizer.detokenizer()
+    for token_id in ids:
+        detokenizer.push(token_id)
+    peeked = detokenizer.peek(last)
+    assert peeked == detokenizer.push(last) + detokenizer.flush()
+
+
 @given(text=st.text(max_size=30))
 def test_text_comes_in_whole_characters_and_as_soon_as_they_are_whole(text: str) -> None:
     tokenizer = TOKENIZERS["byte_level_bpe"]

@@ -64,6 +64,7 @@ class ChatBody(OpenAIBody):
         "moderation": (),
         "parallel_tool_calls": (True, False),
         "prediction": (),
+        "prompt_logprobs": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),

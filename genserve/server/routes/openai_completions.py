@@ -1,15 +1,14 @@
 """OpenAI completions: `/v1/completions`, the older route, which takes prompts as they are.
 
 A prompt is text or token ids, or there is a list of such; the choices of prompt p are numbered
-`p * n` and on. `logprobs` is honoured as far as the picked tokens go.
+`p * n` and on. With `echo` and `logprobs` a prompt is scored; `max_tokens: 0` asks for nothing else.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -17,8 +16,16 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError, WrapValidator
 
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Completion, Delta, SamplingParams, join_choices
+from genserve.request import (
+    MAX_TOP_LOGPROBS,
+    Completion,
+    Delta,
+    FinishReason,
+    SamplingParams,
+    join_choices,
+)
 from genserve.server.body import StrictRoute
+from genserve.server.routes.legacy_logprobs import LegacyLogprobs
 from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.services import Open, SharedServices
@@ -52,7 +59,7 @@ class CompletionBody(OpenAIBody):
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)]
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts in their order; raises InvalidRequest."""
@@ -66,26 +73,34 @@ class CompletionBody(OpenAIBody):
             case _:
                 return [*self.prompt]
 
-    def check(self) -> None:
-        """See `OpenAIBody.check`."""
-        super().check()
-        if self.logprobs:
-            raise InvalidRequest("logprobs has the picked tokens alone", field="logprobs", remedy="ask for 0")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "logprobs of the prompt are not supported", field="logprobs", remedy="leave out it or echo"
-            )
+    @property
+    def answerless(self) -> bool:
+        """Whether nothing but the prompt is wanted back."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def params(self) -> SamplingParams:
         """The sampling parameters; raises InvalidRequest."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling(max_tokens=max_tokens, logprobs=self.logprobs is not None)
+        params = self.sampling(max_tokens=1 if self.answerless else max_tokens)
+        if self.logprobs is None:
+            return params
+        prompt_logprobs = self.logprobs if self.echo else None
+        return replace(params, logprobs=True, top_logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
     def echoes(self, tokenizer: Tokenizer) -> list[str]:
         """What each prompt's answers begin with; token ids in the text that they stand for."""
         if not self.echo:
             return [""] * len(self.prompts())
         return [p if isinstance(p, str) else tokenizer.decode(p) for p in self.prompts()]
+
+    def wanted(self, delta: Delta) -> Delta:
+        """The delta without an answer, where none was asked for: the engine always gives one token."""
+        if not self.answerless:
+            return delta
+        usage = replace(delta.usage, completion_tokens=0) if delta.usage else None
+        finish_reason = delta.finish_reason and FinishReason.LENGTH
+        scored = Delta(text="", token_ids=(), prompt_logprobs=delta.prompt_logprobs, choice=delta.choice)
+        return replace(scored, finish_reason=finish_reason, usage=usage)
 
 
 @router.post("/completions")
@@ -106,6 +121,7 @@ class CompletionFrames:
     """The chunks of a streamed completion."""
 
     def __init__(self, opened: Open, body: CompletionBody) -> None:
+        self._wanted = body.wanted
         self._choices = _choices(opened, body)
         self._chunks = Chunks(
             head(opened, "text_completion", id_prefix="cmpl"),
@@ -120,6 +136,7 @@ class CompletionFrames:
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
+        delta = self._wanted(delta)
         fields = self._choices[delta.choice].part(delta)
         chunk = self._chunks.chunk(delta.choice, json.dumps(fields)[1:-1]) if any(fields.values()) else b""
         return chunk if delta.finish_reason is None else chunk + self._chunks.ending(delta)
@@ -136,10 +153,12 @@ class CompletionFrames:
 class Choice:
     """One choice as it is written: at once, or in the parts in which it comes."""
 
-    def __init__(self, body: CompletionBody, *, echo: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, body: CompletionBody, *, echo: str, prompt_ids: Sequence[int], tokenizer: Tokenizer
+    ) -> None:
         self._echo = echo
         self._token_ids = bool(body.return_token_ids)
-        self._logprobs = LegacyLogprobs(tokenizer) if body.logprobs is not None else None
+        self._logprobs = LegacyLogprobs(tokenizer, prompt_ids) if body.logprobs is not None else None
 
     def part(self, part: Delta | Completion) -> dict[str, Any]:
         """Return the fields of a part, or of the whole, but its index."""
@@ -152,44 +171,18 @@ class Choice:
         return fields | {"token_ids": list(part.token_ids)} if self._token_ids else fields
 
 
-class LegacyLogprobs:
-    """The `logprobs` of one choice in this route's shape.
-
-    The text of a token is what it adds to the text before it: a token that ends in the middle of a
-    character leaves that to the next one, and one that ends the text adds nothing.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._detokenizer = tokenizer.detokenizer()
-        self._offset = 0
-
-    def part(self, part: Delta | Completion) -> dict[str, Any]:
-        """Return the log-probabilities of a part, or of the whole."""
-        texts = [self._detokenizer.push(token_id) for token_id in part.token_ids]
-        if texts and part.finish_reason is not None:
-            texts[-1] += self._detokenizer.flush()
-        # JSON has no NaN: a decoding loop that picks for itself leaves no probability.
-        logprobs = [None if math.isnan(logprob) else logprob for logprob in part.logprobs]
-        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
-        return {
-            "tokens": texts,
-            "token_logprobs": logprobs,
-            "top_logprobs": [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)],
-            "text_offset": offsets,
-        }
-
-
 def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
     tokenizer = opened.model.tokenizer
+    prompts = zip(body.echoes(tokenizer), opened.prompts, strict=True)
     return [
-        Choice(body, echo=echo, tokenizer=tokenizer)
-        for echo in body.echoes(tokenizer)
+        Choice(body, echo=echo, prompt_ids=ids if body.echo else (), tokenizer=tokenizer)
+        for echo, ids in prompts
         for _ in range(body.n or 1)
     ]
 
 
 def _answer(opened: Open, body: CompletionBody, deltas: list[Delta]) -> dict[str, Any]:
-    completions = join_choices(deltas)
+    completions = join_choices(map(body.wanted, deltas))
     choices = [
         {"index": index} | choice.part(completion)
         for index, (choice, completion) in enumerate(zip(_choices(opened, body), completions, strict=True))

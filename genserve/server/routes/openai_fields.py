@@ -72,8 +72,8 @@ class OpenAIBody(Body):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
 
-    def sampling(self, *, max_tokens: int | None, logprobs: bool = False) -> SamplingParams:
-        """The sampling parameters; raises InvalidRequest."""
+    def sampling(self, *, max_tokens: int | None) -> SamplingParams:
+        """The sampling parameters that both routes have; raises InvalidRequest."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -84,7 +84,6 @@ class OpenAIBody(Body):
             ignore_eos=bool(self.ignore_eos),
             # OpenAI's seeds are signed.
             seed=None if self.seed is None else self.seed % 2**64,
-            logprobs=logprobs,
             cache_salt=self.cache_salt,
         )
 

@@ -207,7 +207,7 @@ class TokenFrames:
         details = {
             "finish_reason": delta.finish_reason,
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
-            "input_length": self._opened.num_prompt_tokens,
+            "input_length": len(self._opened.prompts[0]),
             "cached_tokens": delta.usage.cached_tokens if delta.usage else 0,
             "seed": self._opened.seed if self._sampling else None,
         }
