@@ -87,10 +87,8 @@ def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
         ExportError: the tensors do not have the shapes that the config says.
     """
     model = _empty_model(checkpoint)
-    names = {name: _name_in(checkpoint, name) for name in model.state_dict()}
-    weights = {
-        name: torch.from_numpy(checkpoint.tensor(known)) for name, known in names.items() if known is not None
-    }
+    names = checkpoint.tensor_names & model.state_dict().keys()
+    weights = {name: torch.from_numpy(checkpoint.tensor(name)) for name in names}
     try:
         missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
     except RuntimeError as error:
@@ -118,7 +116,8 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
     def load(module: torch.nn.Module, _args: Any, *, prefix: str) -> None:
         for part, empty in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{part}"
-            weight = torch.from_numpy(checkpoint.tensor(_name_in(checkpoint, name) or tied.get(name, name)))
+            name = name if name in checkpoint.tensor_names else tied.get(name, name)
+            weight = torch.from_numpy(checkpoint.tensor(name))
             if weight.shape != empty.shape:
                 raise _misshapen(checkpoint, f"{name} is {tuple(weight.shape)}, not {tuple(empty.shape)}")
             setattr(module, part, torch.nn.Parameter(weight, requires_grad=False))
@@ -129,12 +128,6 @@ def _streamed_model(checkpoint: Checkpoint) -> PreTrainedModel:
             module.register_forward_pre_hook(partial(load, prefix=prefix))
             module.register_forward_hook(partial(_unload, empties=empties))
     return model
-
-
-def _name_in(checkpoint: Checkpoint, name: str) -> str | None:
-    """What the checkpoint calls a weight of the model: by its name, or a head by its older one."""
-    names = [name, "embed_out.weight"] if name == "lm_head.weight" else [name]
-    return next((known for known in names if known in checkpoint.tensor_names), None)
 
 
 def _unload(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
@@ -17,12 +17,15 @@ from genserve.export.decoder import Dimensions
 from genserve.export.parity import Parity, _compare, check_parity
 from genserve.export.source import read_checkpoint
 from genserve.export.source_model import Reference, run_source
-from tests.export.graphs import write_graph
+from tests.export import tiny_models
+from tests.export.graphs import conversion_of, write_graph
 
 
-def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tiny_checkpoint: Path) -> None:
-    reference = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"))
-    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+@pytest.mark.parametrize("name", tiny_models.TINY_MODELS)
+def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tmp_path: Path, name: str) -> None:
+    source = tiny_models.tiny_checkpoint(tmp_path / "checkpoint", **tiny_models.TINY_MODELS[name])
+    reference = reference_of(conversion_of(source).checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.inference_mode():
         expected = model.eval()(torch.from_numpy(reference.ids)).logits.numpy()
     np.testing.assert_allclose(reference.logits, expected, atol=1e-5)
