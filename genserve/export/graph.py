@@ -93,7 +93,10 @@ class Graph:
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
         """Write the graph file; nothing can be added afterwards."""
-        graph = helper.make_graph(self._nodes, "genserve", self._inputs, self._outputs, self._weights)
+        # ONNX Runtime warns of a name that nobody reads, such as that of a weight which has views alone.
+        read = {name for node in self._nodes for name in node.input}
+        weights = [weight for weight in self._weights if weight.name in read]
+        graph = helper.make_graph(self._nodes, "genserve", self._inputs, self._outputs, weights)
         opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
         helper.set_model_props(model, dict(metadata))

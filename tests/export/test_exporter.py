@@ -123,6 +123,14 @@ def test_a_config_of_another_format_is_not_kept(tiny_checkpoint: Path, tmp_path:
     assert 'backend: "pytorch"' in (tmp_path / "tiny_logits" / "config.pbtxt").read_text()
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_every_weight_of_a_graph_is_read(tiny_checkpoint: Path, tmp_path: Path, precision: Precision) -> None:
+    export(tiny_checkpoint, tmp_path, precision=precision)
+    graph = onnx.load(tmp_path / "tiny_logits" / "1" / "model.onnx", load_external_data=False).graph
+    read = {name for node in graph.node for name in node.input}
+    assert {weight.name for weight in graph.initializer} <= read
+
+
 def test_weights_lie_in_one_file_beside_the_graph(tiny_repository: Path) -> None:
     folder = tiny_repository / "tiny_logits" / "1"
     model = onnx.load(folder / "model.onnx", load_external_data=False)
