@@ -143,10 +143,10 @@ def _exported_logits(
 ) -> Iterator[tuple[_Places, _Places, FloatArray]]:
     """Logits [n, vocab] of the graph, with the row and the place [n] of the tokens after which they stand."""
     num_rows, length = ids.shape
-    everything = range(num_rows * length)
-    whole = graph.forward(ids, past=[0] * num_rows, rows=everything).reshape(num_rows, length, -1)
+    # One row at a time: with 250,000 tokens in the vocabulary, the logits of all would take 2 GB.
     for row in range(num_rows):
-        yield np.full(length, row), np.arange(length), whole[row]
+        logits = graph.forward(ids[row : row + 1], past=[0], rows=range(length))
+        yield np.full(length, row), np.arange(length), logits
     # From here on each row is one token ahead of the one before it. What the padded prompts have too much in
     # the cache is overwritten before it is seen.
     half = length // 2
