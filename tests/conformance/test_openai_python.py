@@ -101,3 +101,33 @@ def test_a_chat_has_as_many_answers_as_asked_for(client):
     assert texts == [choice.message.content for choice in whole.choices]
     assert [chunk.usage for chunk in chunks if chunk.usage] == [chunks[-1].usage]
     assert chunks[-1].usage.completion_tokens == 36
+
+
+def test_a_chat_tells_how_likely_its_tokens_were(client, tiny_server):
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    options = OPTIONS | {"temperature": 1.5, "seed": 3, "extra_body": extra}
+    plain = client.chat.completions.create(**options).choices[0]
+    assert plain.logprobs is None
+    choice = client.chat.completions.create(**options, logprobs=True, top_logprobs=3).choices[0]
+    tokens = choice.logprobs.content
+    assert choice.message.content == plain.message.content == "".join(token.token for token in tokens)
+    assert len(tokens) == 12
+    for token in tokens:
+        levels = [top.logprob for top in token.top_logprobs]
+        assert len(levels) == 3
+        assert levels == sorted(levels, reverse=True)
+        assert bytes(token.bytes).decode() == token.token
+        for top in token.top_logprobs:
+            assert top.bytes is None or bytes(top.bytes).decode() == top.token
+        assert token.logprob <= levels[0] + 1e-5
+    stream = client.chat.completions.create(**options, logprobs=True, top_logprobs=3, stream=True)
+    parts = [c.choices[0].logprobs for c in stream if c.choices[0].logprobs]
+    assert [token for part in parts for token in part.content] == tokens
+
+
+def test_the_log_probabilities_of_a_greedy_chat_are_those_of_the_best_tokens(client):
+    options = OPTIONS | {"extra_body": {"ignore_eos": True}}
+    tokens = client.chat.completions.create(**options, logprobs=True, top_logprobs=1).choices[0].logprobs
+    for token in tokens.content:
+        assert token.top_logprobs[0].token == token.token
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -12,11 +13,20 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Completion, Delta, Message, SamplingParams, join_choices, read_messages
+from genserve.request import (
+    MAX_TOP_LOGPROBS,
+    Completion,
+    Delta,
+    Message,
+    SamplingParams,
+    join_choices,
+    read_messages,
+)
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
 from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
 from genserve.server.routes.openai_fields import OpenAIBody
+from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
 from genserve.server.services import Open, SharedServices
 from genserve.server.sse import EventStream, read_all
 
@@ -59,7 +69,6 @@ class ChatBody(OpenAIBody):
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "logprobs": (False,),
         "modalities": (["text"],),
         "moderation": (),
         "parallel_tool_calls": (True, False),
@@ -69,13 +78,14 @@ class ChatBody(OpenAIBody):
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
-        "top_logprobs": (0,),
         "verbosity": (),
         "web_search_options": (),
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def names(self) -> dict[str, str]:
         """Our names of what can be wrong, and this request's."""
@@ -87,7 +97,8 @@ class ChatBody(OpenAIBody):
     def params(self) -> SamplingParams:
         """The sampling parameters; raises InvalidRequest."""
         newer = self.max_completion_tokens
-        return self.sampling(max_tokens=self.max_tokens if newer is None else newer)
+        params = self.sampling(max_tokens=self.max_tokens if newer is None else newer)
+        return replace(params, logprobs=bool(self.logprobs), top_logprobs=self.top_logprobs or 0)
 
     def chat(self) -> tuple[Message, ...]:
         """The messages in our words; raises InvalidRequest."""
@@ -137,6 +148,7 @@ class ChatFrames:
     def __init__(self, opened: Open, body: ChatBody) -> None:
         self._token_ids = bool(body.return_token_ids)
         self._num_choices = body.n or 1
+        self._scores = [_scores(opened, body) for _ in range(self._num_choices)]
         self._chunks = Chunks(
             head(opened, "chat.completion.chunk", id_prefix="chatcmpl"),
             num_choices=self._num_choices,
@@ -152,9 +164,12 @@ class ChatFrames:
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
         extra = f', "token_ids": {list(delta.token_ids)}' if self._token_ids else ""
-        chunks = b""
-        if delta.text or extra:
-            chunks = self._chunk(delta.choice, f'{{"content": {json.dumps(delta.text)}}}', extra=extra)
+        scores, chunks, logprobs = self._scores[delta.choice], b"", "null"
+        if scores is not None:
+            logprobs = json.dumps(_logprobs(scores, delta))
+        if delta.text or extra or scores is not None:
+            content = f'{{"content": {json.dumps(delta.text)}}}'
+            chunks = self._chunk(delta.choice, content, logprobs=logprobs, extra=extra)
         if delta.finish_reason is not None:
             chunks += self._chunk(delta.choice, "{}", finish_reason=f'"{FINISH[delta.finish_reason]}"')
             chunks += self._chunks.ending(delta)
@@ -168,27 +183,53 @@ class ChatFrames:
         """See `Frames`."""
         return self._chunks.end()
 
-    def _chunk(self, choice: int, delta: str, *, finish_reason: str = "null", extra: str = "") -> bytes:
-        fields = f'"delta": {delta}, "logprobs": null, "finish_reason": {finish_reason}{extra}'
+    def _chunk(
+        self,
+        choice: int,
+        delta: str,
+        *,
+        logprobs: str = "null",
+        finish_reason: str = "null",
+        extra: str = "",
+    ) -> bytes:
+        fields = f'"delta": {delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}{extra}'
         return self._chunks.chunk(choice, fields)
 
 
 def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
     completions = join_choices(deltas)
-    choices = [_choice(index, completion, body) for index, completion in enumerate(completions)]
+    choices = [_choice(index, completion, opened, body) for index, completion in enumerate(completions)]
     total = usage([completion.usage for completion in completions], n=len(completions))
     return head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
 
 
-def _choice(index: int, completion: Completion, body: ChatBody) -> dict[str, Any]:
+def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) -> dict[str, Any]:
+    scores = _scores(opened, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
     return {
         "index": index,
         "message": {"role": "assistant", "content": completion.text},
-        "logprobs": None,
+        "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH[completion.finish_reason],
         **token_ids,
     }
+
+
+def _scores(opened: Open, body: ChatBody) -> TokenScores | None:
+    return TokenScores(opened.model.tokenizer) if body.logprobs else None
+
+
+def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:
+    entries = [
+        _token(token.text, token.logprob) | {"top_logprobs": [_token(*one) for one in token.top]}
+        for token in scores.answer(part)
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    spelled = None if text.startswith(NAMELESS) else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": spelled}
 
 
 def _model(model: GenerationEnsemble) -> dict[str, Any]:
