@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from genserve.client import AsyncClient, Client
     from genserve.errors import GenserveError
     from genserve.llm import LLM
-    from genserve.request import Completion, Delta, FinishReason, Message, SamplingParams, Usage
+    from genserve.request import Completion, Delta, FinishReason, Message, Usage
+    from genserve.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -35,6 +36,7 @@ _HOME = {
     "AsyncClient": "genserve.client",
     "Client": "genserve.client",
     "GenserveError": "genserve.errors",
+    "SamplingParams": "genserve.sampling_params",
 }
 
 

@@ -9,13 +9,8 @@ from typing import Self, Unpack
 
 from genserve.generation.streams import ThreadStream
 from genserve.repository.repository import Repository
-from genserve.request import (
-    Completion,
-    Message,
-    SamplingOptions,
-    read_messages,
-    sampling_params,
-)
+from genserve.request import Completion, Message, read_messages
+from genserve.sampling_params import SamplingOptions, sampling_params
 from genserve.stream import Stream
 
 __all__ = ["LLM"]

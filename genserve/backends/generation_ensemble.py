@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.generation.loop import EngineLoop
 from genserve.generation.token_sequence import TokenSequence
-from genserve.request import Message, Prompt, SamplingParams
+from genserve.request import Message, Prompt
+from genserve.sampling_params import SamplingParams
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.stop_strings import StopStrings
 from genserve.text.tokenizer import Tokenizer
@@ -74,11 +75,11 @@ class GenerationEnsemble:
         """
         field, token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), params, field=field)
-        if any(token_id >= self.vocab_size for token_id in params.stop_token_ids):
-            raise InvalidRequest(
-                f"stop_token_ids must be below the vocabulary's size, {self.vocab_size}",
-                field="stop_token_ids",
-            )
+        for name, named_ids in params.token_ids().items():
+            if any(token_id >= self.vocab_size for token_id in named_ids):
+                raise InvalidRequest(
+                    f"{name} must be below the vocabulary's size, {self.vocab_size}", field=name
+                )
         return [self._sequence(token_ids, params, choice) for choice in range(num_choices)]
 
     def close(self) -> None:
@@ -94,6 +95,7 @@ class GenerationEnsemble:
             text=StoppableText(self.tokenizer.detokenizer(), StopStrings(params.stop)),
             max_length=self.max_length,
             vocab_size=self.vocab_size,
+            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
@@ -111,6 +113,11 @@ class GenerationEnsemble:
                     field=field,
                 )
         return "prompt", token_ids
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Return the ids of a word as it begins a text, and as it follows another."""
+        spelled = (self.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+        return [ids for ids in spelled if ids and max(ids) < self.vocab_size]
 
     def _check_lengths(self, num_prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
         if num_prompt_tokens == 0:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from genserve.generation import sampler
+from genserve.generation.logit_edits import LogitEdits
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.sampler import PickedRows, SamplingRows
 
@@ -14,11 +15,16 @@ __all__ = ["pick_rows"]
 
 
 def pick_rows(
-    logits: LogitsArray, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+    logits: LogitsArray,
+    *,
+    drawing: Sequence[int],
+    rules: SamplingRows,
+    asking: Sequence[int],
+    edits: LogitEdits | None = None,
 ) -> PickedRows:
     """See `generation.sampler.pick_rows`; the logits of a torch tensor do not leave their device."""
     if isinstance(logits, np.ndarray):
-        return sampler.pick_rows(logits, drawing=drawing, rules=rules, asking=asking)
+        return sampler.pick_rows(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)
     from genserve.backends import torch_sampler  # torch is loaded, or there would be no such logits
 
-    return torch_sampler.pick_rows(logits, drawing=drawing, rules=rules, asking=asking)
+    return torch_sampler.pick_rows(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)

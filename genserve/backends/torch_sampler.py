@@ -8,43 +8,62 @@ two tokens to the last digits of a float32. Where numpy avoids to sort, a GPU ju
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.sampler import LOWEST_EXPONENT, PickedRows, SamplingRows, uniforms
 
 __all__ = ["pick_rows"]
 
 
 def pick_rows(
-    logits: torch.Tensor, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+    logits: torch.Tensor,
+    *,
+    drawing: Sequence[int],
+    rules: SamplingRows,
+    asking: Sequence[int],
+    edits: LogitEdits | None = None,
 ) -> PickedRows:
     """Pick one token per row: the best one, or a draw. See `generation.sampler.pick_rows`.
 
     Only ids, flags and log-probabilities come back from the device, in one copy; nothing else waits for it.
 
     Args:
-        logits: [R, V] float32, on any device; not modified.
+        logits: [R, V] float32, on any device; `edits` are written into it, nothing else is.
         drawing: the rows that draw, ascending.
         rules: their parameters.
         asking: the rows whose log-probability is wanted, ascending.
+        edits: what is to be changed of the logits first; log-probabilities are those before it.
     """
+    raw = logits
+    if edits is not None:
+        raw = logits.clone() if asking else logits
+        _apply(logits, edits)
     token_ids = logits.argmax(dim=1)  # ties go to the lowest id, and NaN is above all numbers
     best = logits.gather(1, token_ids[:, None])
-    shifted = logits - best if drawing or asking else logits
     if drawing:
-        token_ids = _draw(shifted, token_ids, drawing=drawing, rules=rules)
+        token_ids = _draw(logits - best, token_ids, drawing=drawing, rules=rules)
     picked = [token_ids.double(), best[:, 0].isfinite().double()]  # a float64 holds any token id
     if asking:
-        picked.append(_log_probabilities(shifted, token_ids))
+        picked.append(_log_probabilities(raw - raw.amax(dim=1, keepdim=True), token_ids))
     token_row, finite_row, *logprob_rows = torch.stack(picked).cpu().numpy()
     return PickedRows(
         token_ids=token_row.astype(np.int64),
         finite=finite_row.astype(np.bool_),
         logprobs=np.concatenate([row[list(asking)] for row in logprob_rows] or [[]]).astype(np.float32),
     )
+
+
+def _apply(logits: torch.Tensor, edits: LogitEdits) -> None:
+    def place(array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(logits.device, non_blocking=True)
+
+    with torch.inference_mode():  # what a model made in this mode can be overwritten in it alone
+        apply_edits(logits, edits, place=place)
 
 
 def _draw(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Unpack
 
 from genserve.errors import ModelNotFound
-from genserve.request import Message, SamplingOptions
+from genserve.request import Message
+from genserve.sampling_params import SamplingOptions
 from genserve.stream import Stream
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import cast
 
 from genserve.cli.chat_session import ChatSession
 from genserve.errors import InvalidRequest
-from genserve.request import SamplingOptions, sampling_params
+from genserve.sampling_params import SamplingOptions, sampling_params
 
 __all__ = ["COMMANDS", "SlashCommand", "run_slash"]
 

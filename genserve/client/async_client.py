@@ -16,7 +16,8 @@ from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
 from genserve.client.stream import AsyncStream
 from genserve.errors import GenserveError
-from genserve.request import Completion, Delta, Message, SamplingOptions
+from genserve.request import Completion, Delta, Message
+from genserve.sampling_params import SamplingOptions
 
 __all__ = ["AsyncClient"]
 

@@ -10,7 +10,8 @@ from typing import Any, Generic, Literal, TypeVar
 from genserve.client import openai_chat, tgi_generate
 from genserve.client.delta_decoder import DeltaDecoder
 from genserve.client.failures import not_understood
-from genserve.request import Completion, Message, SamplingParams, read_messages, sampling_params
+from genserve.request import Completion, Message, read_messages
+from genserve.sampling_params import SamplingParams, sampling_params
 
 __all__ = ["Call", "Request", "StreamCall", "chat", "chat_stream", "generate", "generate_stream", "models"]
 

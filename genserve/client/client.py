@@ -15,7 +15,8 @@ from genserve.client import calls, failures
 from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
 from genserve.errors import GenserveError
-from genserve.request import Completion, Delta, Message, SamplingOptions
+from genserve.request import Completion, Delta, Message
+from genserve.sampling_params import SamplingOptions
 from genserve.stream import Stream
 
 __all__ = ["Client"]

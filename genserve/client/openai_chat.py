@@ -1,7 +1,7 @@
 """OpenAI chat: the bodies of /v1/chat/completions, written and read.
 
-`top_k`, `stop_token_ids`, `ignore_eos`, `return_token_ids`, `cache_salt` and `stop_reason` are
-vLLM's additions.
+What OpenAI has no name for (`top_k`, `repetition_penalty`, `return_token_ids`, `stop_reason` ...) has
+vLLM's.
 """
 
 from __future__ import annotations
@@ -10,31 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from genserve.request import Completion, Delta, FinishReason, Message, SamplingParams, Usage
+from genserve.request import Completion, Delta, FinishReason, Message, Usage
+from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
 
 
 def request_body(messages: Sequence[Message], *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
-    fields = {
-        "model": model,
+    return {
+        **({} if model is None else {"model": model}),
         "messages": [asdict(message) for message in messages],
-        "max_tokens": params.max_tokens,
+        **params.changed(),
         "temperature": params.temperature,
-        "top_k": params.top_k or None,
-        "top_p": params.top_p if params.top_p < 1 else None,
-        "stop": list(params.stop) or None,
-        "stop_token_ids": list(params.stop_token_ids) or None,
-        "ignore_eos": params.ignore_eos or None,
-        "seed": params.seed,
-        "logprobs": params.logprobs or None,
-        "top_logprobs": params.top_logprobs or None,
-        "prompt_logprobs": params.prompt_logprobs,
         "return_token_ids": True,
-        "cache_salt": params.cache_salt,
     }
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Completion:

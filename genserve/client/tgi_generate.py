@@ -1,7 +1,7 @@
 """TGI generate: the bodies of /generate and /generate_stream, written and read.
 
-The shapes are those of Text Generation Inference; `ignore_eos`, `stop_token_ids`, `cache_salt`,
-`cached_tokens` and `model` are genserve's additions.
+The shapes are those of Text Generation Inference; `cached_tokens`, `model` and parameters by vLLM's
+names are genserve's additions.
 """
 
 from __future__ import annotations
@@ -9,34 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from genserve.request import Completion, Delta, FinishReason, SamplingParams, Usage
+from genserve.request import Completion, Delta, FinishReason, Usage
+from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
+
+# TGI samples as soon as one of these is there, whatever do_sample says.
+_SAMPLING = frozenset({"temperature", "top_k", "top_p"})
 
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body of either route. What is off is not sent, for TGI has no value that means off."""
-    # TGI samples as soon as one of these is there, whatever do_sample says.
-    sampling = {
-        "temperature": params.temperature,
-        "top_k": params.top_k or None,
-        "top_p": params.top_p if params.top_p < 1 else None,
-    }
-    parameters = {
-        "details": True,
-        "do_sample": params.temperature > 0,
-        **(sampling if params.temperature > 0 else {}),
-        "max_new_tokens": params.max_tokens,
-        "stop": list(params.stop) or None,
-        "stop_token_ids": list(params.stop_token_ids) or None,
-        "ignore_eos": params.ignore_eos or None,
-        "seed": params.seed,
-        "cache_salt": params.cache_salt,
-        # Refused by name so far.
-        "top_n_tokens": params.top_logprobs or None,
-        "prompt_logprobs": params.prompt_logprobs,
-    }
-    body = {"inputs": prompt, "parameters": {k: v for k, v in parameters.items() if v is not None}}
+    changed = params.changed()
+    changed.pop("logprobs", None)  # the details have them
+    for ours, theirs in (("max_tokens", "max_new_tokens"), ("top_logprobs", "top_n_tokens")):
+        if ours in changed:
+            changed[theirs] = changed.pop(ours)  # the second is refused by name so far
+    if params.temperature == 0:
+        changed = {name: value for name, value in changed.items() if name not in _SAMPLING}
+    parameters = {"details": True, "do_sample": params.temperature > 0, **changed}
+    body = {"inputs": prompt, "parameters": parameters}
     return body if model is None else body | {"model": model}
 
 

@@ -27,7 +27,7 @@ so a loop that looks like it runs alone is batched with everybody else's.
 
 class TritonPythonModel:
     async def decode(self, sequence):
-        # `sample` follows the request (temperature, top_k, top_p, random_seed), in one pass for all who wait.
+        # `sample` follows the request (temperature, top_p, penalties ...), in one pass for all who wait.
         while not sequence.finished:
             sequence.append(await sequence.sample())
 
@@ -148,6 +148,11 @@ _PARAMETERS = {
     "top_p": ("TYPE_FP32", 1),
     "stop_words": ("TYPE_STRING", -1),
     "random_seed": ("TYPE_UINT64", 1),
+    "repetition_penalty": ("TYPE_FP32", 1),
+    "frequency_penalty": ("TYPE_FP32", 1),
+    "presence_penalty": ("TYPE_FP32", 1),
+    "min_tokens": ("TYPE_INT32", 1),
+    "bad_words": ("TYPE_STRING", -1),
     "stream": ("TYPE_BOOL", 1),
 }
 

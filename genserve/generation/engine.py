@@ -226,7 +226,7 @@ class Engine:
             return
         for sequence, picked in zip(sequences, picks, strict=True):
             if not picked.finite:
-                failed[sequence] = ModelFailed("the model's logits are not finite")
+                failed[sequence] = _not_finite(sequence)
                 continue
             sequence.picked_logprob = picked.logprob
             try:
@@ -268,3 +268,12 @@ def _score(logits: LogitsArray, rows: Iterable[tuple[int, Occupant]]) -> None:
         if isinstance(sequence, TokenSequence) and (token_id := sequence.unscored) is not None:
             num_top = sequence.params.prompt_logprobs or 0
             sequence.add_score(likelihood(logits[row], token_id, num_top=num_top))
+
+
+def _not_finite(sequence: TokenSequence) -> ModelFailed:
+    if sequence.logit_rules is None:
+        return ModelFailed("the model's logits are not finite")
+    return ModelFailed(
+        "the model's logits are not finite, or what the request forbids leaves no token",
+        remedy="forbid less: allowed_token_ids, suppress_tokens, bad_words, min_tokens, no_repeat_ngram_size",
+    )

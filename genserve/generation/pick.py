@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from genserve.generation.logit_edits import LogitEdits, join_edits
 from genserve.generation.sampler import PickedRows, SamplingRows
 from genserve.generation.token_sequence import TokenSequence
 
@@ -23,14 +24,20 @@ class Pick:
 
     token_id: int
     logprob: float | None       # natural log; None if the request does not ask for it
-    finite: bool                # False: the row holds a NaN or has no finite maximum, the token is void
+    finite: bool                # False: a NaN, or the rules leave no finite logit; the token is void
 
 
 class RowPicker(Protocol):
     """Picks where the logits lie: `sampler.pick_rows` on the host, its twin of torch on a device."""
 
     def __call__(
-        self, logits: Any, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+        self,
+        logits: Any,
+        *,
+        drawing: Sequence[int],
+        rules: SamplingRows,
+        asking: Sequence[int],
+        edits: LogitEdits | None,
     ) -> PickedRows:
         """See `sampler.pick_rows`."""
 
@@ -39,14 +46,14 @@ def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) 
     """Pick one token per row by the parameters of its sequence.
 
     Args:
-        logits: [R, V] float32, of the kind that `picker` takes; not modified.
+        logits: [R, V] float32, of the kind that `picker` takes; overwritten by logit rules.
         sequences: R of them.
         picker: does it.
     """
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST]
     asking = [i for i, s in enumerate(sequences) if s.params.logprobs]
     rules = _rules([sequences[i] for i in drawing])
-    picked = picker(logits, drawing=drawing, rules=rules, asking=asking)
+    picked = picker(logits, drawing=drawing, rules=rules, asking=asking, edits=_edits(sequences))
     logprobs = dict(zip(asking, picked.logprobs.tolist(), strict=True))
     return [
         Pick(token_id=token_id, logprob=logprobs.get(row), finite=finite)
@@ -54,6 +61,11 @@ def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) 
             zip(picked.token_ids.tolist(), picked.finite.tolist(), strict=True)
         )
     ]
+
+
+def _edits(sequences: Sequence[TokenSequence]) -> LogitEdits | None:
+    edits = [s.logit_rules.edits(s.token_ids, row=row) for row, s in enumerate(sequences) if s.logit_rules]
+    return join_edits(edits) if edits else None
 
 
 def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:

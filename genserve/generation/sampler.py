@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
 
 __all__ = [
@@ -69,16 +70,26 @@ class PickedRows:
 
 
 def pick_rows(
-    logits: FloatArray, *, drawing: Sequence[int], rules: SamplingRows, asking: Sequence[int]
+    logits: FloatArray,
+    *,
+    drawing: Sequence[int],
+    rules: SamplingRows,
+    asking: Sequence[int],
+    edits: LogitEdits | None = None,
 ) -> PickedRows:
     """Pick one token per row: the best one, or a draw.
 
     Args:
-        logits: [R, V] float32; not modified.
+        logits: [R, V] float32; `edits` are written into it, nothing else is.
         drawing: the rows that draw, ascending.
         rules: their parameters.
         asking: the rows whose log-probability is wanted, ascending.
+        edits: what is to be changed of the logits first; log-probabilities are those before it.
     """
+    asked = select_rows(logits, asking)
+    if edits is not None:
+        asked = asked.copy()
+        apply_edits(logits, edits)
     # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
     token_ids = greedy(logits)
     finite = np.isfinite(logits[np.arange(len(token_ids)), token_ids])
@@ -90,7 +101,7 @@ def pick_rows(
     logprobs = np.empty(0, dtype=np.float32)
     if asking:
         with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
-            logprobs = log_probabilities(select_rows(logits, asking), token_ids[list(asking)])
+            logprobs = log_probabilities(asked, token_ids[list(asking)])
     return PickedRows(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
 

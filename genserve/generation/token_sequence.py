@@ -10,8 +10,10 @@ from types import coroutine
 from typing import Any, Protocol
 
 from genserve.errors import ModelFailed
+from genserve.generation.logit_rules import logit_rules
 from genserve.generation.logits_model import LogitsArray
-from genserve.request import Delta, FinishReason, SamplingParams, TokenLogprob, TopTokens, Usage
+from genserve.request import Delta, FinishReason, TokenLogprob, TopTokens, Usage
+from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
 
@@ -52,6 +54,7 @@ class TokenSequence:
         preempted: whether it had to leave its slot, and computes again what it had; its text is the same.
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
+        logit_rules: what the request changes of its logits before a token is picked; None: nothing.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, if the request asks for them.
         finish_reason: None while it runs.
@@ -71,6 +74,7 @@ class TokenSequence:
         "_text_delta",
         "_vocab_size",
         "finish_reason",
+        "logit_rules",
         "num_cached_tokens",
         "num_computed",
         "num_prefilled",
@@ -93,6 +97,7 @@ class TokenSequence:
         text: AnswerText,
         max_length: int,
         vocab_size: int,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -107,6 +112,12 @@ class TokenSequence:
         self.finish_reason: FinishReason | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
+        self.logit_rules = logit_rules(
+            params,
+            num_prompt_tokens=self.num_prompt_tokens,
+            ending_ids=frozenset(i for i in self._eos_token_ids | self._stop_token_ids if i < vocab_size),
+            bad_words=bad_words,
+        )
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []

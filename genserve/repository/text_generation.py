@@ -13,7 +13,8 @@ from genserve.errors import Closed, GenserveError, InferenceError, InvalidReques
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse
-from genserve.request import Delta, SamplingParams, sampling_params
+from genserve.request import Delta
+from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
@@ -26,6 +27,10 @@ _PARAMETERS = {
     "top_k": "top_k",
     "top_p": "top_p",
     "random_seed": "seed",
+    "repetition_penalty": "repetition_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "min_tokens": "min_tokens",
 }
 
 
@@ -164,8 +169,9 @@ def _params(inputs: Mapping[str, Tensor]) -> SamplingParams:
     options = {
         option: _scalar(inputs, name, default=None) for name, option in _PARAMETERS.items() if name in inputs
     }
-    if "stop_words" in inputs:
-        options["stop"] = [text for text in texts(inputs["stop_words"]) if text]
+    for name, option in (("stop_words", "stop"), ("bad_words", "bad_words")):
+        if name in inputs:
+            options[option] = [text for text in texts(inputs[name]) if text]
     return sampling_params(options)
 
 

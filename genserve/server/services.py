@@ -21,7 +21,8 @@ from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
-from genserve.request import Prompt, SamplingParams
+from genserve.request import Prompt
+from genserve.sampling_params import SamplingParams
 from genserve.server.faults import renamed
 from genserve.server.readiness import Readiness
 from genserve.settings import ServerSettings

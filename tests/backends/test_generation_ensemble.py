@@ -4,7 +4,8 @@ import pytest
 
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.repository.repository import Repository
-from genserve.request import Message, SamplingParams
+from genserve.request import Message
+from genserve.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,25 @@ import pytest
 from genserve.client import Client
 from genserve.errors import ContextLengthExceeded, ModelNotFound
 from genserve.llm import LLM
-from genserve.request import SamplingOptions
+from genserve.sampling_params import SamplingOptions
 from tests.client.either_client import BlockingClient
 
 OPTIONS = [
     SamplingOptions(max_tokens=12, ignore_eos=True),
     SamplingOptions(max_tokens=12, ignore_eos=True, temperature=1.0, top_k=40, top_p=0.9, seed=7),
     SamplingOptions(max_tokens=12, stop_token_ids=list(range(3, 160))),
+    SamplingOptions(
+        max_tokens=12,
+        min_tokens=12,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        no_repeat_ngram_size=2,
+        logit_bias={7: 50.0},
+        suppress_tokens=[8],
+        bad_words=["e"],
+        allowed_token_ids=list(range(200)),
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from genserve.errors import GenserveError
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.token_sequence import TokenSequence
-from genserve.request import SamplingParams
+from genserve.sampling_params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
 
 
@@ -37,6 +37,7 @@ def sequence_of(
     vocab_size: int = VOCAB_SIZE,
     eos_token_ids: Sequence[int] = (),
     stop_at: int | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
@@ -48,6 +49,7 @@ def sequence_of(
         text=IdText(stop_at),
         max_length=max_length,
         vocab_size=vocab_size,
+        bad_words=bad_words,
     )
 
 

@@ -62,6 +62,11 @@ def on_device(models: Path) -> Iterator[Repository]:
         {"temperature": np.array([[1.3]], np.float32)},
         {"temperature": np.array([[0.8]], np.float32), "top_p": np.array([[0.9]], np.float32)},
         {"temperature": np.array([[2.0]], np.float32), "top_k": np.array([[5]], np.int32)},
+        {
+            "repetition_penalty": np.array([[1.3]], np.float32),
+            "presence_penalty": np.array([[0.5]], np.float32),
+            "bad_words": np.array([[b"ep", b"a"]], dtype=object),
+        },
     ],
 )
 def test_the_text_is_that_of_the_host(on_host: Repository, on_device: Repository, options: dict) -> None:

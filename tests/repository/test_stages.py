@@ -12,10 +12,13 @@ import pytest
 
 from genserve.config.to_json import config_json
 from genserve.errors import GenserveError, InferenceError
+from genserve.generation.streams import ThreadStream
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
+from genserve.sampling_params import sampling_params
+from genserve.stream import Stream
 from genserve.tensor import Tensor
 
 BLS_LOOP = """
@@ -131,10 +134,34 @@ def test_the_texts_of_a_batch_are_answered_together(repository: Repository) -> N
 
 
 @pytest.mark.parametrize(
+    ("tensors", "options"),
+    [
+        ({"repetition_penalty": np.array([[1.5]], np.float32)}, {"repetition_penalty": 1.5}),
+        ({"frequency_penalty": np.array([[2.0]], np.float32)}, {"frequency_penalty": 2.0}),
+        ({"presence_penalty": np.array([[1.5]], np.float32)}, {"presence_penalty": 1.5}),
+        ({"bad_words": np.array([[b"ep", b"\x0c"]], dtype=object)}, {"bad_words": ("ep", "\x0c")}),
+    ],
+)
+def test_what_tensors_ask_of_the_answer_is_what_options_ask(
+    repository: Repository, tensors: dict, options: dict
+) -> None:
+    length = np.array([[24]], np.int32)
+    [answer] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length, **tensors)
+    ensemble = repository.get("tiny")
+    sequence = ensemble.prepare("hello", sampling_params({"max_tokens": 24, **options}))
+    expected = Stream(ThreadStream(ensemble.loop, sequence)).final().text
+    assert of(answer, "text_output")[0, 0].decode() == expected
+    [plain] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length)
+    assert of(plain, "text_output")[0, 0].decode() != expected
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"max_tokens": np.array([[0]], np.int32)}, "max_tokens"),
         ({"top_p": np.array([[2.0]], np.float32)}, "top_p"),
+        ({"presence_penalty": np.array([[2.5]], np.float32)}, "presence_penalty"),
+        ({"min_tokens": np.array([[9]], np.int32), "max_tokens": np.array([[4]], np.int32)}, "min_tokens"),
         ({"random_seed": np.array([[1]], np.uint64), "text_input": text("")}, "empty"),
     ],
 )

@@ -13,15 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import (
-    MAX_TOP_LOGPROBS,
-    Completion,
-    Delta,
-    Message,
-    SamplingParams,
-    join_choices,
-    read_messages,
-)
+from genserve.request import Completion, Delta, Message, join_choices, read_messages
+from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
 from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
@@ -65,7 +58,6 @@ class ChatBody(OpenAIBody):
     """Body of `POST /v1/chat/completions`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OpenAIBody.neutral,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),

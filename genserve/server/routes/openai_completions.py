@@ -16,14 +16,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError, WrapValidator
 
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import (
-    MAX_TOP_LOGPROBS,
-    Completion,
-    Delta,
-    FinishReason,
-    SamplingParams,
-    join_choices,
-)
+from genserve.request import Completion, Delta, FinishReason, join_choices
+from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import StrictRoute
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs
 from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
@@ -51,7 +45,6 @@ class CompletionBody(OpenAIBody):
     """Body of `POST /v1/completions`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **OpenAIBody.neutral,
         "best_of": (1,),
         "suffix": ("",),
     }

@@ -13,8 +13,9 @@ from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.errors import InvalidRequest
-from genserve.request import SamplingParams
+from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.server.body import Body
+from genserve.server.decoding_fields import DecodingFields
 
 __all__ = ["OpenAIBody", "StreamOptions"]
 
@@ -43,7 +44,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None     # padding against traffic analysis: never added
 
 
-class OpenAIBody(Body):
+class OpenAIBody(DecodingFields):
     """Base of the bodies of `/v1`; extras beyond OpenAI's have vLLM's names.
 
     Attributes:
@@ -51,40 +52,31 @@ class OpenAIBody(Body):
     """
 
     model_config = ConfigDict(extra="allow")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "logit_bias": ({},),
-        "presence_penalty": (0,),
-    }
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = Field(default=None, ge=0.0, le=2.0)
-    top_p: float | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str] | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(default=None, ge=-1)
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
 
     def sampling(self, *, max_tokens: int | None) -> SamplingParams:
         """The sampling parameters that both routes have; raises InvalidRequest."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            # OpenAI's seeds are signed.
-            seed=None if self.seed is None else self.seed % 2**64,
-            cache_salt=self.cache_salt,
+        return sampling_params(
+            {
+                **self.said(),
+                "max_tokens": max_tokens,
+                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "top_k": max(0, self.top_k or 0),
+                "stop": self.stop,
+                # OpenAI's seeds are signed.
+                "seed": None if self.seed is None else self.seed % 2**64,
+            }
         )
 
     @property

@@ -1,7 +1,7 @@
 """TGI's dialect: `/generate`, `/generate_stream`, `/` and `/info`, with TGI's statuses and error words.
 
-`model` in the body, `ignore_eos` and `stop_token_ids` in the parameters are ours; a parameter of TGI's
-that we do not honour is refused by name, unless its value asks for nothing.
+`model` in the body is ours, and so are parameters by vLLM's names; a parameter of TGI's that we do not
+honour is refused by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,8 +18,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Delta, SamplingParams, join_deltas
+from genserve.request import Delta, join_deltas
+from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.server.body import Body, StrictRoute
+from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
 from genserve.server.services import Open, Services, SharedServices
 from genserve.server.sse import EventStream, event, read_all
@@ -29,25 +32,16 @@ __all__ = ["router"]
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 
 # Our names of what can be wrong, and this dialect's.
-_NAMES = {
+_NAMES = {option.name: f"parameters.{option.name}" for option in fields(SamplingParams)} | {
     "prompt": "inputs",
     "max_tokens": "parameters.max_new_tokens",
-    "temperature": "parameters.temperature",
-    "top_k": "parameters.top_k",
-    "top_p": "parameters.top_p",
-    "stop": "parameters.stop",
-    "stop_token_ids": "parameters.stop_token_ids",
-    "seed": "parameters.seed",
-    "cache_salt": "parameters.cache_salt",
 }
 # Known and not honoured: the values with which a client asks for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": (None,),
     "best_of": (None, 1),
     "decoder_input_details": (None, False),
-    "frequency_penalty": (None, 0),
     "grammar": (None,),
-    "repetition_penalty": (None, 1),
     "top_n_tokens": (None, 0),
     "truncate": (None,),
     "typical_p": (None, 1),
@@ -58,32 +52,25 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
 
 
-class Parameters(Body):
-    """TGI's parameters."""
+class Parameters(DecodingFields):
+    """TGI's parameters, and vLLM's."""
 
     adapter_id: str | None = None
     best_of: int | None = None
     decoder_input_details: bool | None = None
     details: bool | None = None
     do_sample: bool | None = None
-    frequency_penalty: float | None = None
     grammar: dict[str, Any] | None = None
     max_new_tokens: int | None = None
-    repetition_penalty: float | None = None
     return_full_text: bool | None = None
     seed: int | None = None
     stop: list[str] | None = None
     temperature: float | None = Field(default=None, gt=0.0)
     top_k: int | None = Field(default=None, gt=0)
     top_n_tokens: int | None = None
-    top_p: float | None = None
     truncate: int | None = None
     typical_p: float | None = None
     watermark: bool | None = None
-    # Ours, by vLLM's names.
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    cache_salt: str | None = None
 
     def sampling(self) -> bool:
         """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
@@ -102,17 +89,16 @@ class Parameters(Body):
                 field = f"parameters.{name}"
                 raise InvalidRequest(f"{field} is not supported", field=field, remedy="leave it out")
         temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(
-            max_tokens=self.max_new_tokens,
-            temperature=temperature if self.sampling() else 0.0,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            seed=self.seed,
-            logprobs=logprobs,
-            cache_salt=self.cache_salt,
+        return sampling_params(
+            {
+                **self.said(),
+                "max_tokens": self.max_new_tokens,
+                "temperature": temperature if self.sampling() else 0.0,
+                "top_k": self.top_k or 0,
+                "stop": self.stop,
+                "seed": self.seed,
+                "logprobs": logprobs,
+            }
         )
 
 

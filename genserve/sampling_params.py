@@ -1,0 +1,218 @@
+"""Sampling params: how a caller wants tokens picked, and where the text is to stop."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from genserve.errors import InvalidRequest
+
+__all__ = ["MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_params"]
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_CACHE_SALT_CHARS = 256
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+
+# What each number must be, and how that is said. None of these holds for a NaN.
+_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: 0 <= x <= 100, "must be between 0 and 100"),
+    "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+    "repetition_penalty": (lambda x: 0 < x <= 100, "must be above 0 and at most 100"),
+    "frequency_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
+}
+_WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
+    "max_tokens": (lambda x: x >= 1, "must be at least 1"),
+    "top_k": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
+    "seed": (lambda x: 0 <= x < 2**64, "must be between 0 and 2^64 - 1"),
+    "top_logprobs": (lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"must be between 0 and {MAX_TOP_LOGPROBS}"),
+    "prompt_logprobs": (lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"must be between 0 and {MAX_TOP_LOGPROBS}"),
+    "min_tokens": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
+    "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
+}
+_MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs"})
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens")
+_LISTS = ("stop", "bad_words", *_TOKEN_IDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to pick tokens and when to stop; checked once, when it is made.
+
+    The order in which the rules are applied, and what each means, is in docs/sampling.md.
+
+    Raises:
+        InvalidRequest: a value is out of range; `field` is the name of the parameter.
+    """
+
+    max_tokens: int | None = None           # generated tokens only; None: all the room the context leaves
+    min_tokens: int = 0                     # nothing that ends the text is picked before so many
+    temperature: float = 0.0                # 0: greedy, ties go to the lowest id
+    top_k: int = 0                          # keep the k best tokens; 0: all
+    top_p: float = 1.0                      # keep the smallest set that reaches this probability; 1: all
+    repetition_penalty: float = 1.0         # weakens, above 1, what is in the prompt or the answer
+    frequency_penalty: float = 0.0          # off a token's logit for each time that the answer has it
+    presence_penalty: float = 0.0           # off a token's logit if the answer has it
+    no_repeat_ngram_size: int = 0           # no run of so many tokens, prompt included, comes twice
+    logit_bias: Mapping[int, float] = field(default_factory=dict)   # by token id, added before all else
+    allowed_token_ids: tuple[int, ...] = ()     # nothing else is picked; empty: all are allowed
+    suppress_tokens: tuple[int, ...] = ()       # ids that are never picked
+    bad_words: tuple[str, ...] = ()             # texts whose last token is not picked after the others
+    stop: tuple[str, ...] = ()              # the text ends before the first of these
+    stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
+    ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
+    seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
+    logprobs: bool = False                  # report the log-probability of each picked token
+    top_logprobs: int = 0                   # beside it, those of so many of the most likely ones
+    prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
+    cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
+
+    def __post_init__(self) -> None:
+        for name, (number_holds, rule) in _NUMBERS.items():
+            value = getattr(self, name)
+            _require(_is_number(value), name, "must be a number")
+            _require(number_holds(value), name, rule)
+        for name, (whole_holds, rule) in _WHOLE_NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                _require(_is_whole(value), name, "must be a whole number")
+                _require(whole_holds(value), name, rule)
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            "must be at most max_tokens",
+        )
+        _require(self.logprobs or not self.top_logprobs, "top_logprobs", "needs logprobs")
+        for name in _TOKEN_IDS:
+            ids = getattr(self, name)
+            _require(all(_is_whole(i) and i >= 0 for i in ids), name, "must be whole numbers, 0 or more")
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"takes at most {MAX_STOP_TOKEN_IDS} ids",
+        )
+        _require_texts(self.stop, "stop", at_most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS)
+        _require_texts(self.bad_words, "bad_words", at_most=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS)
+        _require_biases(self.logit_bias)
+        left = set(self.allowed_token_ids) - set(self.suppress_tokens)
+        _require(bool(left) or not self.allowed_token_ids, "suppress_tokens", "leaves no allowed token")
+        salt = self.cache_salt
+        _require(
+            salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT_CHARS),
+            "cache_salt",
+            f"must have 1 to {MAX_CACHE_SALT_CHARS} characters",
+        )
+
+    def changed(self) -> dict[str, Any]:
+        """Return what is not as it is by default, by name."""
+        default = SamplingParams()
+        names = [option.name for option in fields(self)]
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+
+    def token_ids(self) -> Mapping[str, Iterable[int]]:
+        """Return the ids that it names, by parameter; each must be in the model's vocabulary."""
+        return {"logit_bias": self.logit_bias, **{name: getattr(self, name) for name in _TOKEN_IDS}}
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM` and of the clients: `SamplingParams`, taken loosely."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    no_repeat_ngram_size: int
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    allowed_token_ids: Sequence[int] | None
+    suppress_tokens: Sequence[int] | None
+    bad_words: str | Sequence[str] | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    seed: int | None
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: int | None
+    cache_salt: str | None
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Make parameters from loose options; `stop` may be one string, the ids of `logit_bias` digits.
+
+    Raises:
+        InvalidRequest: an unknown name, with the nearest known one, or a value out of range.
+    """
+    known = [option.name for option in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
+    values = dict(options)
+    for name in _LISTS:
+        values[name] = _listed(values.get(name), name)
+    # An empty list would allow nothing, while none allows all.
+    _require(options.get("allowed_token_ids") not in ([], ()), "allowed_token_ids", "must not be empty")
+    values["logit_bias"] = _biases(values.get("logit_bias"))
+    return SamplingParams(**values)
+
+
+def _listed(value: Any, name: str) -> tuple[Any, ...]:
+    of_texts = name not in _TOKEN_IDS
+    what = "text, or a list of texts" if of_texts else "a list of whole numbers"
+    value = () if value is None else value
+    _require(isinstance(value, Iterable) and not isinstance(value, Mapping), name, f"must be {what}")
+    if isinstance(value, str):
+        _require(of_texts, name, f"must be {what}")
+        return (value,) if value else ()
+    return tuple(value)
+
+
+def _biases(value: Any) -> Mapping[int, float]:
+    _require(value is None or isinstance(value, Mapping), "logit_bias", "must map token ids to numbers")
+    return {_read_id(key): bias for key, bias in (value or {}).items()}
+
+
+def _read_id(key: Any) -> Any:
+    # JSON has no other keys than texts.
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+
+
+def _require_biases(biases: Mapping[int, float]) -> None:
+    name = "logit_bias"
+    _require(len(biases) <= MAX_LOGIT_BIASES, name, f"takes at most {MAX_LOGIT_BIASES} ids")
+    _require(all(_is_whole(i) and i >= 0 for i in biases), name, "must have token ids as its keys")
+    for token_id, bias in biases.items():
+        holds = _is_number(bias) and -100 <= bias <= 100
+        _require(holds, f"{name}[{token_id}]", "must be a number between -100 and 100")
+
+
+def _require_texts(texts: tuple[str, ...], name: str, *, at_most: int, max_chars: int) -> None:
+    _require(len(texts) <= at_most, name, f"takes at most {at_most} strings")
+    for index, text in enumerate(texts):
+        holds = isinstance(text, str) and 0 < len(text) <= max_chars
+        _require(holds, f"{name}[{index}]", f"must have 1 to {max_chars} characters")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
+    if not holds:
+        raise InvalidRequest(f"{field} {rule}", field=field)

@@ -1,0 +1,32 @@
+"""Decoding fields: what the bodies of all dialects may say about decoding, by vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from genserve.server.body import Body
+
+__all__ = ["DecodingFields"]
+
+
+class DecodingFields(Body):
+    """The fields whose names and meanings are those of `SamplingParams`; None: not said."""
+
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    suppress_tokens: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+
+    def said(self) -> dict[str, Any]:
+        """Return the options that the request gives, for `sampling_params`."""
+        values = {name: getattr(self, name) for name in DecodingFields.model_fields}
+        return {name: value for name, value in values.items() if value is not None}

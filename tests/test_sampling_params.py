@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from genserve.errors import InvalidRequest
+from genserve.sampling_params import sampling_params
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": None}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop": ["a" * 257]}, "stop[0]"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"max_tokns": 5}, "max_tokns"),
+        ({"temperature": True}, "temperature"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"presence_penalty": None}, "presence_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {-5: 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias[5]"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": "5"}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, 2], "suppress_tokens": [2, 1]}, "suppress_tokens"),
+        ({"suppress_tokens": [True]}, "suppress_tokens"),
+        ({"bad_words": ["a", ""]}, "bad_words[1]"),
+        ({"bad_words": {"a": 1}}, "bad_words"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(options, field):
+    with pytest.raises(InvalidRequest) as raised:
+        sampling_params(options)
+    assert raised.value.field == field
+
+
+def test_loose_options_become_strict_parameters():
+    params = sampling_params({"stop": "END", "stop_token_ids": [3], "temperature": 1, "seed": 2**64 - 1})
+    assert params.stop == ("END",)
+    assert params.stop_token_ids == (3,)
+    assert sampling_params({"stop": None, "stop_token_ids": None}) == sampling_params({})
+
+
+def test_the_ids_of_a_bias_may_be_digits_as_they_are_in_json():
+    params = sampling_params({"logit_bias": {"5": -100, 7: 1.5}, "bad_words": "damn"})
+    assert params.logit_bias == {5: -100, 7: 1.5}
+    assert params.bad_words == ("damn",)
+    assert sampling_params({"logit_bias": None, "bad_words": None}) == sampling_params({})
+    json.dumps(asdict(params))
+
+
+def test_the_ids_that_a_request_names_are_told_by_parameter():
+    params = sampling_params({"logit_bias": {3: 1}, "allowed_token_ids": [3, 4], "stop_token_ids": [5]})
+    named = {name: list(ids) for name, ids in params.token_ids().items()}
+    assert named == {
+        "logit_bias": [3], "stop_token_ids": [5], "allowed_token_ids": [3, 4], "suppress_tokens": []
+    }
