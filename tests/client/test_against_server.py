@@ -68,6 +68,14 @@ def test_logprobs_of_a_generation_are_the_same_as_in_process(client: Any, llm: L
     assert client.stream("Tea is", **options).final().logprobs == pytest.approx(expected, abs=1e-5)
 
 
+def test_logprobs_of_a_chat_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
+    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True)
+    expected = llm.chat("Hi", **options).logprobs
+    assert len(expected) == 4
+    assert client.chat("Hi", **options).logprobs == pytest.approx(expected, abs=1e-5)
+    assert client.chat_stream("Hi", **options).final().logprobs == pytest.approx(expected, abs=1e-5)
+
+
 def test_refusals_are_the_errors_that_they_are_in_process(client: Any) -> None:
     with pytest.raises(ContextLengthExceeded):
         client.stream("Tea is", max_tokens=100_000)

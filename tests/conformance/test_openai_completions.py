@@ -226,6 +226,19 @@ def test_extras_have_vllms_names(client, answers):
     assert choice.finish_reason == "stop"
 
 
+def test_what_is_forbidden_is_not_picked_and_its_likelihood_is_the_models_own(client, tiny_server, answers):
+    best = answers[TEXTS[0]].token_ids[0]
+    extra = ON | {"return_token_ids": True}
+    options = OPTIONS | {"prompt": TEXTS[0], "max_tokens": 1, "logprobs": 1, "extra_body": extra}
+    free = client.completions.create(**options).choices[0]
+    biased = client.completions.create(**options, logit_bias={str(best): -100}).choices[0]
+    assert free.model_extra["token_ids"] == [best]
+    assert biased.model_extra["token_ids"] != [best]
+    [top] = biased.logprobs.top_logprobs
+    assert max(top.values()) == pytest.approx(free.logprobs.token_logprobs[0], abs=1e-5)
+    assert biased.logprobs.token_logprobs[0] < max(top.values())
+
+
 def test_a_stream_closed_early_frees_all_its_slots(client, tiny_server):
     options = OPTIONS | {"prompt": TEXTS, "n": 3, "max_tokens": 200}
     stream = client.completions.create(**options, stream=True)
