@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
@@ -28,6 +29,9 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "gelu_pytorch_tanh": "gelu_tanh",
     }
 )
+
+# What reading a config may raise: a field is missing, of another type, or a zero.
+_SENSELESS = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # A checkpoint may have a copy of the embedding that is its head.
 _HEAD = "lm_head.weight"
@@ -52,17 +56,17 @@ class Family:
         Raises:
             ExportError: the config makes no sense, or asks for what the graph has not.
         """
+        plain = "quantization_config" not in config
+        require(plain, found="quantised weights", known="float32, float16 and bfloat16")
         try:
-            known = AutoConfig.for_model(**config)
-        except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+            _require_one_model(config)
+            decoder = self.describe(AutoConfig.for_model(**config))
+            _require_sizes(decoder)
+        except _SENSELESS as error:
             raise ExportError(
                 f"config.json is not that of a {self.name} model: {' '.join(str(error).split())}",
                 remedy="download the checkpoint again",
             ) from error
-        plain = "quantization_config" not in config
-        require(plain, found="quantised weights", known="float32, float16 and bfloat16")
-        decoder = self.describe(known)
-        _require_sizes(decoder)
         return decoder
 
     def completed(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -106,6 +110,13 @@ def read_activation(name: str) -> Activation:
     """
     require(name in _ACTIVATIONS, found=f"the activation {name!r}", known=", ".join(_ACTIVATIONS))
     return _ACTIVATIONS[name]
+
+
+def _require_one_model(config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type")
+    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if model not in config.get("architectures", [model]):
+        raise ValueError(f"model_type {kind!r} is {model}, not {config['architectures'][0]}")
 
 
 def _require_sizes(decoder: Decoder) -> None:

@@ -77,7 +77,10 @@ def _tensors(folder: Path) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
 
 
 def _places(index: Path) -> dict[str, Path]:
-    return {name: index.parent / file for name, file in _read_json(index)["weight_map"].items()}
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise ExportError(f"{index} has no weight_map", remedy="download the checkpoint again")
+    return {name: index.parent / file for name, file in places.items()}
 
 
 def _safetensors(places: dict[str, Path]) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
@@ -121,6 +124,8 @@ def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object")    # noqa: TRY004
     except (OSError, ValueError) as error:
         raise ExportError(
             f"{path} cannot be read: {_first_line(error)}",

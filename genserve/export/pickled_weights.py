@@ -23,7 +23,7 @@ def open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
     for path in files:
         try:
             tensors |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, TypeError) as error:
             raise ExportError(
                 f"{path} is broken, or holds more than plain tensors, which could run code when it is read",
                 remedy="convert it to safetensors: transformers' from_pretrained(...).save_pretrained(...)",

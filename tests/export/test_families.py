@@ -188,7 +188,14 @@ def test_an_architecture_without_a_family_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [{"num_attention_heads": "four"}, {"rope_scaling": {"rope_type": "llama3"}}]
+    "broken",
+    [
+        {"num_attention_heads": "four"},
+        {"num_key_value_heads": 0},
+        {"rope_scaling": {"rope_type": "llama3"}},
+        {"model_type": "bloom"},
+        {"model_type": "gpt2"},
+    ],
 )
 def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint")

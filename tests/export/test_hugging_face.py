@@ -122,6 +122,27 @@ def test_a_broken_file_is_named(folder: Path, file: str) -> None:
         read_checkpoint(folder, source="tiny")
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", ["[]", '"text"'])
+def test_a_file_with_other_json_than_an_object_is_named(folder: Path, file: str, content: str) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(ExportError, match=file.replace(".", r"\.")):
+        read_checkpoint(folder, source="tiny")
+
+
+def test_an_index_without_its_map_is_named(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ExportError, match=r"model\.safetensors\.index\.json has no weight_map"):
+        read_checkpoint(folder, source="tiny")
+
+
+def test_a_bin_file_of_something_else_than_named_tensors_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
+        read_checkpoint(folder, source="tiny")
+
+
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     with pytest.raises(ExportError, match=r"model\.layers\.9"):
         read_checkpoint(folder, source="tiny").tensor("model.layers.9.mlp.up_proj.weight")
