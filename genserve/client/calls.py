@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 from genserve.client import openai_chat, tgi_generate
 from genserve.client.delta_decoder import DeltaDecoder
 from genserve.client.failures import not_understood
+from genserve.errors import InvalidRequest
 from genserve.request import Completion, Message, read_messages
 from genserve.sampling_params import SamplingParams, sampling_params
 
@@ -49,7 +50,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> C
     Raises:
         InvalidRequest: an option is unknown or out of range.
     """
-    params = sampling_params(options)
+    params = _params(options)
     body = tgi_generate.request_body(prompt, model=model, params=params)
 
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
@@ -66,7 +67,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> C
 
 def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamCall:
     """Complete a prompt, delta by delta. Raises what `generate` raises."""
-    params = sampling_params(options)
+    params = _params(options)
     body = tgi_generate.request_body(prompt, model=model, params=params)
     return StreamCall(
         request=_post("/generate_stream", body),
@@ -116,8 +117,22 @@ def models() -> Call[list[str]]:
 def _chat_body(
     messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
 ) -> tuple[SamplingParams, dict[str, Any]]:
-    params = sampling_params(options)
+    params = _params(options)
     return params, openai_chat.request_body(read_messages(messages), model=model, params=params)
+
+
+def _params(options: Mapping[str, Any]) -> SamplingParams:
+    """Read the options; the dialects have no token ids for what these two would answer."""
+    params = sampling_params(options)
+    for name, asked in (
+        ("top_logprobs", params.top_logprobs > 0),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+    ):
+        if asked:
+            raise InvalidRequest(
+                f"{name} is not for this client", field=name, remedy="use LLM, or ask /v1/completions"
+            )
+    return params
 
 
 def _post(path: str, body: Mapping[str, Any]) -> Request:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from genserve.client import Client
-from genserve.errors import ContextLengthExceeded, ModelNotFound
+from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
 from genserve.sampling_params import SamplingOptions
 from tests.client.either_client import BlockingClient
@@ -87,3 +88,20 @@ def test_refusals_are_the_errors_that_they_are_in_process(client: Any) -> None:
 
 def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
     assert client.models() == [llm.model]
+
+
+@pytest.mark.parametrize("options", [{"prompt_logprobs": 0}, {"logprobs": True, "top_logprobs": 2}])
+def test_what_the_wire_has_no_words_for_is_refused_by_name(client: Any, options: SamplingOptions) -> None:
+    for ask in (client.generate, client.stream, client.chat, client.chat_stream):
+        with pytest.raises(InvalidRequest) as refused:
+            ask("Tea is", **options)
+        assert refused.value.field in options
+
+
+def test_prompts_are_scored_in_process_as_over_the_wire(llm: LLM, tiny_server: Any) -> None:
+    scores = llm.generate("Tea is", max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    body = {"prompt": "Tea is", "max_tokens": 0, "echo": True, "logprobs": 1}
+    reply = httpx2.post(f"{tiny_server.url}/v1/completions", json=body).json()
+    expected = reply["choices"][0]["logprobs"]["token_logprobs"][1:]
+    assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-5)
+    assert all(len(score.top) == 1 for score in scores)
