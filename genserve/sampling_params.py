@@ -24,6 +24,11 @@ MAX_BAD_WORD_CHARS = 256
 _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: 0 <= x <= 100, "must be between 0 and 100"),
     "top_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "must be between 0 (off) and 1"),
+    "typical_p": (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+    "epsilon_cutoff": (lambda x: 0 <= x < 1, "must be at least 0 (off) and below 1"),
+    "eta_cutoff": (lambda x: 0 <= x < 1, "must be at least 0 (off) and below 1"),
+    "top_n_sigma": (lambda x: 0 <= x <= 100, "must be between 0 (off) and 100"),
     "repetition_penalty": (lambda x: 0 < x <= 100, "must be above 0 and at most 100"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "presence_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
@@ -57,6 +62,11 @@ class SamplingParams:
     temperature: float = 0.0                # 0: greedy, ties go to the lowest id
     top_k: int = 0                          # keep the k best tokens; 0: all
     top_p: float = 1.0                      # keep the smallest set that reaches this probability; 1: all
+    min_p: float = 0.0                      # keep what has this share of the best one's probability; 0: all
+    typical_p: float = 1.0                  # keep those nearest to the entropy, up to this share; 1: all
+    epsilon_cutoff: float = 0.0             # keep what has this probability; 0: all
+    eta_cutoff: float = 0.0                 # the same, but less where the entropy is high; 0: all
+    top_n_sigma: float = 0.0                # keep so many standard deviations of the logits; 0: all
     repetition_penalty: float = 1.0         # weakens, above 1, what is in the prompt or the answer
     frequency_penalty: float = 0.0          # off a token's logit for each time that the answer has it
     presence_penalty: float = 0.0           # off a token's logit if the answer has it
@@ -129,6 +139,11 @@ class SamplingOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    typical_p: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    top_n_sigma: float
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from genserve.generation.logit_edits import LogitEdits, apply_edits
-from genserve.generation.sampler import LOWEST_EXPONENT, PickedRows, SamplingRows, uniforms
+from genserve.generation.sampler import PickedRows, SamplingRows, uniforms
+from genserve.generation.truncation import LOWEST_EXPONENT
 
 __all__ = ["pick_rows"]
 
@@ -73,26 +74,77 @@ def _draw(
     num_rows, num_tokens = shifted.shape
     columns = _columns(num_rows, num_tokens, drawing=drawing, rules=rules)
     uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
-    draws, temperature, top_p, last, uniform = uploaded.unbind()
-    scaled = shifted / temperature.float()[:, None]
-    weights = _exp(scaled)
-    if (rules.top_k > 0).any() or (rules.top_p < 1.0).any():
-        level = _kept_level(scaled, top_p=top_p[:, None], last=last.long()[:, None])
-        weights = torch.where(scaled >= level, weights, 0.0)
+    draws, temperature, uniform, *kept = uploaded[:, :, None].unbind()
+    scaled = _truncated(shifted / temperature.float(), kept, rules=rules)
+    weights = torch.where(scaled == -torch.inf, 0.0, _exp(scaled))
     cumulative = weights.cumsum(1, dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    return torch.where(draws > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids)
+    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return torch.where(draws[:, 0] > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids)
+
+
+def _truncated(scaled: torch.Tensor, kept: Sequence[torch.Tensor], *, rules: SamplingRows) -> torch.Tensor:
+    """Send what the rows do not keep to -inf; a rule that no row uses costs nothing."""
+    top_p, last, min_p, typical_p, epsilon, eta, sigma = kept
+    if rules.top_n_sigma.any():
+        scaled = _above(scaled, _sigma_level(scaled, sigma))
+    if (rules.top_k > 0).any() or (rules.top_p < 1.0).any():
+        scaled = _above(scaled, _kept_level(scaled, top_p=top_p, last=last.long()))
+    if rules.min_p.any():
+        scaled = _above(scaled, min_p.log())
+    if (rules.typical_p < 1.0).any():
+        scaled = _typical(scaled, typical_p)
+    if rules.epsilon_cutoff.any():
+        scaled = _probable(scaled, epsilon)
+    if rules.eta_cutoff.any():
+        scaled = _probable(scaled, torch.minimum(eta, eta.sqrt() * (-_entropy(scaled)).exp()))
+    return scaled
+
+
+def _above(scaled: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    return torch.where(scaled >= level, scaled, -torch.inf)
+
+
+def _sigma_level(scaled: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    finite = scaled > -torch.inf
+    count = finite.sum(dim=1, keepdim=True)
+    values = torch.where(finite, scaled, 0.0).double()
+    mean = values.sum(dim=1, keepdim=True) / count
+    squares = torch.where(finite, values - mean, 0.0).square().sum(dim=1, keepdim=True)
+    return torch.where(sigma > 0, -sigma * (squares / count).sqrt(), -torch.inf)
+
+
+def _typical(scaled: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    log_shares = scaled.double().log_softmax(dim=1)
+    distance = (log_shares + _entropy(scaled)).abs()
+    ordered, order = distance.sort(dim=1, stable=True)
+    reached = torch.searchsorted(log_shares.exp().gather(1, order).cumsum(1), share)
+    level = ordered.gather(1, reached.clamp(max=scaled.shape[1] - 1))
+    return torch.where((distance <= level) | (share >= 1.0), scaled, -torch.inf)
+
+
+def _probable(scaled: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    shares = scaled.double().softmax(dim=1)
+    keep = (shares >= least) | (scaled == scaled.amax(dim=1, keepdim=True))
+    return torch.where(keep, scaled, -torch.inf)
+
+
+def _entropy(scaled: torch.Tensor) -> torch.Tensor:
+    log_shares = scaled.double().log_softmax(dim=1)
+    parts = torch.where(log_shares > -torch.inf, log_shares.exp() * log_shares, 0.0)
+    return -parts.sum(dim=1, keepdim=True)
 
 
 def _columns(
     num_rows: int, num_tokens: int, *, drawing: Sequence[int], rules: SamplingRows
 ) -> NDArray[np.float64]:
-    """Return, for all rows: whether it draws, temperature, top-p, rank of the last by top-k, uniform."""
-    columns = np.repeat([[0.0], [1.0], [1.0], [num_tokens - 1], [0.0]], num_rows, axis=1)
+    """Return, for all rows, what `_draw` and `_truncated` unpack; one that does not draw keeps all."""
+    neutral = [0.0, 1.0, 0.0, 1.0, num_tokens - 1, 0.0, 1.0, 0.0, 0.0, 0.0]
+    columns = np.repeat(np.array(neutral)[:, None], num_rows, axis=1)
     top_k = np.where((rules.top_k > 0) & (rules.top_k < num_tokens), rules.top_k, num_tokens)
     uniform = uniforms(rules.seed, rules.step)
     ones = np.ones_like(uniform)
-    columns[:, list(drawing)] = np.stack([ones, rules.temperature, rules.top_p, top_k - 1, uniform])
+    kept = [rules.top_p, top_k - 1, rules.min_p, rules.typical_p, rules.epsilon_cutoff, rules.eta_cutoff]
+    columns[:, list(drawing)] = np.stack([ones, rules.temperature, uniform, *kept, rules.top_n_sigma])
     return columns
 
 

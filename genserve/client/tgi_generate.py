@@ -15,7 +15,9 @@ from genserve.sampling_params import SamplingParams
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
 
 # TGI samples as soon as one of these is there, whatever do_sample says.
-_SAMPLING = frozenset({"temperature", "top_k", "top_p"})
+_SAMPLING = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma"}
+)
 
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:

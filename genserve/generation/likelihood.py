@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from genserve.generation.logits_model import FloatArray, LogitsArray
-from genserve.generation.sampler import LOWEST_EXPONENT
+from genserve.generation.truncation import LOWEST_EXPONENT
 from genserve.request import TokenLogprob, TopTokens
 
 __all__ = ["likelihood", "top_tokens"]

@@ -73,6 +73,11 @@ def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:
         temperature=np.array([s.params.temperature for s in sequences], dtype=np.float32),
         top_k=np.array([s.params.top_k for s in sequences], dtype=np.int64),
         top_p=np.array([s.params.top_p for s in sequences], dtype=np.float32),
+        min_p=np.array([s.params.min_p for s in sequences], dtype=np.float32),
+        typical_p=np.array([s.params.typical_p for s in sequences], dtype=np.float32),
+        epsilon_cutoff=np.array([s.params.epsilon_cutoff for s in sequences], dtype=np.float32),
+        eta_cutoff=np.array([s.params.eta_cutoff for s in sequences], dtype=np.float32),
+        top_n_sigma=np.array([s.params.top_n_sigma for s in sequences], dtype=np.float32),
         seed=np.array([s.seed for s in sequences], dtype=np.uint64),
         step=np.array([s.num_new_tokens for s in sequences], dtype=np.uint64),
     )

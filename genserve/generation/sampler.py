@@ -1,9 +1,5 @@
 """Sampler: rows of logits to token ids; pure.
 
-No row is sorted: the kept tokens of a row (top-k, then top-p) are the ones above some level of its
-logits. Top-k finds it among the tokens that block maxima leave, top-p in the one bin of a histogram
-where the mass reaches p.
-
 Row after row, since what is made of one row stays in the processor's cache. Arrays of all rows are
 megabytes, which are asked of the system anew at each step: that alone took most of the time.
 """
@@ -11,16 +7,16 @@ megabytes, which are asked of the system anew at each step: that alone took most
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.truncation import BLOCK, Truncation, exponentials, kept
 
 __all__ = [
-    "LOWEST_EXPONENT",
     "PickedRows",
     "SamplingRows",
     "greedy",
@@ -31,13 +27,6 @@ __all__ = [
     "uniforms",
 ]
 
-BLOCK = 64              # tokens, whose maxima or sums are looked at first
-NEAR = 8.0              # from the best logit: nearly always, what top-p keeps is not further away
-BINS_PER_UNIT = 32      # of a row's logits by their distance from the best
-NUM_BINS = 2560
-# exp of less underflows to a denormal float32, and arithmetic on those is a hundred times slower.
-LOWEST_EXPONENT = -80.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
@@ -46,17 +35,28 @@ class SamplingRows:
     temperature: FloatArray             # [R], above 0
     top_k: NDArray[np.int64]            # [R], 0: all
     top_p: FloatArray                   # [R], in (0, 1]
+    min_p: FloatArray                   # [R], in [0, 1]
+    typical_p: FloatArray               # [R], in (0, 1]
+    epsilon_cutoff: FloatArray          # [R], in [0, 1)
+    eta_cutoff: FloatArray              # [R], in [0, 1)
+    top_n_sigma: FloatArray             # [R], 0: all
     seed: NDArray[np.uint64]            # [R]
     step: NDArray[np.uint64]            # [R], how many tokens the answer has
 
     def chosen(self, rows: NDArray[np.bool_]) -> SamplingRows:
         """Return the parameters of those rows alone."""
-        return SamplingRows(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            seed=self.seed[rows],
-            step=self.step[rows],
+        return SamplingRows(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+    def truncation(self, index: int, *, size: int) -> Truncation:
+        """Return what one row keeps of its `size` tokens."""
+        return Truncation(
+            top_n_sigma=float(self.top_n_sigma[index]),
+            top_k=min(int(self.top_k[index]), size),
+            top_p=float(self.top_p[index]),
+            min_p=float(self.min_p[index]),
+            typical_p=float(self.typical_p[index]),
+            epsilon_cutoff=float(self.epsilon_cutoff[index]),
+            eta_cutoff=float(self.eta_cutoff[index]),
         )
 
 
@@ -120,7 +120,7 @@ def greedy(logits: FloatArray) -> TokenArray:
 
 
 def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
-    """Draw one token per row: temperature, then top-k, then top-p of what is left.
+    """Draw one token per row: temperature, then the rules of `Truncation`.
 
     A row's token depends on its logits, its parameters, its seed and its step, and on nothing else.
 
@@ -131,8 +131,7 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     Returns:
         [R] int64.
 
-    Source: top-p is nucleus sampling, Holtzman et al., "The Curious Case of Neural Text
-    Degeneration" (ICLR 2020); the draw inverts the cumulative distribution in order of ids.
+    The draw inverts the cumulative distribution in order of ids.
     """
     uniform = uniforms(rows.seed, rows.step)
     token_ids = np.empty(len(logits), dtype=np.int64)
@@ -140,8 +139,7 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
         scaled = row - row.max()
         with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
             scaled /= rows.temperature[index]
-        keep = _Keep(top_k=min(int(rows.top_k[index]), row.size), top_p=float(rows.top_p[index]))
-        token_ids[index] = _draw(scaled, keep, uniform[index])
+        token_ids[index] = _draw(scaled, rows.truncation(index, size=row.size), uniform[index])
     return token_ids
 
 
@@ -158,7 +156,7 @@ def log_probabilities(logits: FloatArray, token_ids: TokenArray) -> FloatArray:
     logprobs = np.empty(len(logits), dtype=np.float32)
     for index, (row, token_id) in enumerate(zip(logits, token_ids, strict=True)):
         shifted = row - row.max()
-        logprobs[index] = shifted[token_id] - np.log(_exp(shifted).sum(dtype=np.float64))
+        logprobs[index] = shifted[token_id] - np.log(exponentials(shifted).sum(dtype=np.float64))
     return logprobs
 
 
@@ -181,25 +179,13 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Keep:
-    """What one row keeps: the `top_k` best (0: all), of those the best that reach `top_p`."""
-
-    top_k: int
-    top_p: float
-
-
-def _draw(scaled: FloatArray, keep: _Keep, uniform: float) -> int:
+def _draw(scaled: FloatArray, rules: Truncation, uniform: float) -> int:
     """Draw from what a row [V] keeps."""
-    if keep.top_k:
-        level = _kept_level(_best(scaled, keep.top_k), top_p=keep.top_p)
-    elif keep.top_p < 1.0:
-        level = _nucleus_level(scaled, top_p=keep.top_p)
-    else:
-        return _draw_from_all(_exp(scaled), uniform)
-    kept = np.flatnonzero(scaled >= level)
-    cumulative = np.cumsum(_exp(scaled[kept]), dtype=np.float64)
-    return int(kept[_invert(cumulative, uniform)])
+    ids = kept(scaled, rules)
+    if ids is None:
+        return _draw_from_all(exponentials(scaled), uniform)
+    cumulative = np.cumsum(exponentials(scaled[ids]), dtype=np.float64)
+    return int(ids[_invert(cumulative, uniform)])
 
 
 def _draw_from_all(weights: FloatArray, uniform: float) -> int:
@@ -210,53 +196,9 @@ def _draw_from_all(weights: FloatArray, uniform: float) -> int:
     inside = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
     before = cumulative[block - 1] if block else 0.0
     rest = (uniform * cumulative[-1] - before) / inside[-1]
-    # The block's own sum was rounded in another order: rest may touch 1.
-    return int(starts[block]) + min(_invert(inside, rest), len(inside) - 1)
-
-
-def _best(scaled: FloatArray, count: int) -> FloatArray:
-    """Return the `count` highest values of a row, sorted downwards."""
-    starts = np.arange(0, scaled.size, BLOCK)
-    if count < len(starts):
-        maxima = np.maximum.reduceat(scaled, starts)
-        # So many blocks have a value that reaches this.
-        scaled = scaled[scaled >= np.partition(maxima, len(starts) - count)[len(starts) - count]]
-    return np.sort(scaled)[::-1][:count]
-
-
-def _kept_level(best: FloatArray, *, top_p: float, before: float = 0.0, total: float | None = None) -> float:
-    """Return the value with which the mass of sorted ones, after a mass of `before`, reaches its share.
-
-    `total` is what the share is of; None: of the mass of `best`.
-    """
-    cumulative = before + np.cumsum(_exp(best), dtype=np.float64)
-    wanted = top_p * (cumulative[-1] if total is None else total)
-    count = int(np.searchsorted(cumulative, wanted, side="left")) if top_p < 1.0 else len(best)
-    return float(best[min(count, len(best) - 1)])
-
-
-def _nucleus_level(scaled: FloatArray, *, top_p: float) -> float:
-    """Return the smallest value that top-p keeps of a whole row."""
-    total = float(_exp(scaled).sum())
-    near = scaled[scaled >= -NEAR]
-    if _exp(near).sum() < top_p * total:
-        near = scaled
-    bins = np.minimum(near * -BINS_PER_UNIT, NUM_BINS - 1).astype(np.int64)  # the highest values first
-    cumulative = np.cumsum(np.bincount(bins, weights=_exp(near), minlength=NUM_BINS))
-    # The total was rounded in another order: a share near 1 may lie behind the last.
-    reaching = min(int(np.searchsorted(cumulative, top_p * total, side="left")), int(bins.max()))
-    return _kept_level(
-        np.sort(near[bins == reaching])[::-1],
-        top_p=top_p,
-        before=float(cumulative[reaching - 1]) if reaching else 0.0,
-        total=total,
-    )
-
-
-def _exp(scaled: FloatArray) -> FloatArray:
-    low = scaled.min() < LOWEST_EXPONENT
-    weights: FloatArray = np.exp(np.maximum(scaled, LOWEST_EXPONENT) if low else scaled)
-    return weights
+    # The block's own sum was rounded in another order: rest may touch 1. What weighs nothing is not drawn.
+    last = int(np.searchsorted(inside, inside[-1], side="left"))
+    return int(starts[block]) + min(_invert(inside, rest), last)
 
 
 def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:

@@ -13,6 +13,11 @@ class DecodingFields(Body):
     """The fields whose names and meanings are those of `SamplingParams`; None: not said."""
 
     top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    top_n_sigma: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

@@ -10,12 +10,14 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from genserve.backends import torch_sampler
 from genserve.generation import sampler
 from genserve.generation.sampler import SamplingRows, uniforms
+from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 20_000
 
 
 def random_rules(num: int, *, rng: np.random.Generator) -> SamplingRows:
-    return SamplingRows(
+    return sampling_rows(
+        num,
         temperature=rng.choice([1e-5, 0.1, 0.7, 1.0, 1.5], num).astype(np.float32),
         top_k=rng.choice([0, 1, 20, 500, VOCAB_SIZE, 10 * VOCAB_SIZE], num),
         top_p=rng.choice([1e-6, 0.3, 0.9, 0.999, 1.0], num).astype(np.float32),
@@ -109,16 +111,41 @@ def test_frequencies_pass_a_chi_square_test_against_transformers(top_k, top_p):
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1.0 else scores
     expected = torch.softmax(scores, dim=-1)[0].numpy()
     num = 20_000
-    rules = SamplingRows(
-        temperature=np.full(num, 0.8, dtype=np.float32),
-        top_k=np.full(num, top_k),
-        top_p=np.full(num, top_p, dtype=np.float32),
-        seed=np.full(num, 3, dtype=np.uint64),
-        step=np.arange(num, dtype=np.uint64),
-    )
+    rules = sampling_rows(num, temperature=0.8, top_k=top_k, top_p=top_p, seed=3)
     picked = torch_sampler.pick_rows(logits.expand(num, -1), drawing=range(num), rules=rules, asking=[])
     counts = np.bincount(picked.token_ids, minlength=30)
     kept = expected > 0
     assert counts[~kept].sum() == 0
     chi2 = ((counts[kept] - num * expected[kept]) ** 2 / (num * expected[kept])).sum()
     assert chi2 < 58.4  # 99.9 % quantile of chi-square with 29 degrees of freedom, the most there are
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"min_p": [0.0, 0.05, 0.3, 1.0]},
+        {"typical_p": [1.0, 0.2, 0.9]},
+        {"epsilon_cutoff": [0.0, 0.01, 0.2]},
+        {"eta_cutoff": [0.0, 0.01, 0.5]},
+        {"top_n_sigma": [0.0, 0.5, 1.5]},
+        {
+            "top_k": [0, 30],
+            "top_p": [1.0, 0.9],
+            "min_p": [0.0, 0.02],
+            "typical_p": [1.0, 0.8],
+            "epsilon_cutoff": [0.0, 0.01],
+            "eta_cutoff": [0.0, 0.02],
+            "top_n_sigma": [0.0, 1.5],
+        },
+    ],
+)
+def test_each_rule_keeps_what_the_host_keeps(rules):
+    rng = np.random.default_rng(10)
+    num = 3000
+    logits = (rng.standard_normal((num, 60)) * 2).astype(np.float32)
+    logits[rng.random((num, 60)) < 0.1] = -np.inf
+    columns = {name: rng.choice(values, num) for name, values in rules.items()}
+    rows = sampling_rows(num, temperature=rng.choice([0.5, 1.0, 2.0], num), **columns)
+    host, device = both(logits, drawing=range(num), rules=rows, asking=[])
+    assert (host.token_ids != device.token_ids).sum() <= 3  # on a border, to the last digits of a float32
+    assert np.isfinite(logits[np.arange(num), device.token_ids]).all()

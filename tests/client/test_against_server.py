@@ -18,6 +18,17 @@ from tests.client.either_client import BlockingClient
 OPTIONS = [
     SamplingOptions(max_tokens=12, ignore_eos=True),
     SamplingOptions(max_tokens=12, ignore_eos=True, temperature=1.0, top_k=40, top_p=0.9, seed=7),
+    SamplingOptions(
+        max_tokens=12,
+        ignore_eos=True,
+        temperature=1.2,
+        seed=8,
+        min_p=0.001,
+        typical_p=0.95,
+        epsilon_cutoff=1e-4,
+        eta_cutoff=1e-4,
+        top_n_sigma=3.0,
+    ),
     SamplingOptions(max_tokens=12, stop_token_ids=list(range(3, 160))),
     SamplingOptions(
         max_tokens=12,

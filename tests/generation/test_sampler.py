@@ -6,18 +6,14 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample, uniforms
+from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
 
 
 def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.full(num, temperature, dtype=np.float32),
-        top_k=np.full(num, top_k, dtype=np.int64),
-        top_p=np.full(num, top_p, dtype=np.float32),
-        seed=np.full(num, seed, dtype=np.uint64),
-        step=np.arange(first_step, first_step + num, dtype=np.uint64),
-    )
+    steps = np.arange(first_step, first_step + num)
+    return sampling_rows(num, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, step=steps)
 
 
 def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -83,11 +79,16 @@ def test_an_unfiltered_draw_inverts_the_whole_distribution():
 
 def test_a_row_does_not_depend_on_its_neighbours():
     logits = np.random.default_rng(1).standard_normal((5, VOCAB_SIZE)).astype(np.float32)
-    rows = SamplingRows(
+    rows = sampling_rows(
+        5,
         temperature=np.array([1.0, 0.5, 2.0, 0.7, 1.0], dtype=np.float32),
         top_k=np.array([0, 10, 0, 50, 0]),
         top_p=np.array([1.0, 1.0, 0.9, 0.5, 0.3], dtype=np.float32),
         seed=np.arange(5, dtype=np.uint64),
+        min_p=np.array([0.0, 0.0, 0.1, 0.0, 0.0]),
+        typical_p=np.array([1.0, 0.5, 1.0, 0.9, 1.0]),
+        epsilon_cutoff=np.array([1e-4, 0.0, 0.0, 0.0, 0.0]),
+        top_n_sigma=np.array([0.0, 0.0, 0.0, 0.0, 2.0]),
         step=np.arange(5, dtype=np.uint64),
     )
     together = sample(logits, rows)
@@ -133,3 +134,13 @@ def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
 def test_a_top_k_beyond_the_vocabulary_leaves_top_p_at_work():
     logits = np.random.default_rng(1).standard_normal((3, 1000)).astype(np.float32)
     assert sample(logits, rows_of(3, top_k=5000, top_p=1e-9)).tolist() == greedy(logits).tolist()
+
+
+def test_what_has_been_ruled_out_is_never_drawn():
+    logits = np.full((400, 300), -np.inf, dtype=np.float32)
+    allowed = [64, 70, 131, 250]
+    logits[:, allowed] = np.random.default_rng(1).standard_normal(4)
+    for rules in ({}, {"top_k": 50}, {"top_p": 0.99999}, {"temperature": 1e-4}):
+        drawn = sample(logits, rows_of(400, **rules))
+        assert set(drawn.tolist()) <= set(allowed)
+    assert set(sample(logits, rows_of(400)).tolist()) == set(allowed)

@@ -127,6 +127,7 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         ({"inputs": "x", "parameters": {"repetition_penalty": 0.0}}, "parameters.repetition_penalty", 422),
         ({"inputs": "x", "parameters": {"frequency_penalty": 3}}, "parameters.frequency_penalty", 422),
         ({"inputs": "x", "parameters": {"bad_words": [""]}}, "parameters.bad_words[0]", 422),
+        ({"inputs": "x", "parameters": {"typical_p": 1.5}}, "parameters.typical_p", 422),
         ({"inputs": "x", "parameters": {"watermark": True}}, "parameters.watermark", 422),
         ({"inputs": "x", "parameters": {"details": "yes"}}, "parameters.details", 422),
     ],

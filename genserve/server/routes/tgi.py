@@ -44,7 +44,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "grammar": (None,),
     "top_n_tokens": (None, 0),
     "truncate": (None,),
-    "typical_p": (None, 1),
     "watermark": (None, False),
 }
 
@@ -69,14 +68,13 @@ class Parameters(DecodingFields):
     top_k: int | None = Field(default=None, gt=0)
     top_n_tokens: int | None = None
     truncate: int | None = None
-    typical_p: float | None = None
     watermark: bool | None = None
 
     def sampling(self) -> bool:
         """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
-        return bool(self.do_sample) or self.top_k is not None or not (
-            self.temperature in (None, 1.0) and self.top_p in (None, 1.0)
-        )
+        kept = (self.top_k, self.min_p, self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma)
+        shares = (self.temperature, self.top_p, self.typical_p)
+        return bool(self.do_sample) or any(kept) or any(share not in (None, 1.0) for share in shares)
 
     def params(self, *, logprobs: bool) -> SamplingParams:
         """The sampling parameters.
