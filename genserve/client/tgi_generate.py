@@ -24,9 +24,8 @@ def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> d
     """Return the body of either route. What is off is not sent, for TGI has no value that means off."""
     changed = params.changed()
     changed.pop("logprobs", None)  # the details have them
-    for ours, theirs in (("max_tokens", "max_new_tokens"), ("top_logprobs", "top_n_tokens")):
-        if ours in changed:
-            changed[theirs] = changed.pop(ours)  # the second is refused by name so far
+    if "max_tokens" in changed:
+        changed["max_new_tokens"] = changed.pop("max_tokens")
     if params.temperature == 0:
         changed = {name: value for name, value in changed.items() if name not in _SAMPLING}
     parameters = {"details": True, "do_sample": params.temperature > 0, **changed}

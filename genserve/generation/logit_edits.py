@@ -29,7 +29,7 @@ class Entries:
     def of(token_ids: Iterable[int] | TokenArray, values: float | FloatArray = 0.0, *, row: int) -> Entries:
         """Return places of one row."""
         ids = token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, dtype=np.int64)
-        filled = np.broadcast_to(np.asarray(values, dtype=np.float32), ids.shape)
+        filled = np.full(ids.shape, values, dtype=np.float32)
         return Entries(rows=np.full(ids.shape, row, dtype=np.int64), token_ids=ids, values=filled)
 
 

@@ -40,6 +40,9 @@ class Truncation:
     eta_cutoff: float = 0.0     # the same, but less where the entropy is high; 0: all
 
 
+_ALL = Truncation()
+
+
 def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
     """Return the ids that a row keeps, ascending; None if no rule is in use.
 
@@ -51,7 +54,7 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
     top-p is Holtzman et al. (2020), min-p Nguyen et al. (2024), typical Meister et al. (2022), epsilon and
     eta Hewitt et al. (2022), all as transformers has them.
     """
-    if rules == Truncation():
+    if rules == _ALL:
         return None
     level = _LOWEST
     if rules.top_n_sigma:
