@@ -62,6 +62,7 @@ def print_report(report: ExportReport) -> None:
     )
     print(
         f"parity with the source: largest logit difference {report.largest_logit_difference:.3g}, "
-        f"top-1 agreement {report.top1_agreement:.1%}, perplexity x{report.perplexity_ratio:.3f}"
+        f"top-1 agreement {report.top1_agreement:.1%}, perplexity x{report.perplexity_ratio:.3f}, "
+        f"KL {report.divergence:.4f}"
     )
     print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")

@@ -22,8 +22,9 @@ class LocalModel:
 
     name: str
     size_bytes: int                     # of the newest version of each of its stages
-    # What the export measured beside its source, as text: precision, top-1 agreement, ratio of perplexities.
-    quality: tuple[str, str, str]
+    # What the export measured beside its source, as text: precision, top-1 agreement, ratio of perplexities,
+    # Kullback-Leibler divergence.
+    quality: tuple[str, str, str, str]
     missing: tuple[str, ...]            # the stages that are not there, or have a config and no files
 
 
@@ -68,18 +69,18 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
     return LocalModel(
         name=ensemble.name,
         size_bytes=sum(_size_bytes(stage.latest_version()) for stage in stages),
-        quality=next(filter(None, map(_quality, stages)), ("", "", "")),
+        quality=next(filter(None, map(_quality, stages)), ("", "", "", "")),
         missing=tuple(name for name in names if name not in present),
     )
 
 
-def _quality(stage: ModelEntry) -> tuple[str, str, str] | None:
+def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
     """What lies beside the file that the stage is run from: other graphs have other folders."""
     folder = Path(stage.config.default_model_filename).parent if stage.config else Path()
     try:
         parity = json.loads((stage.latest_version() / folder / "parity.json").read_text(encoding="utf-8"))
         agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
-        return parity["precision"], f"{agreement:.1%}", f"x{ratio:.3f}"
+        return parity["precision"], f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -17,7 +17,8 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
     from genserve.cli.local_models import local_models
     from genserve.cli.render import make_console
 
-    table = Table("model", "size", "precision", "top-1", "perplexity", "state", box=None, pad_edge=False)
+    headings = ("model", "size", "precision", "top-1", "perplexity", "KL", "state")
+    table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for model in local_models(model_repository):
         state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
         table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *model.quality, state)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository
+from genserve.errors import RepositoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -91,9 +92,14 @@ def tune(
         _print_choice(choice, goal=goal, measurements=measurements, now=tuned.now)
     if choice is not None and plot is not None:
         draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
-    if choice is None or is_interrupted:
+    if is_interrupted:
         print("interrupted: nothing was written")
         raise typer.Exit(130)
+    if choice is None:
+        raise RepositoryError(
+            f"no setting of {tuned.logits.name!r} has room in its KV cache for the contexts of the others",
+            remedy="a smaller --context, or more `kv_cache_bytes` in its config",
+        )
     _write(tuned, choice, dry_run=dry_run)
 
 

@@ -85,7 +85,7 @@ def export_model(
             conversion = Conversion.of(checkpoint, stages=stages, precision=precision, form=form)
     with staging_folder(repository, stages) as staged:
         if beside is not None:
-            conversion.folders.require_agreeing_config(repository, state_types=False)
+            conversion.folders.require_agreeing_config(repository, beside=True)
         else:
             if not overwrite:
                 conversion.folders.require_agreeing_config(repository)

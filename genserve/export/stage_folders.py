@@ -29,10 +29,11 @@ class StageFolders:
     checkpoint: Checkpoint
     dimensions: Dimensions
 
-    def require_agreeing_config(self, repository: Path, *, state_types: bool = True) -> None:
+    def require_agreeing_config(self, repository: Path, *, beside: bool = False) -> None:
         """Refuse a config.pbtxt of the logits stage that stays there and tells of another model.
 
-        Its batch size, threads and all else are free. With `state_types` off, so is the type of its KV cache.
+        Its batch size, threads and all else are free; for a graph `beside` its own, so is the type of its KV
+        cache.
         """
         part = f"{self.stages.logits}/config.pbtxt"
         path = repository / part
@@ -40,10 +41,11 @@ class StageFolders:
             return
         found = read_model_config(path)
         made = parse_model_config(self._files()[part], source=path)
-        if _signature(found, state_types=state_types) != _signature(made, state_types=state_types):
+        if _signature(found, state_types=not beside) != _signature(made, state_types=not beside):
             raise ExportError(
-                f"{path} declares other outputs or states than {self.checkpoint.source} in {self.precision}",
-                remedy="--overwrite writes a new one; or export under another --name",
+                f"{path} declares another backend, or other outputs or states, than "
+                f"{self.checkpoint.source} in {self.precision} as {self.form.words}",
+                remedy=f"{'' if beside else '--overwrite writes a new one; or '}export under another --name",
             )
 
     def write(self, folder: Path, *, repository: Path) -> None:

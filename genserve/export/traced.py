@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -168,7 +169,8 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except Exception as error:
         name = architecture(checkpoint.config)
-        reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+        # transformers lists all the models that it knows.
+        reason = shorten(str(error.__cause__ or error), width=200) or type(error).__name__
         raise ExportError(
             f"{checkpoint.source} is of the architecture {name}, which no family builds and which cannot be "
             f"traced: {reason}",

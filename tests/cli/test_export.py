@@ -30,7 +30,8 @@ def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixtu
     print_report(report(Path("model_repository")))
     assert capsys.readouterr().out.splitlines() == [
         "mine: int8, 141.0 MB, made in 12 s: model_repository/mine",
-        "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006",
+        "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006, "
+        "KL 0.0040",
         "next: genserve chat mine",
         "      genserve serve",
     ]

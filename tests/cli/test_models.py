@@ -12,14 +12,15 @@ from tests.client.scripted_server import json_reply, scripted
 
 def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
-    parity = {"precision": "int8", "top1_agreement": 0.9479, "perplexity_ratio": 1.0109}
+    quality = {"top1_agreement": 0.9479, "perplexity_ratio": 1.0109, "divergence": 0.01526}
+    parity = {"precision": "int8"} | quality
     (tmp_path / "a_logits" / "1" / "parity.json").write_text(json.dumps(parity))
     add_model(tmp_path, "b", weights=False)
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert rows == [
-        "model size precision top-1 perplexity state",
-        "a 0.0 MB int8 94.8% x1.011 ready to load",
+        "model size precision top-1 perplexity KL state",
+        "a 0.0 MB int8 94.8% x1.011 0.0153 ready to load",
         "b 0.0 MB no weights: b_tokenizer, b_logits",
     ]
 
@@ -31,7 +32,8 @@ def test_the_quality_is_that_of_the_graph_that_the_config_chooses(tmp_path: Path
     for folder, agreement in ((".", 0.9479), ("int4", 0.7)):
         path = tmp_path / "a_logits" / "1" / folder / "parity.json"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"precision": "x", "top1_agreement": agreement, "perplexity_ratio": 1}))
+        rest = {"precision": "x", "perplexity_ratio": 1, "divergence": 0}
+        path.write_text(json.dumps(rest | {"top1_agreement": agreement}))
     assert "70.0%" in CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)]).stdout
 
 

@@ -14,7 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
-from genserve.errors import MissingDependency
+from genserve.errors import MissingDependency, RepositoryError
+from genserve.export import SilentProgress, export_model
 from genserve.llm import LLM
 from genserve.repository.index import scan
 
@@ -84,6 +85,23 @@ def test_a_graph_that_is_too_far_from_its_source_is_measured_and_not_chosen(repo
         assert [row.split() for row in rows] == [["good/model.onnx", "95.0%"], ["poor/model.onnx", "70.0%"]]
         [best] = re.findall(r"^best: .*, (\S+): ", ran.stdout, re.MULTILINE)
         assert best in chosen
+
+
+def test_graphs_that_can_hold_no_context_in_common_are_told(tiny_checkpoint: Path, repository: Path) -> None:
+    export_model(
+        str(tiny_checkpoint),
+        repository=repository,
+        name="tiny",
+        precision="fp16",
+        beside="half",
+        progress=SilentProgress(),
+    )
+    config = repository / "tiny_logits" / "config.pbtxt"
+    small = 'parameters [ { key: "kv_cache_bytes" value: { string_value: "64KiB" } } ]\n'
+    config.write_text(small + config.read_text())
+    with pytest.raises(RepositoryError, match="'tiny_logits' has room in its KV cache for") as caught:
+        tune(repository, "--context", "200", "--batch-size", "1", "--threads", CORES)
+    assert "kv_cache_bytes" in caught.value.remedy
 
 
 def test_a_plot_is_drawn(repository: Path, tmp_path: Path) -> None:
