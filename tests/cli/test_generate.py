@@ -63,6 +63,8 @@ def test_json_is_one_object_with_the_whole_answer() -> None:
         "finish_reason": "length",
         "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 0},
         "logprobs": [],
+        "top_logprobs": [],
+        "prompt_logprobs": [],
     }
     assert "\x1b" not in result.stdout
 
