@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from genserve.backends.logits_memory import Layers, LogitsMemory, SlotCache
 from genserve.errors import RepositoryError
 
 __all__ = ["CacheRoom"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,12 @@ class CacheRoom:
                 remedy="lower max_batch_size or max_sequence_length in the logits stage's config.pbtxt",
             ) from error
         num_tokens = _num_tokens(cache, path, cache_bytes)
+        if num_tokens < max_length:
+            logger.warning(
+                "%s: prompt and answer have %d tokens at the most, not %d: no more fit into the KV cache's "
+                "%d bytes (kv_cache_bytes; without it, half of the memory that is free)",
+                path, num_tokens, max_length, num_tokens * cache.token_bytes,
+            )
         return cls(cache=cache, max_length=min(max_length, num_tokens), max_cached_tokens=num_tokens)
 
     @property

@@ -56,6 +56,7 @@ class TorchLogits:
         """
         self._torch = torch = torch_library()
         memory = memory or HostMemory()
+        self._is_host = memory.is_host
         self._device = torch.device("cpu" if memory.is_host else f"{memory.device}:{memory.device_id}")
         self._module, self.metadata = _load(path, torch, device=self._device)
         context_length, num_layers, num_kv_heads, head_dim, self.vocab_size = _sizes(self.metadata, path)
@@ -123,7 +124,8 @@ class TorchLogits:
             logits = self._module(*inputs, cache)
         failed = arrays[2][logits[:, 0].isnan().cpu().numpy()] // input_ids.shape[1]
         self._spoiled[slots][failed] = ends[failed]
-        return logits.numpy() if self._device.type == "cpu" else logits
+        # What inference mode made, torch lets nobody change; a decoding loop may.
+        return logits.numpy() if self._is_host else logits.clone()
 
     def _forget(self, slots: slice, ends: TokenArray) -> None:
         """Empty what a row that failed has left behind the end of the row that has its slot now.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import RepositoryError
 from genserve.export.form import Form
@@ -57,6 +58,16 @@ def test_what_is_no_number_moves_with_its_row(spoiled: Path) -> None:
     np.testing.assert_array_equal(*rows)
 
 
+def test_a_budget_that_shortens_the_context_is_told(
+    module: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = TorchLogits(module, num_slots=1, max_length=256)
+    assert not caplog.text
+    half = TorchLogits(module, num_slots=1, max_length=256, cache_bytes=whole.kv_cache_bytes // 2)
+    assert half.max_length == whole.max_length // 2
+    assert f"{half.max_length} tokens at the most, not 256" in caplog.text
+
+
 def test_the_cache_keeps_to_its_budget(module: Path) -> None:
     whole = TorchLogits(module, num_slots=4, max_length=256)
     half = TorchLogits(module, num_slots=4, max_length=256, cache_bytes=whole.kv_cache_bytes // 2)
@@ -73,6 +84,15 @@ def test_memory_that_is_given_back_is_empty(module: Path) -> None:
     logits.give_back(1, length=10)
     assert not before[:, :, logits.page_tokens :].any()
     assert before[:, :, :10].any()
+
+
+def test_a_decoding_loop_may_change_its_row_where_it_lies(module: Path) -> None:
+    """Of the memory of the host it is numpy's, of a device torch's; for that the CPU stands in."""
+    for memory, kind in ((None, np.ndarray), (DeviceMemory("cpu"), torch.Tensor)):
+        row = TorchLogits(module, num_slots=1, memory=memory).prefill([[5, 6]], first_slot=0, past=0)[0]
+        assert isinstance(row, kind)
+        row[7] = 1000.0
+        assert int(row.argmax()) == 7
 
 
 def test_a_file_that_is_no_module_is_refused_with_what_to_do(tmp_path: Path) -> None:
