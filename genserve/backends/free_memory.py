@@ -15,7 +15,8 @@ def free_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
 
     Args:
         meminfo: Linux's file of that name.
-        cgroup: folder of a control group, version 2. Files that it has cached count as free.
+        cgroup: folder of a control group, version 2. Files that it has cached count as free, as the
+            machine's do.
     """
     known = [free for free in (_of_machine(meminfo), _of_container(cgroup)) if free is not None]
     return min(known, default=None)
@@ -33,7 +34,8 @@ def _of_container(cgroup: Path) -> int | None:
         return None
     if not limit.strip().isdecimal():  # "max": no limit
         return None
-    cached = _fields(cgroup / "memory.stat").get("inactive_file", 0)
+    fields = _fields(cgroup / "memory.stat")
+    cached = fields.get("active_file", 0) + fields.get("inactive_file", 0)   # not `file`: that has tmpfs
     return max(0, int(limit) - int(used) + cached)
 
 

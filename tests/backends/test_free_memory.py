@@ -16,13 +16,13 @@ def meminfo(tmp_path: Path) -> Path:
 def cgroup(folder: Path, *, limit: str, used: int, cached: int) -> Path:
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+    (folder / "memory.stat").write_text(f"anon 5\nfile 999999\ninactive_file {cached - 7}\nactive_file 7\n")
     return folder
 
 
 def test_what_the_machine_has_available_is_free(meminfo: Path, tmp_path: Path) -> None:
     assert free_memory_bytes(meminfo=meminfo, cgroup=tmp_path / "none") == 4000 * 1024
-    unlimited = cgroup(tmp_path, limit="max", used=1, cached=1)
+    unlimited = cgroup(tmp_path, limit="max", used=1, cached=7)
     assert free_memory_bytes(meminfo=meminfo, cgroup=unlimited) == 4000 * 1024
 
 
