@@ -8,7 +8,9 @@ from genserve.generation.logits_model import FloatArray, LogitsArray
 from genserve.generation.truncation import LOWEST_EXPONENT
 from genserve.request import TokenLogprob, TopTokens
 
-__all__ = ["likelihood", "top_tokens"]
+__all__ = ["LOWEST", "likelihood", "top_tokens"]
+
+LOWEST = -9999.0    # of a token that cannot be, since JSON has no infinity; vLLM's figure
 
 
 def likelihood(logits: LogitsArray, token_id: int, *, num_top: int) -> TokenLogprob:
@@ -32,7 +34,7 @@ def _log_probabilities(logits: LogitsArray) -> FloatArray:
     row: FloatArray = np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
     shifted = row - row.max()
     total = np.exp(np.maximum(shifted, LOWEST_EXPONENT)).sum(dtype=np.float64)
-    levels: FloatArray = shifted - np.float32(np.log(total))
+    levels: FloatArray = np.maximum(shifted - np.float32(np.log(total)), LOWEST)
     return levels
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.generation.likelihood import likelihood, top_tokens
+from genserve.generation.likelihood import LOWEST, likelihood, top_tokens
 
 
 @pytest.fixture
@@ -27,3 +27,9 @@ def test_the_figures_are_those_of_torchs_log_softmax(row, num_top):
 def test_a_token_has_the_same_figure_alone_and_among_the_best(row):
     [(best, level)] = top_tokens(row, 1)
     assert likelihood(row, best, num_top=0).logprob == level
+
+
+def test_of_a_token_that_cannot_be_there_is_a_number_too():
+    row = np.array([0.0, -np.inf], dtype=np.float32)
+    assert likelihood(row, 1, num_top=2).logprob == LOWEST
+    assert likelihood(row, 1, num_top=2).top == ((0, 0.0), (1, LOWEST))
