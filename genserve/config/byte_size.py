@@ -11,6 +11,6 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def byte_size(text: str) -> int | None:
     """Return the bytes of a text such as `2GiB`, `1.5 GB` or `1048576`; None: it is not one."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     return None if match is None or unit is None else int(float(match[1]) * unit)
