@@ -136,7 +136,7 @@ class GenerationEnsemble:
                 f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
                 f"of the context of {self.max_length}",
                 field="max_tokens",
-                remedy="ask for fewer tokens, or for none in particular to get what fits",
+                remedy=f"ask for {room} tokens at the most, or shorten the prompt",
             )
 
 

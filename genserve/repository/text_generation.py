@@ -119,14 +119,9 @@ class _Answer:
         self._open = set(sequences)
 
     def submit(self) -> None:
-        """Hand the sequences to the engine; if it refuses one, none goes on."""
+        """Hand the sequences to the engine, which takes all of them or none."""
         self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
-        try:
-            for sequence in self._texts:
-                self._loop.submit(sequence, outbox=self)
-        except GenserveError:
-            self.cancel_sequences()
-            raise
+        self._loop.submit(*self._texts, outbox=self)
 
     def cancel_sequences(self) -> None:
         """Free the slots."""
