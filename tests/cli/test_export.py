@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from genserve.cli.main import app
 from genserve.errors import ExportError
 from genserve.export import ExportReport
 from tests.checkpoints import tiny_llama_checkpoint
+
+ROOT = Path(__file__).parents[2]
 
 
 def report(repository: Path) -> ExportReport:
@@ -51,6 +55,15 @@ def test_a_checkpoint_becomes_a_model_that_answers(tmp_path: Path) -> None:
     assert "top-1 agreement 100.0%" in exported.stdout
     answer = ["generate", "Tea", "--model-repository", repository, "--max-tokens", "4", "--json"]
     assert '"completion_tokens": 4' in CliRunner().invoke(app, answer).stdout
+
+
+def test_the_script_is_the_command(tmp_path: Path) -> None:
+    script = [sys.executable, "scripts/export_onnx.py", "x", "--name", "../evil"]
+    ended = subprocess.run(
+        [*script, "--model-repository", tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error[export_error]: '../evil' cannot be the name of a model")
 
 
 def test_an_export_that_cannot_be_is_an_error(tmp_path: Path) -> None:
