@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from genserve.errors import ExportError
+from genserve.errors import ExportError, InvalidRequest, RepositoryError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.texts import CALIBRATION, CALIBRATION_CHAT, HELD_OUT, HELD_OUT_CHAT
 from genserve.request import Message
@@ -54,10 +54,12 @@ def run_source(
         advance: is called with 1 after each layer.
 
     Raises:
-        ExportError: the tensors do not have the shapes that the config says.
+        ExportError: the tensors do not have the shapes that the config says, or the tokenizer is broken, or
+            that of another model.
     """
     seen, ids = _token_ids(checkpoint, length=min(_MAX_LENGTH, context_length))
     model = _streamed_model(checkpoint)
+    _require_known(np.concatenate([seen, ids]), model=model, source=checkpoint.source)
     # Only what is held out reaches the head: the logits are the largest array of all.
     model.get_output_embeddings().register_forward_pre_hook(lambda _module, args: (args[0][len(seen) :],))
     squares: dict[str, torch.Tensor] = {}
@@ -149,10 +151,26 @@ def _token_ids(checkpoint: Checkpoint, *, length: int) -> tuple[NDArray[np.int64
     with tempfile.TemporaryDirectory() as folder:
         for name, content in checkpoint.tokenizer_files.items():
             (Path(folder) / name).write_bytes(content)
-        tokenizer = Tokenizer.from_folder(Path(folder))
-    texts = ((CALIBRATION_CHAT, CALIBRATION), (HELD_OUT_CHAT, HELD_OUT))
-    seen, held_out = (_rows(tokenizer, chat, text, length=length) for chat, text in texts)
+        texts = ((CALIBRATION_CHAT, CALIBRATION), (HELD_OUT_CHAT, HELD_OUT))
+        try:
+            tokenizer = Tokenizer.from_folder(Path(folder))
+            seen, held_out = (_rows(tokenizer, chat, text, length=length) for chat, text in texts)
+        except (InvalidRequest, RepositoryError) as error:
+            reason = error.message.replace(f"{folder}/", "")
+            raise ExportError(
+                f"the tokenizer of {checkpoint.source} cannot be used: {reason}",
+                remedy="download it again, or mend the file",
+            ) from error
     return seen, held_out
+
+
+def _require_known(ids: NDArray[np.int64], *, model: PreTrainedModel, source: str) -> None:
+    last, largest = model.get_input_embeddings().weight.shape[0] - 1, int(ids.max())
+    if largest > last:
+        raise ExportError(
+            f"the tokenizer of {source} has a token {largest}, and the model's vocabulary ends at {last}",
+            remedy="the checkpoint's files do not belong together; download it again",
+        )
 
 
 def _rows(

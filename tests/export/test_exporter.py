@@ -19,7 +19,7 @@ from genserve.export import ExportReport, FileFormat, Precision, SilentProgress,
 from genserve.export.stages import Stages
 from genserve.llm import LLM
 from genserve.repository.check import repository_faults
-from tests.checkpoints import tiny_llama_checkpoint
+from tests.checkpoints import tiny_llama_checkpoint, tiny_tokenizer
 
 STAGES = {"tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder"}
 
@@ -330,6 +330,30 @@ def test_tensors_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"intermediate_size": 160}))
     with pytest.raises(ExportError, match="other shapes"):
+        export(source, tmp_path / "repository")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer.json", "{}", r"cannot be used: tokenizer\.json cannot be read"),
+        ("chat_template.jinja", "{% for %}", r"cannot be used: chat_template\.jinja: line 1"),
+        ("chat_template.jinja", "{{ raise_exception('no chats') }}", "no chats"),
+    ],
+)
+def test_a_tokenizer_that_would_not_serve_is_refused(
+    tmp_path: Path, file: str, content: str, reason: str
+) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "checkpoint")
+    (source / file).write_text(content)
+    with pytest.raises(ExportError, match=f"the tokenizer of checkpoint .*{reason}"):
+        export(source, tmp_path / "repository")
+
+
+def test_the_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "checkpoint", vocab_size=290)
+    tiny_tokenizer(vocab_size=320).save(str(source / "tokenizer.json"))
+    with pytest.raises(ExportError, match=r"has a token \d+, and the model's vocabulary ends at 289"):
         export(source, tmp_path / "repository")
 
 
