@@ -49,7 +49,6 @@ def stablelm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def traced_repository(tmp_path_factory: pytest.TempPathFactory, stablelm_checkpoint: Path) -> Path:
     """That checkpoint as model `traced`."""
-    pytest.importorskip("onnxscript")
     repository = tmp_path_factory.mktemp("traced")
     export_model(
         str(stablelm_checkpoint), repository=repository, name="traced", progress=SilentProgress()

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from genserve.backends.onnx_session import onnxruntime_module
 from genserve.errors import ExportError
 from genserve.export.form import Form
 from genserve.export.progress import Progress
@@ -50,6 +51,7 @@ def export_model(
     Raises:
         ExportError: the name, the source or the precision cannot be used, the weights are there already, or
             the exported graph is too far from its source.
+        MissingDependency: ONNX Runtime is not installed, and the format is "onnx".
     """
     start = time.perf_counter()
     stages = Stages(name)
@@ -65,6 +67,9 @@ def export_model(
         from genserve.export.source import locate, read_checkpoint
         from genserve.export.source_model import run_source
         from genserve.export.traced import TracedConversion
+
+        if file_format == "onnx":
+            onnxruntime_module()    # runs the graph beside its source; better missed now than then
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)

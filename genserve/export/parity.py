@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_torchscript import TorchLogits
+from genserve.backends.onnx_session import onnxruntime_module
 from genserve.errors import ExportError
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Dimensions
@@ -171,6 +171,7 @@ class CachedGraph:
     def __init__(
         self, folder: Path, *, dimensions: Dimensions, precision: Precision, batch: int, max_len: int
     ) -> None:
+        ort = onnxruntime_module()
         options = ort.SessionOptions()
         options.log_severity_level = 3
         self._session = ort.InferenceSession(folder / MODEL_FILE, options, providers=["CPUExecutionProvider"])

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from genserve.backends.logits_growing import GrowingLogits
-from genserve.errors import ExportError, MissingDependency
+from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
@@ -68,9 +67,7 @@ class TracedConversion:
 
         Raises:
             ExportError: torch cannot export the model, or ONNX Runtime cannot run what it has exported.
-            MissingDependency: its exporter is not installed.
         """
-        _require_exporter()
         version = folder / self.folders.stages.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
         with _refusing(self.checkpoint), _quiet():
@@ -151,13 +148,6 @@ def _export(model: nn.Module, sizes: Dimensions) -> Any:
         dynamic_shapes=(*[{0: any_size, 1: any_size}] * 3, [{0: any_size, 2: any_size} for _ in names]),
         verbose=False,
     )
-
-
-def _require_exporter() -> None:
-    if find_spec("onnxscript") is None:
-        raise MissingDependency(
-            "torch exports a model to ONNX by the package `onnxscript`", remedy="pip install onnxscript"
-        )
 
 
 @contextmanager

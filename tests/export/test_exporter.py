@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from genserve.backends.logits_torchscript import TorchLogits
-from genserve.errors import ExportError
+from genserve.errors import ExportError, MissingDependency
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
 from genserve.export.stages import Stages
 from genserve.llm import LLM
@@ -308,6 +309,16 @@ def test_what_a_killed_export_left_is_removed_and_that_of_others_is_not(
 def test_a_name_that_is_no_folder_name_is_refused(tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(ExportError, match="cannot be the name of a model"):
         export(tiny_checkpoint, tmp_path / "repository", name=name)
+    assert not (tmp_path / "repository").exists()
+
+
+def test_without_onnx_runtime_it_is_said_how_to_get_it(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingDependency, match="ONNX Runtime") as caught:
+        export(tiny_checkpoint, tmp_path / "repository")
+    assert "genserve[cpu]" in caught.value.remedy
     assert not (tmp_path / "repository").exists()
 
 
