@@ -59,6 +59,6 @@ def test_a_bad_parameter_is_its_validation_error(client):
 
 def test_an_overloaded_server_is_its_overloaded_error(tiny_repository):
     with LiveServer(tiny_repository, max_queue=0) as server:
-        server.model.loop._capacity = 0
+        server.model.loop._num_accepted = server.model.loop.capacity
         with pytest.raises(OverloadedError):
             InferenceClient(server.url).text_generation("hello", max_new_tokens=4)

@@ -7,7 +7,7 @@ so a loop that looks like it runs alone is batched with everybody else's.
 
 class TritonPythonModel:
     async def decode(self, sequence):
-        # `sample` follows the request (temperature, top_k, top_p, random_seed), in one pass for all who wait.
+        # `sample` follows the request (temperature, top_p, penalties ...), in one pass for all who wait.
         while not sequence.finished:
             sequence.append(await sequence.sample())
 
