@@ -51,7 +51,7 @@ class _Ticket:
 class EngineLoop:
     """The thread that owns an engine.
 
-    `submit`, `submit_logits`, `cancel`, `close` and the properties are safe from any thread. Every
+    `submit`, `submit_logits`, `cancel`, `drain`, `close` and the properties are safe from any thread. Every
     sequence that `submit` accepts ends with exactly one last parcel, and every logits request is
     answered exactly once, unless it is cancelled: then nothing follows.
     """
@@ -62,8 +62,10 @@ class EngineLoop:
         self._engine = engine
         self._metrics = metrics
         self._capacity = num_slots + max_waiting
-        self._changed = threading.Condition()
-        # Guarded by the condition.
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)   # the thread waits for it
+        self._idle = threading.Condition(lock)
+        # Guarded by the conditions.
         self._arriving: list[tuple[TokenSequence, Outbox] | LogitsRequest] = []
         self._num_awaited = 1               # arrivals for which the thread is worth waking
         self._cancelled: set[Occupant] = set()
@@ -155,6 +157,11 @@ class EngineLoop:
         with self._changed:
             self._cancelled.add(occupant)
             self._changed.notify()
+
+    def drain(self, *, timeout_s: float) -> None:
+        """Wait until all that was accepted has ended, or for so long; what comes meanwhile is accepted."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._num_accepted, timeout_s)
 
     def close(self) -> None:
         """End everything with `Closed`, and the thread; a second call does nothing."""
@@ -323,8 +330,10 @@ class EngineLoop:
         else:
             del self._tickets[occupant]
         self._ended_s.append(time.monotonic())
-        with self._changed:
+        with self._idle:
             self._num_accepted -= 1
+            if not self._num_accepted:
+                self._idle.notify_all()
 
     def _end_all(self, error: GenserveError) -> None:
         self._take_arrivals()

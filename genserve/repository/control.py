@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from genserve.repository.stages import (
     load_logits_stage,
     stage_owners,
 )
+from genserve.repository.text_generation import TextGeneration
 from genserve.repository.upload import Upload
 from genserve.repository.versions import ModelState, Versions
 
@@ -314,8 +316,12 @@ class ModelControl:
         self._note_gone(keys, ModelState.UNLOADING)
 
         def close() -> None:
+            until_s = time.monotonic() + (self._options.exit_timeout_s if timeout_s is None else timeout_s)
             while old:
-                old.pop().close(timeout_s=self._options.exit_timeout_s if timeout_s is None else timeout_s)
+                served = old.pop()
+                if isinstance(served.runner, TextGeneration):  # most of its requests do not come by `served`
+                    served.runner.ensemble.loop.drain(timeout_s=max(0.0, until_s - time.monotonic()))
+                served.close(timeout_s=max(0.0, until_s - time.monotonic()))
             if not self._closed:
                 gc.collect()  # a model's weights are often in a cycle with it
             self._note_gone(keys, ModelState.UNAVAILABLE, reason="unloaded")

@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.errors import InvalidRequest, Overloaded
+from genserve.errors import Closed, InvalidRequest, Overloaded
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
 from genserve.generation.token_sequence import TokenSequence
 from genserve.kserve.log_settings import LogSettings
@@ -97,12 +97,13 @@ class Services:
         prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
         if self._outbox is None:
             self._outbox = EventLoopOutbox(asyncio.get_running_loop())
-        return Open(
-            model=ensemble,
-            stream=self._outbox.open(ensemble.loop, *sequences),
-            prompts=prompt_ids,
-            seed=sequences[0].seed,
-        )
+        try:
+            stream = self._outbox.open(ensemble.loop, *sequences)
+        except Closed:
+            if self.repository.get(model) is ensemble:
+                raise
+            return await self.open(model, prompts, params, n=n)  # another has taken its place meanwhile
+        return Open(model=ensemble, stream=stream, prompts=prompt_ids, seed=sequences[0].seed)
 
 
 def _check_count(num_prompts: int, *, n: int, limit: int) -> None:

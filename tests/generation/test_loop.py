@@ -143,6 +143,20 @@ def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
         stream.close()
 
 
+def test_a_drain_waits_for_what_was_accepted(gated):
+    model, loop = gated
+    with ThreadStream(loop, sequence_of([1], max_tokens=3)) as stream:
+        next(stream)
+        loop.drain(timeout_s=0)
+        assert loop.num_accepted == 1
+        draining = threading.Thread(target=loop.drain, kwargs={"timeout_s": 60})
+        draining.start()
+        model.open_gate()
+        draining.join()
+        assert loop.num_accepted == 0
+        assert join_deltas(stream).usage.completion_tokens == 3
+
+
 def test_closing_ends_every_request_with_an_error(gated):
     model, loop = gated
     streams = [ThreadStream(loop, sequence_of([i], max_tokens=30)) for i in range(3)]

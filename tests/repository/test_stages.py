@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -295,4 +296,36 @@ def test_an_ensemble_that_is_taken_away_takes_its_stages_along(tiny_repository: 
         threading.Event().wait(0.01)
     assert not repository.is_ready("tiny")
     assert all(served.ready for served in repository.served)
+    repository.close()
+
+
+GATED_DECODER = """
+class TritonPythonModel:
+    async def decode(self, sequence):
+        while not sequence.finished:
+            token_id = await sequence.sample()
+            if sequence.num_new_tokens == 0:
+                open("{gate}").close()      # blocks until somebody opens its other end
+            sequence.append(token_id)
+"""
+
+
+def test_a_reload_lets_streams_end_that_came_to_the_engine_directly(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    root, gate = tmp_path / "models", tmp_path / "gate"
+    shutil.copytree(tiny_repository, root)
+    os.mkfifo(gate)
+    (root / "tiny_decoder" / "1" / "model.py").write_text(GATED_DECODER.format(gate=gate))
+    repository = Repository([root], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
+    repository.start(["tiny"])
+    old = repository.get("tiny")
+    sequence = old.prepare("hello", sampling_params({"max_tokens": 4, "ignore_eos": True}))
+    with ThreadStream(old.loop, sequence) as stream:
+        config = root / "tiny_decoder" / "config.pbtxt"
+        config.write_text(config.read_text() + "# changed\n")
+        repository.load("tiny")
+        assert repository.get("tiny") is not old
+        gate.open("w").close()
+        assert Stream(stream).final().usage.completion_tokens == 4
     repository.close()
