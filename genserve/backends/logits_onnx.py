@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from genserve.backends.cache_room import CacheRoom
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
-from genserve.backends.onnx_session import SPIN_US, Provider, onnxruntime_module, preload_cuda
+from genserve.backends.onnx_session import SPIN_US, Provider, exact_products, onnxruntime_module, preload_cuda
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import LogitsArray, TokenArray
 
@@ -224,6 +224,8 @@ def _open_session(path: Path, *, num_threads: int | None, providers: Sequence[Pr
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads or len(os.sched_getaffinity(0))
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    for key, value in exact_products().items():
+        options.add_session_config_entry(key, value)
     preload_cuda(providers)
     try:
         session = onnxruntime.InferenceSession(

@@ -15,7 +15,15 @@ from typing import Any
 from genserve.backends.parameters import boolean_parameter, integer_parameter
 from genserve.errors import MissingDependency, RepositoryError, Status
 
-__all__ = ["SPIN_US", "Provider", "onnxruntime_module", "open_session", "preload_cuda", "runtime_message"]
+__all__ = [
+    "SPIN_US",
+    "Provider",
+    "exact_products",
+    "onnxruntime_module",
+    "open_session",
+    "preload_cuda",
+    "runtime_message",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +60,25 @@ def onnxruntime_module() -> Any:
         ) from error
     _warn_of_two()
     return onnxruntime
+
+
+def exact_products(cpu: str | None = None) -> dict[str, str]:
+    """Return the entries of a session's config by which products of 8-bit integers are exact on this CPU.
+
+    On x86 without VNNI, ONNX Runtime adds such products in pairs of 16 bits, which saturate; in an int8 graph
+    that costs more than its rounding. The option against it doubles the time where there is VNNI.
+
+    Args:
+        cpu: what Linux tells in /proc/cpuinfo; None: of this machine, if it runs Linux.
+
+    Source: `session.x64quantprecision` in onnxruntime_session_options_config_keys.h.
+    """
+    if cpu is None:
+        path = Path("/proc/cpuinfo")
+        cpu = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    flags = re.search(r"^flags\s*: (.*)$", cpu, re.MULTILINE)     # Arm has "Features"
+    overflows = flags is not None and "vnni" not in flags[1]
+    return {"session.x64quantprecision": "1"} if overflows else {}
 
 
 @cache

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_torchscript import TorchLogits
-from genserve.backends.onnx_session import onnxruntime_module
+from genserve.backends.onnx_session import exact_products, onnxruntime_module
 from genserve.errors import ExportError
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Dimensions
@@ -174,6 +174,8 @@ class CachedGraph:
         ort = onnxruntime_module()
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        for key, value in exact_products().items():
+            options.add_session_config_entry(key, value)
         self._session = ort.InferenceSession(folder / MODEL_FILE, options, providers=["CPUExecutionProvider"])
         shape = (batch, dimensions.num_kv_heads, max_len, dimensions.head_dim)
         parts = [f"{i}.{part}" for i in range(dimensions.num_layers) for part in ("key", "value")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
@@ -10,6 +12,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
+from genserve.backends.onnx_session import exact_products
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers
 from genserve.export.precision import FORMATS, Format
@@ -80,6 +83,13 @@ def test_a_row_of_zeros_gives_zeros(tmp_path: Path) -> None:
     assert not run(tmp_path, x=np.zeros((3, 96), np.float32)).any()
 
 
+def test_a_cpu_that_needs_exact_products_asked_for_computes_the_same(tmp_path: Path) -> None:
+    write_linear(tmp_path, random(48, 96), FORMATS["int8"])
+    x, exact = random(5, 96), exact_products("flags\t: avx2")
+    assert exact
+    assert np.allclose(run(tmp_path, entries=exact, x=x), run(tmp_path, x=x), atol=1e-5)
+
+
 def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
     with Graph(tmp_path) as graph:
         for name in ("a", "b", "c"):
@@ -101,9 +111,13 @@ def random(*shape: int) -> NDArray[np.float32]:
     return np.random.default_rng(len(shape)).standard_normal(shape, dtype=np.float32)
 
 
-def run(folder: Path, **inputs: NDArray[np.generic]) -> NDArray[np.generic]:
+def run(
+    folder: Path, *, entries: Mapping[str, str] = MappingProxyType({}), **inputs: NDArray[np.generic]
+) -> NDArray[np.generic]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    for key, value in (exact_products() | dict(entries)).items():
+        options.add_session_config_entry(key, value)
     session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
     [output] = session.run(None, inputs)
     return output
