@@ -49,10 +49,10 @@ def export(
         overwrite=overwrite,
         progress=ConsoleProgress(),
     )
-    print_report(report)
+    print_report(report, beside=beside)
 
 
-def print_report(report: ExportReport) -> None:
+def print_report(report: ExportReport, *, beside: str | None) -> None:
     """Print what an export made, how near it is to its source, and what to do next."""
     repository = report.path.parent
     where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
@@ -65,4 +65,7 @@ def print_report(report: ExportReport) -> None:
         f"top-1 agreement {report.top1_agreement:.1%}, perplexity x{report.perplexity_ratio:.3f}, "
         f"KL {report.divergence:.4f}"
     )
-    print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")
+    if beside is None:
+        print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")
+    else:
+        print(f"next: genserve tune {report.name}{where}, which chooses between the graphs of the model")

@@ -36,4 +36,4 @@ def pull(
     if report is None:
         print(f"{name} is in {model_repository} already; --overwrite makes it anew")
     else:
-        print_report(report)
+        print_report(report, beside=beside)

@@ -291,10 +291,9 @@ def print_card(server: ServerInfo) -> None:
     if server.versions:
         _print_table(server.versions)
     for model in server.models:
-        cache_gb = model.kv_cache_bytes / 2**30
         print(
             f"{model.name}: {model.precision}, {model.max_length} tokens of context, "
-            f"{model.num_slots} answers at once, KV cache up to {cache_gb:.1f} GiB"
+            f"{model.num_slots} answers at once, KV cache up to {model.kv_cache_bytes / 2**20:,.0f} MiB"
         )
     for error in server.errors:
         print_error(error)

@@ -31,7 +31,7 @@ def report(repository: Path) -> ExportReport:
 
 
 def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(report(Path("model_repository")))
+    print_report(report(Path("model_repository")), beside=None)
     assert capsys.readouterr().out.splitlines() == [
         "mine: int8, 141.0 MB, made in 12 s: model_repository/mine",
         "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006, "
@@ -42,7 +42,7 @@ def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixtu
 
 
 def test_what_to_do_next_names_an_unusual_repository(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(report(Path("/elsewhere")))
+    print_report(report(Path("/elsewhere")), beside=None)
     assert "genserve serve --model-repository /elsewhere" in capsys.readouterr().out
 
 
@@ -70,3 +70,8 @@ def test_an_export_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     where = ["--name", "../evil", "--model-repository", str(tmp_path)]
     result = CliRunner().invoke(app, ["export", "x", *where])
     assert isinstance(result.exception, ExportError)
+
+
+def test_a_graph_beside_another_is_chosen_by_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(report(Path("model_repository")), beside="int4")
+    assert "next: genserve tune mine" in capsys.readouterr().out
