@@ -10,6 +10,7 @@ from genserve.cli.flags import (
     DEFAULT_REPOSITORY,
     Beside,
     FileFormat,
+    KvCache,
     ModelRepository,
     Overwrite,
     Precision,
@@ -32,6 +33,7 @@ def export(
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     file_format: FileFormat = "onnx",
     precision: Precision = None,
+    kv_cache: KvCache = "float",
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -45,6 +47,7 @@ def export(
         name=name,
         file_format=file_format,
         precision=precision,
+        kv_cache=kv_cache,
         beside=beside,
         overwrite=overwrite,
         progress=ConsoleProgress(),
@@ -56,8 +59,9 @@ def print_report(report: ExportReport, *, beside: str | None) -> None:
     """Print what an export made, how near it is to its source, and what to do next."""
     repository = report.path.parent
     where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
+    cache = ", KV cache in int8" if report.kv_cache == "int8" else ""
     print(
-        f"{report.name}: {report.precision}, {report.size_bytes / 1e6:.1f} MB, "
+        f"{report.name}: {report.precision}{cache}, {report.size_bytes / 1e6:.1f} MB, "
         f"made in {report.seconds:.0f} s: {report.path}"
     )
     print(

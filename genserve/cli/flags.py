@@ -11,6 +11,7 @@ __all__ = [
     "DEFAULT_REPOSITORY",
     "Beside",
     "FileFormat",
+    "KvCache",
     "MaxTokens",
     "ModelRepositories",
     "ModelRepository",
@@ -54,6 +55,12 @@ Seed = Annotated[
 Precision = Annotated[
     Literal["int8", "int4", "fp16", "fp32"] | None,
     typer.Option(envvar="GENSERVE_PRECISION", help="Of the weights; usually int8, in TorchScript fp32."),
+]
+KvCache = Annotated[
+    Literal["float", "int8"],
+    typer.Option(
+        help="Keys and values: as the activations, or in int8: less memory, faster steps, slower prefills."
+    ),
 ]
 FileFormat = Annotated[
     Literal["onnx", "torchscript"],

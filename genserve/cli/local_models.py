@@ -80,7 +80,8 @@ def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
     try:
         parity = json.loads((stage.latest_version() / folder / "parity.json").read_text(encoding="utf-8"))
         agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
-        return parity["precision"], f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
+        numbers = parity["precision"] + ("+kv8" if parity.get("kv_cache") == "int8" else "")
+        return numbers, f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, Beside, ModelRepository, Overwrite, Precision
+from genserve.cli.flags import DEFAULT_REPOSITORY, Beside, KvCache, ModelRepository, Overwrite, Precision
 
 __all__ = ["pull"]
 
@@ -17,6 +17,7 @@ def pull(
     ],
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     precision: Precision = None,
+    kv_cache: KvCache = "float",
     beside: Beside = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -29,6 +30,7 @@ def pull(
         name,
         repository=model_repository,
         precision=precision,
+        kv_cache=kv_cache,
         beside=beside,
         overwrite=overwrite,
         progress=ConsoleProgress(),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from genserve.export.exporter import export_model
 from genserve.export.progress import Progress, SilentProgress
 from genserve.export.pulling import pull
-from genserve.export.report import ExportReport, FileFormat, Precision
+from genserve.export.report import CacheType, ExportReport, FileFormat, Precision
 
 __all__ = [
+    "CacheType",
     "ExportReport",
     "FileFormat",
     "Precision",

@@ -18,7 +18,7 @@ from genserve.export.form import Form
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers
 from genserve.export.precision import FORMATS
-from genserve.export.report import Precision
+from genserve.export.report import CacheType, Precision
 from genserve.export.smoothing import can_be_smoothed, smoothed
 from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
@@ -38,11 +38,20 @@ class Conversion:
     checkpoint: Checkpoint
     family: Family
     decoder: Decoder
+    kv_cache: CacheType = "float"
     # Of `norms`, by their roles, see `Reference`; norms whose activations are known are smoothed.
     activations: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision, form: Form) -> Self:
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        stages: Stages,
+        precision: Precision,
+        form: Form,
+        kv_cache: CacheType = "float",
+    ) -> Self:
         """Find the family of the checkpoint.
 
         Raises:
@@ -62,6 +71,7 @@ class Conversion:
             checkpoint=family.completed(checkpoint),
             family=family,
             decoder=family.decoder(checkpoint.config),
+            kv_cache=kv_cache,
         )
 
     @property
@@ -78,6 +88,7 @@ class Conversion:
             precision=self.precision,
             checkpoint=self.checkpoint,
             dimensions=self.dimensions,
+            kv_cache=self.kv_cache,
         )
 
     @property

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from genserve.data_type import DataType
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
-from genserve.export.precision import Format
 from genserve.export.stages import Stages
 
 __all__ = ["NUM_SLOTS", "stage_files"]
@@ -186,14 +186,17 @@ def stage_files(
     stages: Stages,
     *,
     dimensions: Dimensions,
-    numbers: Format,
+    cache: type[np.generic],
     form: Form = Form.ONNX,
     num_slots: int = NUM_SLOTS,
 ) -> dict[str, str]:
-    """The files of all four stages but for tokenizer and weights: path in the repository to content."""
+    """The files of all four stages but for tokenizer and weights: path in the repository to content.
+
+    `cache` is the type of the keys and values in the KV cache.
+    """
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
     numbers_per_token = 2 * dimensions.num_layers * dimensions.num_kv_heads * dimensions.head_dim
-    token_bytes = numbers_per_token * _itemsize(numbers)
+    token_bytes = numbers_per_token * np.dtype(cache).itemsize
     values = {
         **_RUNTIMES[form],
         "ensemble": stages.ensemble,
@@ -206,7 +209,7 @@ def stage_files(
         "max_sequence_length": length,
         "token_kib": token_bytes / 2**10,
         "slot_mib": token_bytes * length / 2**20,
-        "states": _states(dimensions, numbers=numbers, form=form),
+        "states": _states(dimensions, cache=cache, form=form),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
             for name, (data_type, size) in _PARAMETERS.items()
@@ -224,7 +227,7 @@ def stage_files(
     }
 
 
-def _states(dimensions: Dimensions, *, numbers: Format, form: Form) -> str:
+def _states(dimensions: Dimensions, *, cache: type[np.generic], form: Form) -> str:
     heads = f"{dimensions.num_kv_heads}, -1, {dimensions.head_dim}"
     parts = {f".{i}.{part}": heads for i in range(dimensions.num_layers) for part in ("key", "value")}
     if form is Form.TORCHSCRIPT:
@@ -232,13 +235,9 @@ def _states(dimensions: Dimensions, *, numbers: Format, form: Form) -> str:
     return ",\n".join(
         _STATE.format(
             part=part,
-            data_type="TYPE_FP16" if _itemsize(numbers) == 2 else "TYPE_FP32",
+            data_type=DataType.of_numpy(np.dtype(cache)).config_name,
             dims=dims,
             in_place="" if form is Form.TRACED else _IN_PLACE,
         )
         for part, dims in parts.items()
     )
-
-
-def _itemsize(numbers: Format) -> int:
-    return np.dtype(numbers.activations).itemsize

@@ -14,17 +14,14 @@ from numpy.typing import NDArray
 
 from genserve.backends.logits_growing import GrowingLogits
 from genserve.backends.logits_torchscript import TorchLogits
-from genserve.backends.onnx_session import exact_products, onnxruntime_module
 from genserve.errors import ExportError
+from genserve.export.cached_graph import CachedGraph
 from genserve.export.checkpoint import FloatArray
-from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
-from genserve.export.graph import MODEL_FILE
-from genserve.export.precision import FORMATS
-from genserve.export.report import Precision
+from genserve.export.report import CacheType, Precision
 from genserve.export.source_model import Reference
 
-__all__ = ["CachedGraph", "Parity", "check_parity"]
+__all__ = ["Parity", "check_parity"]
 
 PARITY_FILE = "parity.json"
 
@@ -34,6 +31,7 @@ class Parity:
     """How far the logits of an exported graph are from those of its source."""
 
     precision: Precision
+    kv_cache: CacheType
     tokens: int                      # compared rows of logits
     largest_logit_difference: float
     top1_agreement: float            # share of the rows
@@ -65,7 +63,7 @@ def check_parity(
     *,
     form: Form = Form.ONNX,
     precision: Precision,
-    dimensions: Dimensions,
+    kv_cache: CacheType = "float",
     source: str,
 ) -> Parity:
     """Compare the graph in `folder` with what its source computes, and write parity.json there.
@@ -77,8 +75,8 @@ def check_parity(
         reference: of the source.
         folder: of the graph.
         form: of the graph.
-        precision: of the graph; it has the bounds.
-        dimensions: of the model.
+        precision: of the graph.
+        kv_cache: of the graph; the precision has the bounds, and for an int8 cache at least those of int8.
         source: what messages call it.
 
     Raises:
@@ -88,20 +86,21 @@ def check_parity(
     graph: _Cached
     match form:
         case Form.ONNX:
-            graph = CachedGraph(
-                folder, dimensions=dimensions, precision=precision, batch=num_rows, max_len=length
-            )
+            graph = CachedGraph(folder, batch=num_rows, max_len=length)
         case Form.TORCHSCRIPT:
             graph = TorchLogits(folder / form.file_name, num_slots=num_rows, max_length=length)
         case Form.TRACED:
             graph = GrowingLogits(folder / form.file_name, num_slots=num_rows, max_length=length)
-    parity = _compare(graph, reference, precision=precision)
-    _require_within(_BOUNDS[precision], parity, source=source)
+    parity = _compare(graph, reference, precision=precision, kv_cache=kv_cache)
+    is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
+    _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)
     (folder / PARITY_FILE).write_text(json.dumps(asdict(parity), indent=2) + "\n", encoding="utf-8")
     return parity
 
 
-def _compare(graph: _Cached, reference: Reference, *, precision: Precision) -> Parity:
+def _compare(
+    graph: _Cached, reference: Reference, *, precision: Precision, kv_cache: CacheType = "float"
+) -> Parity:
     length = reference.ids.shape[1]
     compared = []
     for rows, places, logits in _exported_logits(graph, reference.ids):
@@ -121,6 +120,7 @@ def _compare(graph: _Cached, reference: Reference, *, precision: Precision) -> P
     differences, agreements, divergences, losses = map(np.concatenate, zip(*compared, strict=True))
     return Parity(
         precision=precision,
+        kv_cache=kv_cache,
         tokens=len(agreements),
         largest_logit_difference=float(differences.max()),
         top1_agreement=float(agreements.mean()),
@@ -165,45 +165,6 @@ class _Cached(Protocol):
         """See `CachedGraph.forward`."""
 
 
-class CachedGraph:
-    """An exported graph with one KV cache, run the plain way: for checks, not for speed."""
-
-    def __init__(
-        self, folder: Path, *, dimensions: Dimensions, precision: Precision, batch: int, max_len: int
-    ) -> None:
-        ort = onnxruntime_module()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        for key, value in exact_products().items():
-            options.add_session_config_entry(key, value)
-        self._session = ort.InferenceSession(folder / MODEL_FILE, options, providers=["CPUExecutionProvider"])
-        shape = (batch, dimensions.num_kv_heads, max_len, dimensions.head_dim)
-        parts = [f"{i}.{part}" for i in range(dimensions.num_layers) for part in ("key", "value")]
-        self._caches = {part: np.zeros(shape, FORMATS[precision].activations) for part in parts}
-
-    def forward(self, input_ids: NDArray[np.int64], *, past: Any, rows: Any) -> FloatArray:
-        """Run ids [batch, sequence] after `past` tokens of each row, in the first rows of the cache.
-
-        Returns:
-            [len(rows), vocab]: logits of those of the batch * sequence hidden rows.
-        """
-        batch, sequence = input_ids.shape
-        seqlens = np.array(past, np.int32) + sequence - 1
-        binding = self._session.io_binding()
-        binding.bind_cpu_input("input_ids", np.ascontiguousarray(input_ids))
-        binding.bind_cpu_input("seqlens_k", seqlens.astype(np.int32))
-        binding.bind_cpu_input("total_len", np.array(seqlens.max() + 1, np.int32))
-        binding.bind_cpu_input("rows", np.array(rows, np.int64))
-        for part, cache in self._caches.items():
-            place = (cache.dtype.type, (batch, *cache.shape[1:]), cache.ctypes.data)
-            binding.bind_input(f"past_key_values.{part}", "cpu", 0, *place)
-            binding.bind_output(f"present.{part}", "cpu", 0, *place)
-        binding.bind_output("logits", "cpu")
-        self._session.run_with_iobinding(binding)
-        logits: FloatArray = binding.get_outputs()[-1].numpy()
-        return logits
-
-
 def _require_within(bound: _Bound, parity: Parity, *, source: str) -> None:
     holds = (
         parity.largest_logit_difference <= bound.largest_logit_difference
@@ -215,5 +176,6 @@ def _require_within(bound: _Bound, parity: Parity, *, source: str) -> None:
             f"the {parity.precision} graph of {source} is too far from its source: largest logit difference "
             f"{parity.largest_logit_difference:.4g}, top-1 agreement {parity.top1_agreement:.1%}, "
             f"perplexity x{parity.perplexity_ratio:.3f}",
-            remedy="nothing was installed; try --precision fp16 or fp32, and report this if fp32 fails",
+            remedy="nothing was installed; try --precision fp16 or fp32 and no --kv-cache, "
+            "and report this if fp32 fails",
         )

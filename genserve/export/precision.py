@@ -12,16 +12,16 @@ import numpy as np
 from genserve.errors import ExportError
 from genserve.export.form import Form
 from genserve.export.quantize import Scheme
-from genserve.export.report import Precision
+from genserve.export.report import CacheType, Precision
 
-__all__ = ["FORMATS", "Format", "resolve_precision"]
+__all__ = ["FORMATS", "Format", "cache_numbers", "require_cache", "resolve_precision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """The numbers of one precision; a scheme of None keeps the weights in the type of the activations."""
 
-    activations: type[np.float32] | type[np.float16] = np.float32  # of the KV cache too
+    activations: type[np.float32] | type[np.float16] = np.float32  # of a float KV cache too
     linear: Scheme | None = None                                   # the layers' weights
     vocabulary: Scheme | None = None                               # the embedding and the head
     # Linear layers and the head multiply integers: each row of activations is rounded by its own largest,
@@ -61,3 +61,21 @@ def resolve_precision(asked: Precision | None, form: Form) -> Precision:
             f"{asked!r} is no precision of {form.words}", remedy=f"known: {', '.join(known)}"
         )
     return asked or known[0]
+
+
+def require_cache(asked: CacheType, form: Form) -> None:
+    """Refuse a KV cache that a form cannot have.
+
+    Raises:
+        ExportError: it is in int8, and the form has none in place.
+    """
+    if asked == "int8" and form is not Form.ONNX:
+        raise ExportError(
+            f"{form.words} has no KV cache in int8",
+            remedy="leave --kv-cache out; an ONNX graph of a known architecture has one",
+        )
+
+
+def cache_numbers(kv_cache: CacheType, precision: Precision) -> type[np.generic]:
+    """The type of the keys and values in a KV cache."""
+    return np.int8 if kv_cache == "int8" else FORMATS[precision].activations

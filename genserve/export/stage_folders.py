@@ -12,8 +12,8 @@ from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
 from genserve.export.layout import NUM_SLOTS, stage_files
-from genserve.export.precision import FORMATS
-from genserve.export.report import Precision
+from genserve.export.precision import cache_numbers
+from genserve.export.report import CacheType, Precision
 from genserve.export.stages import Stages
 
 __all__ = ["StageFolders"]
@@ -28,6 +28,7 @@ class StageFolders:
     precision: Precision
     checkpoint: Checkpoint
     dimensions: Dimensions
+    kv_cache: CacheType = "float"
 
     def require_agreeing_config(self, repository: Path, *, beside: bool = False) -> None:
         """Refuse a config.pbtxt of the logits stage that stays there and tells of another model.
@@ -75,7 +76,7 @@ class StageFolders:
         return stage_files(
             self.stages,
             dimensions=self.dimensions,
-            numbers=FORMATS[self.precision],
+            cache=cache_numbers(self.kv_cache, self.precision),
             form=self.form,
             num_slots=num_slots,
         )

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from genserve.backends.logits_onnx import OnnxLogits
-from genserve.export import export_model
+from genserve.export import CacheType, export_model
 from genserve.export.progress import SilentProgress
 from genserve.generation.engine import Engine
 from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
+from tests.checkpoints import tiny_llama_checkpoint
 from tests.fakes.sequences import sample_loop, sequence_of
 
 NUM_SCHEDULES = 500
@@ -29,8 +30,13 @@ def logits_of(file: Path) -> OnnxLogits:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> OnnxLogits:
-    repository = tmp_path_factory.mktemp("default")
-    export_model(str(tiny_checkpoint), repository=repository, name="tiny", progress=SilentProgress())
+    return exported(tiny_checkpoint, tmp_path_factory.mktemp("default"), kv_cache="float")
+
+
+def exported(checkpoint: Path, repository: Path, *, kv_cache: CacheType) -> OnnxLogits:
+    export_model(
+        str(checkpoint), repository=repository, name="tiny", kv_cache=kv_cache, progress=SilentProgress()
+    )
     return logits_of(repository / "tiny_logits" / "1" / "model.onnx")
 
 
@@ -95,6 +101,13 @@ def compare(logits: OnnxLogits, alone: Sequence[TokenSequence], seeds: range) ->
 )
 def test_a_sequences_tokens_are_the_same_alone_and_in_every_company(tiny: OnnxLogits, seeds: range) -> None:
     compare(tiny, [answered_alone(tiny, prompt) for prompt in prompts()], seeds)
+
+
+def test_so_are_they_over_a_cache_in_int8(tmp_path: Path) -> None:
+    # A page of memory holds 64 tokens of such heads, and 256 of the smaller ones of the other tests.
+    checkpoint = tiny_llama_checkpoint(tmp_path / "tiny", head_dim=64)
+    logits = exported(checkpoint, tmp_path / "repository", kv_cache="int8")
+    compare(logits, [answered_alone(logits, prompt) for prompt in prompts()], range(0, 100, 10))
 
 
 @pytest.mark.slow

@@ -16,12 +16,15 @@ def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) 
     parity = {"precision": "int8"} | quality
     (tmp_path / "a_logits" / "1" / "parity.json").write_text(json.dumps(parity))
     add_model(tmp_path, "b", weights=False)
+    add_model(tmp_path, "c")
+    (tmp_path / "c_logits" / "1" / "parity.json").write_text(json.dumps(parity | {"kv_cache": "int8"}))
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert rows == [
         "model size precision top-1 perplexity KL state",
         "a 0.0 MB int8 94.8% x1.011 0.0153 ready to load",
         "b 0.0 MB no weights: b_tokenizer, b_logits",
+        "c 0.0 MB int8+kv8 94.8% x1.011 0.0153 ready to load",
     ]
 
 

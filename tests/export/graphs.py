@@ -7,10 +7,10 @@ from pathlib import Path
 
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
+from genserve.export.cached_graph import CachedGraph
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
-from genserve.export.parity import CachedGraph
 from genserve.export.report import Precision
 from genserve.export.source import read_checkpoint
 from genserve.export.stages import Stages
@@ -36,13 +36,7 @@ class WrittenGraph:
     def cached(self, *, batch: int, max_len: int) -> CachedGraph | TorchLogits:
         if self.form is Form.TORCHSCRIPT:
             return TorchLogits(self.folder / self.form.file_name, num_slots=batch, max_length=max_len)
-        return CachedGraph(
-            self.folder,
-            dimensions=self.dimensions,
-            precision=self.precision,
-            batch=batch,
-            max_len=max_len,
-        )
+        return CachedGraph(self.folder, batch=batch, max_len=max_len)
 
 
 def write_graph(

@@ -13,12 +13,11 @@ from tritonclient.grpc import model_config_pb2
 from genserve.config.parse import parse_model_config
 from genserve.export.decoder import Dimensions
 from genserve.export.layout import stage_files
-from genserve.export.precision import FORMATS
 from genserve.export.stages import Stages
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)
-FILES = stage_files(Stages("smollm2"), dimensions=SMOLLM2, numbers=FORMATS["int8"])
+FILES = stage_files(Stages("smollm2"), dimensions=SMOLLM2, cache=np.float32)
 CONFIGS = [path for path in FILES if path.endswith("config.pbtxt")]
 
 
@@ -64,7 +63,7 @@ def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
 
 
 def test_a_fp16_model_keeps_its_cache_in_fp16() -> None:
-    files = stage_files(Stages("smollm2"), dimensions=SMOLLM2, numbers=FORMATS["fp16"])
+    files = stage_files(Stages("smollm2"), dimensions=SMOLLM2, cache=np.float16)
     assert 'output_name: "present.29.value" data_type: TYPE_FP16' in files["smollm2_logits/config.pbtxt"]
 
 
@@ -73,7 +72,7 @@ def test_a_slot_is_as_long_as_the_context_up_to_a_limit(context: int, expected: 
     dimensions = Dimensions(
         num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context
     )
-    text = stage_files(Stages("m"), dimensions=dimensions, numbers=FORMATS["int8"])["m_logits/config.pbtxt"]
+    text = stage_files(Stages("m"), dimensions=dimensions, cache=np.float32)["m_logits/config.pbtxt"]
     assert parse_model_config(text, source=Path("m_logits/config.pbtxt")).parameters == {
         "max_sequence_length": expected
     }

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.decoder import Dimensions
 from genserve.export.parity import Parity, _compare, check_parity
 from genserve.export.source import read_checkpoint
 from genserve.export.source_model import Reference, run_source
@@ -51,14 +50,14 @@ def test_one_wrong_tensor_is_found(tiny_checkpoint: Path, tmp_path: Path, name: 
     graph = write_graph(tiny_checkpoint, tmp_path)
     wrong = reference_of(with_one_change(read_checkpoint(tiny_checkpoint, source="tiny"), name))
     with pytest.raises(ExportError, match="too far from its source"):
-        check(wrong, graph.folder, dimensions=graph.dimensions)
+        check(wrong, graph.folder)
     assert not (graph.folder / "parity.json").exists()
 
 
 def test_a_context_shorter_than_the_text_is_enough(tiny_checkpoint: Path, tmp_path: Path) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)
     reference = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"), context_length=10)
-    parity = check(reference, graph.folder, dimensions=graph.dimensions)
+    parity = check(reference, graph.folder)
     assert parity.tokens == len(reference.ids) * (10 + 5)
     assert json.loads((graph.folder / "parity.json").read_text())["tokens"] == parity.tokens
 
@@ -68,7 +67,7 @@ def test_the_divergence_and_the_ratio_of_perplexities_are_those_of_torch(
 ) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path, precision="fp32")
     exact = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"))
-    parity = check(exact, graph.folder, dimensions=graph.dimensions)
+    parity = check(exact, graph.folder)
     assert (parity.top1_agreement, parity.perplexity_ratio) == (1, pytest.approx(1, abs=1e-4))
     assert parity.divergence == pytest.approx(0, abs=1e-5)
     # Against a source that is twice as sure of itself.
@@ -95,8 +94,8 @@ def reference_of(checkpoint: Checkpoint, *, context_length: int = 64) -> Referen
     return run_source(checkpoint, context_length=context_length, norms={})
 
 
-def check(reference: Reference, folder: Path, *, dimensions: Dimensions) -> Parity:
-    return check_parity(reference, folder, precision="fp32", dimensions=dimensions, source="tiny")
+def check(reference: Reference, folder: Path) -> Parity:
+    return check_parity(reference, folder, precision="fp32", source="tiny")
 
 
 def with_one_change(checkpoint: Checkpoint, changed: str) -> Checkpoint:
