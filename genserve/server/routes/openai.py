@@ -8,20 +8,19 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.errors import GenserveError, InvalidRequest
+from genserve.errors import InvalidRequest
 from genserve.request import Completion, Delta, Message, join_choices, read_messages
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
-from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
+from genserve.server.routes.openai_answer import FINISH, Chunks, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
 from genserve.server.services import Open, SharedServices
-from genserve.server.sse import EventStream, read_all
 
 __all__ = ["router"]
 
@@ -113,13 +112,7 @@ async def chat_completions(body: ChatBody, services: SharedServices, request: Re
         opened = await services.open(body.model_name, [body.chat()], body.params(), n=body.n or 1)
     except InvalidRequest as error:
         raise renamed(error, body.names()) from None
-    response: Response
-    if body.stream:
-        response = EventStream(opened.stream, ChatFrames(opened, body))
-    else:
-        response = JSONResponse(_answer(opened, body, await read_all(opened.stream, request)))
-    body.name_ignored(response)
-    return response
+    return await respond(opened, body, request, frames=ChatFrames, answer=_answer)
 
 
 @router.get("/models")
@@ -134,14 +127,14 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
     return _model(services.repository.get(name))
 
 
-class ChatFrames:
+class ChatFrames(Chunks):
     """The chunks of a streamed chat."""
 
     def __init__(self, opened: Open, body: ChatBody) -> None:
         self._token_ids = bool(body.return_token_ids)
         self._num_choices = body.n or 1
         self._scores = [_scores(opened, body) for _ in range(self._num_choices)]
-        self._chunks = Chunks(
+        super().__init__(
             head(opened, "chat.completion.chunk", id_prefix="chatcmpl"),
             num_choices=self._num_choices,
             n=self._num_choices,
@@ -164,16 +157,8 @@ class ChatFrames:
             chunks = self._chunk(delta.choice, content, logprobs=logprobs, extra=extra)
         if delta.finish_reason is not None:
             chunks += self._chunk(delta.choice, "{}", finish_reason=f'"{FINISH[delta.finish_reason]}"')
-            chunks += self._chunks.ending(delta)
+            chunks += self.ending(delta)
         return chunks
-
-    def error(self, error: GenserveError) -> bytes:
-        """See `Frames`."""
-        return self._chunks.error(error)
-
-    def end(self) -> bytes:
-        """See `Frames`."""
-        return self._chunks.end()
 
     def _chunk(
         self,
@@ -185,7 +170,7 @@ class ChatFrames:
         extra: str = "",
     ) -> bytes:
         fields = f'"delta": {delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}{extra}'
-        return self._chunks.chunk(choice, fields)
+        return self.chunk(choice, fields)
 
 
 def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:

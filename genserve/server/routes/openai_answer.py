@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
 
 from genserve.errors import GenserveError
 from genserve.request import Delta, FinishReason, Usage
 from genserve.server.faults import openai_error
+from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.services import Open
-from genserve.server.sse import event
+from genserve.server.sse import EventStream, Frames, event, read_all
 
-__all__ = ["FINISH", "Chunks", "head", "usage"]
+__all__ = ["FINISH", "Chunks", "head", "respond", "usage"]
+
+_Asked = TypeVar("_Asked", bound=OpenAIBody)
 
 FINISH = {
     FinishReason.END_OF_SEQUENCE: "stop",
@@ -46,8 +52,33 @@ def usage(usages: Sequence[Usage], *, n: int) -> dict[str, Any]:
     }
 
 
+async def respond(
+    opened: Open,
+    body: _Asked,
+    request: Request,
+    *,
+    frames: Callable[[Open, _Asked], Frames],
+    answer: Callable[[Open, _Asked, list[Delta]], dict[str, Any]],
+) -> Response:
+    """Answer in the way that was asked for: in `frames` as they come, or with one `answer` of all deltas.
+
+    Raises:
+        ClientLeft, GenserveError: see `read_all`; a stream carries what goes wrong as an event.
+    """
+    response: Response
+    if body.stream:
+        response = EventStream(opened.stream, frames(opened, body))
+    else:
+        response = JSONResponse(answer(opened, body, await read_all(opened.stream, request)))
+    body.name_ignored(response)
+    return response
+
+
 class Chunks:
-    """The events of one streamed answer; all that does not change is written once."""
+    """The events of one streamed answer, but its deltas: `Frames` of both routes are made of it.
+
+    All that does not change is written once.
+    """
 
     def __init__(self, head: dict[str, Any], *, num_choices: int, n: int, with_usage: bool) -> None:
         """Begin an answer.
@@ -76,10 +107,14 @@ class Chunks:
             return b""
         return event(f'{self._head}, "choices": [], "usage": {json.dumps(usage(usages, n=self._n))}}}')
 
+    def start(self) -> bytes:
+        """See `Frames`: nothing."""
+        return b""
+
     def error(self, error: GenserveError) -> bytes:
-        """Return the event of an error in the middle of the stream."""
+        """See `Frames`."""
         return event(json.dumps(openai_error(error)))
 
     def end(self) -> bytes:
-        """Return the event behind the last one, or behind an error."""
+        """See `Frames`."""
         return event("[DONE]")

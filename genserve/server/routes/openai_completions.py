@@ -12,18 +12,17 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, ValidationError, WrapValidator
 
-from genserve.errors import GenserveError, InvalidRequest
+from genserve.errors import InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, join_choices
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import StrictRoute
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs
-from genserve.server.routes.openai_answer import FINISH, Chunks, head, usage
+from genserve.server.routes.openai_answer import FINISH, Chunks, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.services import Open, SharedServices
-from genserve.server.sse import EventStream, read_all
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["router"]
@@ -101,46 +100,28 @@ async def completions(body: CompletionBody, services: SharedServices, request: R
     """Complete prompts, whole or as server-sent events."""
     body.check()
     opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.n or 1)
-    response: Response
-    if body.stream:
-        response = EventStream(opened.stream, CompletionFrames(opened, body))
-    else:
-        response = JSONResponse(_answer(opened, body, await read_all(opened.stream, request)))
-    body.name_ignored(response)
-    return response
+    return await respond(opened, body, request, frames=CompletionFrames, answer=_answer)
 
 
-class CompletionFrames:
+class CompletionFrames(Chunks):
     """The chunks of a streamed completion."""
 
     def __init__(self, opened: Open, body: CompletionBody) -> None:
         self._wanted = body.wanted
         self._choices = _choices(opened, body)
-        self._chunks = Chunks(
+        super().__init__(
             head(opened, "text_completion", id_prefix="cmpl"),
             num_choices=len(self._choices),
             n=body.n or 1,
             with_usage=body.wants_usage,
         )
 
-    def start(self) -> bytes:
-        """See `Frames`."""
-        return b""
-
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
         delta = self._wanted(delta)
         fields = self._choices[delta.choice].part(delta)
-        chunk = self._chunks.chunk(delta.choice, json.dumps(fields)[1:-1]) if any(fields.values()) else b""
-        return chunk if delta.finish_reason is None else chunk + self._chunks.ending(delta)
-
-    def error(self, error: GenserveError) -> bytes:
-        """See `Frames`."""
-        return self._chunks.error(error)
-
-    def end(self) -> bytes:
-        """See `Frames`."""
-        return self._chunks.end()
+        chunk = self.chunk(delta.choice, json.dumps(fields)[1:-1]) if any(fields.values()) else b""
+        return chunk if delta.finish_reason is None else chunk + self.ending(delta)
 
 
 class Choice:
