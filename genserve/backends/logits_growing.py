@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.cache_room import CacheRoom
+from genserve.backends.cached_logits import CachedLogits, padded
 from genserve.backends.logits_memory import HostMemory
 from genserve.backends.logits_onnx import cache_layer
 from genserve.backends.onnx_session import Provider, open_session
@@ -25,17 +25,13 @@ __all__ = ["GrowingLogits"]
 _DEFAULT_LENGTH = 1024  # tokens, if neither file nor config says
 
 
-class GrowingLogits:
+class GrowingLogits(CachedLogits):
     """A graph that is given the past and answers the past with one token more; a `LogitsModel`.
 
     Slots are kept as `OnnxLogits` keeps them. Each run is given a copy in which the pasts of all rows end at
     the same place, with padding on the left, as transformers has it. One thread uses it.
 
     Attributes:
-        cache: the keys and values of its slots.
-        kv_cache_bytes: bytes that the cache takes at the most.
-        max_length: see `LogitsModel.max_length`.
-        max_cached_tokens: see `LogitsModel.max_cached_tokens`.
         metadata: what the exporter wrote into the graph.
     """
 
@@ -78,7 +74,7 @@ class GrowingLogits:
             )
         self.vocab_size = int(outputs["logits"].shape[-1])
         context_length = int(self.metadata.get("genserve.context_length", 0))
-        room = CacheRoom.reserve(
+        super().__init__(
             HostMemory(),
             {name: cache_layer(inputs[name], path) for name in self._past},
             path=path,
@@ -86,22 +82,10 @@ class GrowingLogits:
             max_length=min(max_length or context_length or _DEFAULT_LENGTH, context_length or 1 << 62),
             cache_bytes=cache_bytes,
         )
-        self.cache, self.kv_cache_bytes = room.cache, room.kv_cache_bytes
-        self.max_length, self.max_cached_tokens = room.max_length, room.max_cached_tokens
-        self.num_slots = self.cache.num_slots
-
-    @property
-    def page_tokens(self) -> int:
-        """See `LogitsModel.page_tokens`."""
-        return self.cache.page_tokens
 
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right, where nothing attends to it."""
-        lengths = np.array([len(chunk) for chunk in chunks])
-        input_ids = np.zeros((len(chunks), lengths.max()), dtype=np.int64)
-        for row, chunk in zip(input_ids, chunks, strict=True):
-            row[: len(chunk)] = chunk
-        rows = np.arange(len(chunks)) * input_ids.shape[1] + lengths - 1
+        input_ids, rows = padded(chunks)
         return self.forward(input_ids, past=np.full(len(chunks), past), rows=rows, first_slot=first_slot)
 
     def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
@@ -130,14 +114,6 @@ class GrowingLogits:
                 slot[:, length : length + width] = new
         chosen: FloatArray = logits.reshape(-1, self.vocab_size)[rows].astype(np.float32, copy=False)
         return chosen
-
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `LogitsModel.move`."""
-        self.cache.move(source=source, target=target, length=length)
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `LogitsModel.give_back`."""
-        self.cache.give_back(slot, length=length)
 
 
 def _packed(slots: NDArray[Any], lengths: TokenArray) -> NDArray[Any]:

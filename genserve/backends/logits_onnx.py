@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.cache_room import CacheRoom
+from genserve.backends.cached_logits import CachedLogits, padded
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.onnx_session import SPIN_US, Provider, exact_products, onnxruntime_module, preload_cuda
 from genserve.errors import RepositoryError
@@ -28,14 +28,10 @@ _MARK = 3   # no key or value is this in all of its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
-class OnnxLogits:
+class OnnxLogits(CachedLogits):
     """A logits graph over a KV cache; implements `generation.LogitsModel`. One thread uses it.
 
     Attributes:
-        cache: the keys and values of its slots.
-        max_length: see `LogitsModel.max_length`.
-        max_cached_tokens: see `LogitsModel.max_cached_tokens`.
-        kv_cache_bytes: bytes that the cache takes at the most.
         metadata: what the exporter wrote into the graph.
     """
 
@@ -77,7 +73,7 @@ class OnnxLogits:
         outputs = {o.name: o for o in self._session.get_outputs()}
         self.vocab_size = int(outputs["logits"].shape[-1])
         layers = {name: cache_layer(inputs[name], path) for name in past}
-        room = CacheRoom.reserve(
+        super().__init__(
             self._memory,
             layers,
             path=path,
@@ -85,9 +81,6 @@ class OnnxLogits:
             max_length=min(max_length or context_length, context_length),
             cache_bytes=cache_bytes,
         )
-        self.cache, self.kv_cache_bytes = room.cache, room.kv_cache_bytes
-        self.max_length, self.max_cached_tokens = room.max_length, room.max_cached_tokens
-        self.num_slots = self.cache.num_slots
         self._logits = self._memory.logits(self.num_slots, self.vocab_size)
         self._decode_bindings: dict[int, _Call] = {}
         if not self._memory.is_host:
@@ -121,11 +114,6 @@ class OnnxLogits:
             )
         return int(text)
 
-    @property
-    def page_tokens(self) -> int:
-        """See `LogitsModel.page_tokens`."""
-        return self.cache.page_tokens
-
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
 
@@ -138,10 +126,7 @@ class OnnxLogits:
         if width == 1 and past + 2 <= self.max_length:
             width = 2
         call = self._bind(num_rows=len(chunks), width=width, first_slot=first_slot)
-        for row, chunk in enumerate(chunks):
-            call.input_ids[row, : len(chunk)] = chunk
-            call.input_ids[row, len(chunk) :] = 0
-            call.rows[row] = row * width + len(chunk) - 1
+        call.input_ids[:], call.rows[:] = padded(chunks, width=width)
         call.seqlens_k[:] = past + width - 1
         call.total_len[()] = past + width
         return self._run(call)
@@ -157,14 +142,6 @@ class OnnxLogits:
         call.seqlens_k[:] = past
         call.total_len[()] = past.max() + 1
         return self._run(call)
-
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `LogitsModel.move`."""
-        self.cache.move(source=source, target=target, length=length)
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `LogitsModel.give_back`."""
-        self.cache.give_back(slot, length=length)
 
     def _bind(self, *, num_rows: int, width: int, first_slot: int) -> _Call:
         """Bind a call over `num_rows` slots; to bind some hundred buffers takes a quarter millisecond."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.cache_room import CacheRoom
+from genserve.backends.cached_logits import CachedLogits, padded
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.torch_module import torch_library
 from genserve.errors import RepositoryError
@@ -21,14 +21,10 @@ __all__ = ["TorchLogits"]
 _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision of the export
 
 
-class TorchLogits:
+class TorchLogits(CachedLogits):
     """A `model.pt` of `genserve export`; implements `generation.LogitsModel`. One thread uses it.
 
     Attributes:
-        cache: the keys and values of its slots.
-        kv_cache_bytes: bytes that the cache takes at the most.
-        max_length: see `LogitsModel.max_length`.
-        max_cached_tokens: see `LogitsModel.max_cached_tokens`.
         metadata: what the exporter wrote into the file.
     """
 
@@ -62,7 +58,7 @@ class TorchLogits:
         context_length, num_layers, num_kv_heads, head_dim, self.vocab_size = _sizes(self.metadata, path)
         # To the cache all layers are one, with the heads of all of them.
         heads, element = num_layers * 2 * num_kv_heads, _CACHE_TYPES[self.metadata["genserve.precision"]]
-        room = CacheRoom.reserve(
+        super().__init__(
             memory,
             {"kv_cache": (heads, head_dim, np.dtype(element))},
             path=path,
@@ -70,9 +66,6 @@ class TorchLogits:
             max_length=min(max_length or context_length, context_length),
             cache_bytes=cache_bytes,
         )
-        self.cache, self.kv_cache_bytes = room.cache, room.kv_cache_bytes
-        self.max_length, self.max_cached_tokens = room.max_length, room.max_cached_tokens
-        self.num_slots = self.cache.num_slots
         [(_, buffer)] = self.cache.slots(0, num_slots=self.num_slots)
         by_layer = (self.num_slots, num_layers, 2, num_kv_heads, -1, head_dim)
         self._kv_cache = torch.as_tensor(buffer).view(by_layer)
@@ -80,18 +73,9 @@ class TorchLogits:
         for _ in range(2):  # the first two runs compile, which a request should not wait for
             self.prefill([[0]], first_slot=0, past=0)
 
-    @property
-    def page_tokens(self) -> int:
-        """See `LogitsModel.page_tokens`."""
-        return self.cache.page_tokens
-
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right, as in `OnnxLogits`."""
-        lengths = np.array([len(chunk) for chunk in chunks])
-        input_ids = np.zeros((len(chunks), lengths.max()), dtype=np.int64)
-        for row, chunk in zip(input_ids, chunks, strict=True):
-            row[: len(chunk)] = chunk
-        rows = np.arange(len(chunks)) * input_ids.shape[1] + lengths - 1
+        input_ids, rows = padded(chunks)
         return self.forward(input_ids, past=np.full(len(chunks), past), rows=rows, first_slot=first_slot)
 
     def decode(self, token_ids: TokenArray, past: TokenArray) -> LogitsArray:
@@ -100,12 +84,8 @@ class TorchLogits:
 
     def move(self, *, source: int, target: int, length: int) -> None:
         """See `LogitsModel.move`."""
-        self.cache.move(source=source, target=target, length=length)
+        super().move(source=source, target=target, length=length)
         self._spoiled[target] = max(self._spoiled[target], min(self._spoiled[source], length))
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `LogitsModel.give_back`."""
-        self.cache.give_back(slot, length=length)
 
     def forward(self, input_ids: TokenArray, *, past: Any, rows: Any, first_slot: int = 0) -> LogitsArray:
         """Run ids [batch, sequence] after `past` tokens of each row, in the slots from `first_slot` on.

@@ -1,30 +1,35 @@
-"""Cache room: the KV cache of a logits model, and how much of it may be used."""
+"""Cached logits: what all logits models with a KV cache have in common."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from genserve.backends.logits_memory import Layers, LogitsMemory, SlotCache
 from genserve.errors import RepositoryError
+from genserve.generation.logits_model import TokenArray
 
-__all__ = ["CacheRoom"]
+__all__ = ["CachedLogits", "padded"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheRoom:
-    """A cache and its limits."""
+class CachedLogits:
+    """A `LogitsModel` but for its forwards: a cache, its limits, and what is done to it between them.
 
-    cache: SlotCache
-    max_length: int             # tokens of a slot
-    max_cached_tokens: int      # of all slots together, in whole pages
+    Attributes:
+        cache: the keys and values of its slots.
+        num_slots: see `LogitsModel.num_slots`.
+        max_length: see `LogitsModel.max_length`.
+        max_cached_tokens: see `LogitsModel.max_cached_tokens`.
+        kv_cache_bytes: bytes that the cache takes at the most.
+    """
 
-    @classmethod
-    def reserve(
-        cls,
+    def __init__(
+        self,
         memory: LogitsMemory,
         layers: Layers,
         *,
@@ -32,8 +37,8 @@ class CacheRoom:
         num_slots: int,
         max_length: int,
         cache_bytes: int | None,
-    ) -> CacheRoom:
-        """Reserve a cache.
+    ) -> None:
+        """Reserve the cache.
 
         Args:
             memory: where.
@@ -60,12 +65,41 @@ class CacheRoom:
                 "%d bytes (kv_cache_bytes; without it, half of the memory that is free)",
                 path, num_tokens, max_length, num_tokens * cache.token_bytes,
             )
-        return cls(cache=cache, max_length=min(max_length, num_tokens), max_cached_tokens=num_tokens)
+        self.cache = cache
+        self.num_slots = cache.num_slots
+        self.max_length = min(max_length, num_tokens)
+        self.max_cached_tokens = num_tokens
+        self.kv_cache_bytes = num_tokens * cache.token_bytes
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes that the cache takes at the most."""
-        return self.max_cached_tokens * self.cache.token_bytes
+    def page_tokens(self) -> int:
+        """See `LogitsModel.page_tokens`."""
+        return self.cache.page_tokens
+
+    def move(self, *, source: int, target: int, length: int) -> None:
+        """See `LogitsModel.move`."""
+        self.cache.move(source=source, target=target, length=length)
+
+    def give_back(self, slot: int, *, length: int) -> None:
+        """See `LogitsModel.give_back`."""
+        self.cache.give_back(slot, length=length)
+
+
+def padded(chunks: Sequence[Sequence[int]], *, width: int | None = None) -> tuple[TokenArray, TokenArray]:
+    """Return chunks as one array, padded on the right.
+
+    Args:
+        chunks: token ids, at least one each.
+        width: of the array; None: as wide as the longest.
+
+    Returns:
+        [chunks, width]: the ids; and [chunks]: where the last of each lies in the array as one line.
+    """
+    lengths = np.array([len(chunk) for chunk in chunks])
+    input_ids = np.zeros((len(chunks), width or lengths.max()), dtype=np.int64)
+    for row, chunk in zip(input_ids, chunks, strict=True):
+        row[: len(chunk)] = chunk
+    return input_ids, np.arange(len(chunks)) * input_ids.shape[1] + lengths - 1
 
 
 def _num_tokens(cache: SlotCache, path: Path, cache_bytes: int | None) -> int:
