@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from genserve.backends.logits_memory import Layers, LogitsMemory, SlotCache
+from genserve.backends.kv_cache import KvCache, Layers
+from genserve.backends.logits_memory import LogitsMemory
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import TokenArray
 
@@ -102,7 +103,7 @@ def padded(chunks: Sequence[Sequence[int]], *, width: int | None = None) -> tupl
     return input_ids, np.arange(len(chunks)) * input_ids.shape[1] + lengths - 1
 
 
-def _num_tokens(cache: SlotCache, path: Path, cache_bytes: int | None) -> int:
+def _num_tokens(cache: KvCache, path: Path, cache_bytes: int | None) -> int:
     if cache_bytes is None or cache_bytes >= cache.nbytes:
         return cache.nbytes // cache.token_bytes
     page_bytes = cache.page_tokens * cache.token_bytes

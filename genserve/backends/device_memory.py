@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from genserve.backends.logits_memory import Layers
+from genserve.backends.kv_cache import KvCache, Layers, token_bytes
 from genserve.backends.onnx_session import Provider
 
-__all__ = ["DeviceCache", "DeviceMemory"]
+__all__ = ["DeviceMemory"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,25 @@ class DeviceMemory:
 
     def cache(
         self, layers: Layers, *, num_slots: int, max_length: int, cache_bytes: int | None
-    ) -> DeviceCache:
-        """See `LogitsMemory.cache`; all of the memory is taken at once."""
-        slot_bytes = max_length * _token_bytes(layers)
+    ) -> KvCache:
+        """See `LogitsMemory.cache`; all of the memory is taken at once, and nothing is given back."""
+        fitting = self._num_fitting(
+            num_slots, slot_bytes=max_length * token_bytes(layers), cache_bytes=cache_bytes
+        )
+        try:
+            buffers = {
+                name: torch.zeros(
+                    (fitting, kv_heads, max_length, head_dim),
+                    dtype=torch.from_numpy(np.empty(0, dtype)).dtype,
+                    device=self._torch_device,
+                )
+                for name, (kv_heads, head_dim, dtype) in layers.items()
+            }
+        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
+            raise OverflowError(str(error)) from error
+        return KvCache(layers, buffers, num_slots=fitting, page_tokens=1)
+
+    def _num_fitting(self, num_slots: int, *, slot_bytes: int, cache_bytes: int | None) -> int:
         budget = num_slots * slot_bytes if cache_bytes is None else cache_bytes
         free_bytes = self.free_bytes()
         if free_bytes is not None:
@@ -59,10 +75,7 @@ class DeviceMemory:
                 "%d token sequences share a step on %s, not %d: a slot takes %d MiB, the cache may take %d",
                 fitting, self._torch_device, num_slots, slot_bytes >> 20, budget >> 20,
             )
-        try:
-            return DeviceCache(layers, num_slots=fitting, max_length=max_length, device=self._torch_device)
-        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
-            raise OverflowError(str(error)) from error
+        return fitting
 
     def logits(self, num_rows: int, num_tokens: int) -> torch.Tensor:
         """See `LogitsMemory.logits`."""
@@ -77,48 +90,3 @@ class DeviceMemory:
         """See `LogitsMemory.settle`."""
         if self.device == "cuda":
             torch.cuda.current_stream(self._torch_device).synchronize()
-
-
-class DeviceCache:
-    """The keys and values of all slots on a device; implements `SlotCache`.
-
-    A GPU's memory is not taken page by page: all of it is taken at once, and nothing is given back.
-    """
-
-    def __init__(
-        self, layers: Layers, *, num_slots: int, max_length: int, device: torch.device
-    ) -> None:
-        """Take the memory; the arguments are those of `KvCache`."""
-        self.num_slots = num_slots
-        self.page_tokens = 1
-        self.token_bytes = _token_bytes(layers)
-        self._buffers = {
-            name: torch.zeros(
-                (num_slots, kv_heads, max_length, head_dim),
-                dtype=torch.from_numpy(np.empty(0, dtype)).dtype,
-                device=device,
-            )
-            for name, (kv_heads, head_dim, dtype) in layers.items()
-        }
-
-    @property
-    def nbytes(self) -> int:
-        """See `KvCache.nbytes`."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def slots(self, first_slot: int, *, num_slots: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `KvCache.slots`."""
-        for name, buffer in self._buffers.items():
-            yield name, buffer[first_slot : first_slot + num_slots]
-
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `KvCache.move`."""
-        for buffer in self._buffers.values():
-            buffer[target, :, :length] = buffer[source, :, :length]
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `KvCache.give_back`: nothing can be."""
-
-
-def _token_bytes(layers: Layers) -> int:
-    return sum(kv_heads * head_dim * dtype.itemsize for kv_heads, head_dim, dtype in layers.values())

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from genserve.backends.free_memory import free_memory_bytes
-from genserve.backends.kv_cache import KvCache
+from genserve.backends.kv_cache import KvCache, Layers, PagedKvCache
 from genserve.backends.onnx_session import Provider
 
-__all__ = ["HostMemory", "Layers", "LogitsMemory", "SlotCache"]
-
-# kv_heads, head_dim and type of an element, by the name of the graph's input.
-Layers: TypeAlias = Mapping[str, tuple[int, int, np.dtype[Any]]]
-
-
-class SlotCache(Protocol):
-    """The keys and values of all slots; `KvCache` has the words' meanings."""
-
-    @property
-    def num_slots(self) -> int:
-        """How many token sequences have a place."""
-
-    @property
-    def page_tokens(self) -> int:
-        """A slot's memory is taken and given back for so many tokens at a time."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache, if every slot is used to its end."""
-
-    def slots(self, first_slot: int, *, num_slots: int) -> Iterator[tuple[str, Any]]:
-        """See `KvCache.slots`."""
-
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `KvCache.move`."""
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `KvCache.give_back`."""
+__all__ = ["HostMemory", "LogitsMemory"]
 
 
 class LogitsMemory(Protocol):
@@ -67,8 +35,8 @@ class LogitsMemory(Protocol):
 
     def cache(
         self, layers: Layers, *, num_slots: int, max_length: int, cache_bytes: int | None
-    ) -> SlotCache:
-        """Return a cache of so many slots; see `KvCache`.
+    ) -> KvCache:
+        """Return a cache of so many slots of so many tokens, or of a few more.
 
         Where memory is not taken as tokens come, it has fewer, so that all of them fit into `cache_bytes`.
 
@@ -102,7 +70,7 @@ class HostMemory:
         self, layers: Layers, *, num_slots: int, max_length: int, cache_bytes: int | None
     ) -> KvCache:
         """See `LogitsMemory.cache`: all slots, whose memory is taken as tokens come."""
-        return KvCache(layers, num_slots=num_slots, max_length=max_length)
+        return PagedKvCache(layers, num_slots=num_slots, max_length=max_length)
 
     def logits(self, num_rows: int, num_tokens: int) -> Any:
         """See `LogitsMemory.logits`."""

@@ -6,22 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from genserve.backends.kv_cache import KvCache
+from genserve.backends.kv_cache import PagedKvCache
 
 FLOAT32, FLOAT16, INT8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
 
 
-def cache_of(*, head_dim: int = 64, dtype: np.dtype = FLOAT32, max_length: int = 512) -> KvCache:
+def cache_of(*, head_dim: int = 64, dtype: np.dtype = FLOAT32, max_length: int = 512) -> PagedKvCache:
     layers = dict.fromkeys(("past_key_values.0.key", "past_key_values.0.value"), (3, head_dim, dtype))
-    return KvCache(layers, num_slots=4, max_length=max_length)
+    return PagedKvCache(layers, num_slots=4, max_length=max_length)
 
 
-def fill(cache: KvCache, slot: int, value: int) -> None:
+def fill(cache: PagedKvCache, slot: int, value: int) -> None:
     for _, view in cache.slots(slot, num_slots=1):
         view[:] = value
 
 
-def values(cache: KvCache, slot: int) -> np.ndarray:
+def values(cache: PagedKvCache, slot: int) -> np.ndarray:
     """[buffers, kv_heads, length, head_dim]"""
     return np.concatenate([view.copy() for _, view in cache.slots(slot, num_slots=1)])
 
