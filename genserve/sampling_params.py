@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from genserve.errors import InvalidRequest
 
@@ -19,6 +19,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
+MAX_BEST_OF = 128
 
 # What each number must be, and how that is said. None of these holds for a NaN.
 _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
@@ -32,6 +33,7 @@ _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda x: 0 < x <= 100, "must be above 0 and at most 100"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "presence_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
+    "length_penalty": (lambda x: -10 <= x <= 10, "must be between -10 and 10"),
 }
 _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "max_tokens": (lambda x: x >= 1, "must be at least 1"),
@@ -41,10 +43,26 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "prompt_logprobs": (lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"must be between 0 and {MAX_TOP_LOGPROBS}"),
     "min_tokens": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
+    "beam_width": (lambda x: x >= 1, "must be at least 1"),
+    "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
 }
-_MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs"})
+_MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs", "beam_width"})
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens")
 _LISTS = ("stop", "bad_words", *_TOKEN_IDS)
+_BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
+# Beams draw nothing, and nothing is computed of a prompt but what follows it.
+_NOT_WITH_BEAMS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "top_n_sigma",
+    "best_of",
+    "prompt_logprobs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +96,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()              # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
+    use_beam_search: bool = False           # the likeliest answers instead of the likeliest tokens
+    beam_width: int | None = None           # so many beams; None: as many as answers are asked for
+    length_penalty: float = 1.0             # an answer's score is divided by its tokens to the power of this
+    early_stopping: bool | Literal["never"] = False     # when beams end; see docs/sampling.md
+    best_of: int = 1                        # so many answers are drawn, and the likeliest returned
     seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
     logprobs: bool = False                  # report the log-probability of each picked token
     top_logprobs: int = 0                   # beside it, those of so many of the most likely ones
@@ -100,6 +123,11 @@ class SamplingParams:
             "must be at most max_tokens",
         )
         _require(self.logprobs or not self.top_logprobs, "top_logprobs", "needs logprobs")
+        _require(isinstance(self.use_beam_search, bool), "use_beam_search", "must be true or false")
+        stopping = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _require(stopping, "early_stopping", 'must be true, false or "never"')
+        self._check_beams()
+        _require(self.best_of == 1 or self.temperature > 0, "best_of", "needs a temperature above 0")
         for name in _TOKEN_IDS:
             ids = getattr(self, name)
             _require(all(_is_whole(i) and i >= 0 for i in ids), name, "must be whole numbers, 0 or more")
@@ -119,6 +147,14 @@ class SamplingParams:
             "cache_salt",
             f"must have 1 to {MAX_CACHE_SALT_CHARS} characters",
         )
+
+    def _check_beams(self) -> None:
+        """Refuse what beam search has no use for, or what without it means nothing."""
+        default = SamplingParams.__dataclass_fields__
+        searching = self.use_beam_search
+        rule = "cannot be combined with use_beam_search" if searching else "needs use_beam_search"
+        for name in _NOT_WITH_BEAMS if searching else _BEAMS_ALONE:
+            _require(getattr(self, name) == default[name].default, name, rule)
 
     def changed(self) -> dict[str, Any]:
         """Return what is not as it is by default, by name."""
@@ -155,6 +191,11 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
+    use_beam_search: bool
+    beam_width: int | None
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    best_of: int
     seed: int | None
     logprobs: bool
     top_logprobs: int

@@ -73,6 +73,9 @@ class GenerationEnsemble:
                 `field` is `prompt`, `messages` or the parameter's name.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
         """
+        for name in ("use_beam_search", "best_of"):
+            if name in params.changed():
+                raise InvalidRequest(f"{name} is not supported", field=name)
         field, token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), params, field=field)
         for name, named_ids in params.token_ids().items():
