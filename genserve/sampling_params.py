@@ -16,6 +16,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
@@ -47,7 +48,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
 }
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs", "beam_width"})
-_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens")
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
 _LISTS = ("stop", "bad_words", *_TOKEN_IDS)
 _BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
@@ -62,6 +63,8 @@ _NOT_WITH_BEAMS = (
     "top_n_sigma",
     "best_of",
     "prompt_logprobs",
+    "logprob_token_ids",
+    "logprobs_mode",
 )
 
 
@@ -104,6 +107,8 @@ class SamplingParams:
     seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
     logprobs: bool = False                  # report the log-probability of each picked token
     top_logprobs: int = 0                   # beside it, those of so many of the most likely ones
+    logprob_token_ids: tuple[int, ...] = ()     # or those of these tokens
+    logprobs_mode: Literal["raw", "processed"] = "raw"     # of the answer: the model's, or after all rules
     prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
     cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
 
@@ -122,12 +127,12 @@ class SamplingParams:
             "min_tokens",
             "must be at most max_tokens",
         )
-        _require(self.logprobs or not self.top_logprobs, "top_logprobs", "needs logprobs")
         _require(isinstance(self.use_beam_search, bool), "use_beam_search", "must be true or false")
         stopping = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(stopping, "early_stopping", 'must be true, false or "never"')
         self._check_beams()
         _require(self.best_of == 1 or self.temperature > 0, "best_of", "needs a temperature above 0")
+        _require_logprobs(self)
         for name in _TOKEN_IDS:
             ids = getattr(self, name)
             _require(all(_is_whole(i) and i >= 0 for i in ids), name, "must be whole numbers, 0 or more")
@@ -199,6 +204,8 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     logprobs: bool
     top_logprobs: int
+    logprob_token_ids: Sequence[int] | None
+    logprobs_mode: Literal["raw", "processed"]
     prompt_logprobs: int | None
     cache_salt: str | None
 
@@ -243,6 +250,19 @@ def _biases(value: Any) -> Mapping[int, float]:
 def _read_id(key: Any) -> Any:
     # JSON has no other keys than texts.
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() else key
+
+
+def _require_logprobs(params: SamplingParams) -> None:
+    named = params.logprob_token_ids
+    _require(params.logprobs or not params.top_logprobs, "top_logprobs", "needs logprobs")
+    _require(params.logprobs or not named, "logprob_token_ids", "needs logprobs")
+    _require(not named or not params.top_logprobs, "logprob_token_ids", "goes without top_logprobs")
+    _require(
+        len(set(named)) == len(named) <= MAX_LOGPROB_TOKEN_IDS,
+        "logprob_token_ids",
+        f"takes at most {MAX_LOGPROB_TOKEN_IDS} ids, each once",
+    )
+    _require(params.logprobs_mode in ("raw", "processed"), "logprobs_mode", "must be raw or processed")
 
 
 def _require_biases(biases: Mapping[int, float]) -> None:

@@ -70,6 +70,11 @@ from genserve.sampling_params import sampling_params
         ({"early_stopping": True}, "early_stopping"),
         ({"best_of": 2}, "best_of"),
         ({"best_of": 0, "temperature": 1}, "best_of"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [5, 5], "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": list(range(257)), "logprobs": True}, "logprob_token_ids"),
+        ({"logprob_token_ids": [5], "logprobs": True, "top_logprobs": 1}, "logprob_token_ids"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(options, field):
@@ -97,5 +102,6 @@ def test_the_ids_that_a_request_names_are_told_by_parameter():
     params = sampling_params({"logit_bias": {3: 1}, "allowed_token_ids": [3, 4], "stop_token_ids": [5]})
     named = {name: list(ids) for name, ids in params.token_ids().items()}
     assert named == {
-        "logit_bias": [3], "stop_token_ids": [5], "allowed_token_ids": [3, 4], "suppress_tokens": []
+        "logit_bias": [3], "stop_token_ids": [5], "allowed_token_ids": [3, 4], "suppress_tokens": [],
+        "logprob_token_ids": [],
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from genserve.generation import sampler
+from genserve.generation.likelihood import Asked
 from genserve.generation.logit_edits import LogitEdits
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.sampler import PickedRows, SamplingRows
@@ -19,7 +20,7 @@ def pick_rows(
     *,
     drawing: Sequence[int],
     rules: SamplingRows,
-    asking: Sequence[int],
+    asking: Sequence[Asked],
     edits: LogitEdits | None = None,
 ) -> PickedRows:
     """See `generation.sampler.pick_rows`; the logits of a torch tensor do not leave their device."""

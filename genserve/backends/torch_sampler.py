@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genserve.generation.likelihood import LOWEST, Asked
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.sampler import PickedRows, SamplingRows, uniforms
 from genserve.generation.truncation import LOWEST_EXPONENT
+from genserve.request import TokenLogprob
 
 __all__ = ["pick_rows"]
 
@@ -26,7 +28,7 @@ def pick_rows(
     *,
     drawing: Sequence[int],
     rules: SamplingRows,
-    asking: Sequence[int],
+    asking: Sequence[Asked],
     edits: LogitEdits | None = None,
 ) -> PickedRows:
     """Pick one token per row: the best one, or a draw. See `generation.sampler.pick_rows`.
@@ -37,25 +39,29 @@ def pick_rows(
         logits: [R, V] float32, on any device; `edits` are written into it, nothing else is.
         drawing: the rows that draw, ascending.
         rules: their parameters.
-        asking: the rows whose log-probability is wanted, ascending.
-        edits: what is to be changed of the logits first; log-probabilities are those before it.
+        asking: which log-probabilities are wanted.
+        edits: what is to be changed of the logits first.
     """
-    raw = logits
+    rows = [asked.row for asked in asking]
+    raw = logits[rows] if rows else logits  # a copy
     if edits is not None:
-        raw = logits.clone() if asking else logits
         _apply(logits, edits)
     token_ids = logits.argmax(dim=1)  # ties go to the lowest id, and NaN is above all numbers
     best = logits.gather(1, token_ids[:, None])
+    scaled = logits - best
     if drawing:
-        token_ids = _draw(logits - best, token_ids, drawing=drawing, rules=rules)
-    picked = [token_ids.double(), best[:, 0].isfinite().double()]  # a float64 holds any token id
+        token_ids, scaled = _draw(scaled, token_ids, drawing=drawing, rules=rules)
+    # A float64 holds any token id.
+    picked = [token_ids.double(), best[:, 0].isfinite().double()]
     if asking:
-        picked.append(_log_probabilities(raw - raw.amax(dim=1, keepdim=True), token_ids))
-    token_row, finite_row, *logprob_rows = torch.stack(picked).cpu().numpy()
+        after = torch.tensor([[asked.processed] for asked in asking], device=logits.device)
+        picked += _levels(torch.where(after, scaled[rows], raw), token_ids[rows], asking)
+    sizes = [part.numel() for part in picked]
+    token_row, finite_row, *levels = np.split(torch.cat(picked).cpu().numpy(), np.cumsum(sizes)[:-1])
     return PickedRows(
         token_ids=token_row.astype(np.int64),
         finite=finite_row.astype(np.bool_),
-        logprobs=np.concatenate([row[list(asking)] for row in logprob_rows] or [[]]).astype(np.float32),
+        logprobs=_logprobs(asking, *levels) if asking else (),
     )
 
 
@@ -69,8 +75,8 @@ def _apply(logits: torch.Tensor, edits: LogitEdits) -> None:
 
 def _draw(
     shifted: torch.Tensor, token_ids: torch.Tensor, *, drawing: Sequence[int], rules: SamplingRows
-) -> torch.Tensor:
-    """Draw for those rows; the others keep their token."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw for those rows; the others keep their token. Returns also what was drawn from: [R, V]."""
     num_rows, num_tokens = shifted.shape
     columns = _columns(num_rows, num_tokens, drawing=drawing, rules=rules)
     uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
@@ -79,7 +85,7 @@ def _draw(
     weights = torch.where(scaled == -torch.inf, 0.0, _exp(scaled))
     cumulative = weights.cumsum(1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    return torch.where(draws[:, 0] > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids)
+    return torch.where(draws[:, 0] > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids), scaled
 
 
 def _truncated(scaled: torch.Tensor, kept: Sequence[torch.Tensor], *, rules: SamplingRows) -> torch.Tensor:
@@ -157,9 +163,43 @@ def _kept_level(scaled: torch.Tensor, *, top_p: torch.Tensor, last: torch.Tensor
     return ordered.gather(1, rank)
 
 
-def _log_probabilities(shifted: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    total = _exp(shifted).sum(dim=1, dtype=torch.float64)
-    return shifted.gather(1, token_ids[:, None])[:, 0] - total.log()
+def _levels(
+    rows: torch.Tensor, token_ids: torch.Tensor, asking: Sequence[Asked]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return, flat, the level of each row's token, and ids and levels of the others that are asked for.
+
+    There are as many others for each row as `_num_others`, whatever it asks for.
+    """
+    shifted = rows - rows.amax(dim=1, keepdim=True)
+    total = _exp(shifted).sum(dim=1, keepdim=True, dtype=torch.float64).log()
+    others = torch.zeros((len(asking), _num_others(asking)), dtype=torch.int64)
+    for index, asked in enumerate(asking):
+        others[index, : len(asked.named)] = torch.tensor(asked.named, dtype=torch.int64)
+    ids = others.to(rows.device)
+    num_top = min(max(asked.num_top for asked in asking), rows.shape[1])
+    if num_top:
+        tops = torch.tensor([[asked.num_top > 0] for asked in asking], device=rows.device)
+        ids[:, :num_top] = torch.where(tops, shifted.topk(num_top, dim=1).indices, ids[:, :num_top])
+    own = shifted.gather(1, token_ids[:, None]) - total
+    return own.flatten(), ids.flatten().double(), (shifted.gather(1, ids) - total).flatten()
+
+
+def _num_others(asking: Sequence[Asked]) -> int:
+    return max(max(asked.num_top, len(asked.named)) for asked in asking)
+
+
+def _logprobs(
+    asking: Sequence[Asked], own: NDArray[np.float64], ids: NDArray[np.float64], levels: NDArray[np.float64]
+) -> tuple[TokenLogprob, ...]:
+    """Return what `_levels` found, for each row what it asked for."""
+    others = np.stack([ids, np.maximum(levels, LOWEST)], axis=1).reshape(len(asking), -1, 2)
+    found = []
+    for index, asked in enumerate(asking):
+        pairs = [(int(i), level) for i, level in others[index, : asked.num_top or len(asked.named)].tolist()]
+        top = [pair for pair in pairs if asked.named or pair[1] > LOWEST]
+        top.sort(key=lambda pair: (-pair[1], pair[0]))
+        found.append(TokenLogprob(logprob=max(float(own[index]), LOWEST), top=tuple(top)))
+    return tuple(found)
 
 
 def _exp(scaled: torch.Tensor) -> torch.Tensor:

@@ -122,10 +122,11 @@ def _chat_body(
 
 
 def _params(options: Mapping[str, Any]) -> SamplingParams:
-    """Read the options; the dialects have no token ids for what these two would answer."""
+    """Read the options; the dialects have no token ids for what these would answer."""
     params = sampling_params(options)
     for name, asked in (
         ("top_logprobs", params.top_logprobs > 0),
+        ("logprob_token_ids", bool(params.logprob_token_ids)),
         ("prompt_logprobs", params.prompt_logprobs is not None),
     ):
         if asked:

@@ -11,7 +11,7 @@ import numpy as np
 
 from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
-from genserve.generation.likelihood import likelihood, top_tokens
+from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
@@ -213,9 +213,6 @@ class Engine:
         if not sampling:
             return
         sequences = [s for _, s in sampling]
-        for row, sequence in sampling:
-            if num_top := sequence.params.top_logprobs:
-                sequence.picked_top = top_tokens(logits[row], num_top)
         rows = select_rows(logits, [row for row, _ in sampling])
         try:
             picks = pick(rows, sequences, picker=self._picker)
@@ -228,7 +225,7 @@ class Engine:
             if not picked.finite:
                 failed[sequence] = _not_finite(sequence)
                 continue
-            sequence.picked_logprob = picked.logprob
+            sequence.take_logprob(picked.logprob)
             try:
                 self._loops.resume(sequence, picked.token_id)
             except GenserveError as error:

@@ -1,49 +1,63 @@
-"""Likelihood: how likely tokens are after a row of logits, before any sampling rule; pure."""
+"""Likelihood: how likely tokens are after a row of logits; pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
-from genserve.generation.logits_model import FloatArray, LogitsArray
-from genserve.generation.truncation import LOWEST_EXPONENT
-from genserve.request import TokenLogprob, TopTokens
+from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray
+from genserve.generation.truncation import BLOCK, LOWEST_EXPONENT
+from genserve.request import TokenLogprob
 
-__all__ = ["LOWEST", "likelihood", "top_tokens"]
+__all__ = ["LOWEST", "Asked", "likelihood"]
 
 LOWEST = -9999.0    # of a token that cannot be, since JSON has no infinity; vLLM's figure
 
 
-def likelihood(logits: LogitsArray, token_id: int, *, num_top: int) -> TokenLogprob:
-    """Return the log-probability of a token, and the `num_top` most likely ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one row is asked for beside its token: how likely that was, and how likely which others."""
+
+    row: int
+    num_top: int = 0                # so many of the most likely ones
+    named: tuple[int, ...] = ()     # or these
+    processed: bool = False         # after all sampling rules; False: as the model has it
+
+
+def likelihood(
+    logits: LogitsArray, token_id: int, *, num_top: int = 0, named: Sequence[int] = ()
+) -> TokenLogprob:
+    """Return the log-probability of a token, and of others: the best first, of equals the lowest id.
 
     Args:
-        logits: [V] float32, on any device; not modified.
+        logits: [V] float32, on any device; not modified. With a NaN in it, so has what is returned.
         token_id: below V.
-        num_top: 0 or more.
+        num_top: so many of the most likely ones; one that cannot be is not among them.
+        named: these, instead.
     """
-    levels = _log_probabilities(logits)
-    return TokenLogprob(logprob=float(levels[token_id]), top=_best(levels, num_top))
-
-
-def top_tokens(logits: LogitsArray, num_top: int) -> TopTokens:
-    """Return the `num_top` most likely tokens of a row [V] float32."""
-    return _best(_log_probabilities(logits), num_top)
-
-
-def _log_probabilities(logits: LogitsArray) -> FloatArray:
     row: FloatArray = np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
     shifted = row - row.max()
     total = np.exp(np.maximum(shifted, LOWEST_EXPONENT)).sum(dtype=np.float64)
-    levels: FloatArray = np.maximum(shifted - np.float32(np.log(total)), LOWEST)
-    return levels
+    ids: Iterable[int] = named
+    if num_top:
+        ids = _best(shifted, num_top).tolist()
+    level, *levels = np.maximum(shifted[[token_id, *ids]] - np.float32(np.log(total)), LOWEST).tolist()
+    top = sorted(zip(ids, levels, strict=True), key=lambda one: (-one[1], one[0]))
+    return TokenLogprob(logprob=level, top=tuple(top))
 
 
-def _best(levels: FloatArray, num_top: int) -> TopTokens:
-    if num_top == 0:
-        return ()
-    if num_top == 1:    # what scoring asks for; a partition takes ten times as long
-        ids = [int(levels.argmax())]
-    else:
-        best = np.argpartition(-levels, min(num_top, levels.size) - 1)[:num_top]
-        ids = sorted(best.tolist(), key=lambda token_id: (-levels[token_id], token_id))
-    return tuple((token_id, float(levels[token_id])) for token_id in ids)
+def _best(row: FloatArray, count: int) -> TokenArray:
+    """Return the ids of the `count` highest values, or of fewer where the rest is -inf."""
+    if count == 1:  # what scoring asks for
+        return np.array([row.argmax()])
+    starts = np.arange(0, row.size, BLOCK)
+    level = float(np.finfo(np.float32).min)
+    if count < len(starts):
+        # So many blocks have a value that reaches this.
+        maxima = np.maximum.reduceat(row, starts)
+        level = max(level, float(np.partition(maxima, len(starts) - count)[len(starts) - count]))
+    ids = np.flatnonzero(row >= level)
+    best: TokenArray = ids[np.argsort(-row[ids], kind="stable")][:count]
+    return best

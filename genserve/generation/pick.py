@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from genserve.generation.likelihood import Asked
 from genserve.generation.logit_edits import LogitEdits, join_edits
 from genserve.generation.sampler import PickedRows, SamplingRows
 from genserve.generation.token_sequence import TokenSequence
+from genserve.request import TokenLogprob
 
 __all__ = ["Pick", "RowPicker", "pick"]
 
@@ -23,8 +25,8 @@ class Pick:
     """What was picked for one row."""
 
     token_id: int
-    logprob: float | None       # natural log; None if the request does not ask for it
-    finite: bool                # False: a NaN, or the rules leave no finite logit; the token is void
+    logprob: TokenLogprob | None    # None if the request does not ask for it
+    finite: bool                    # False: a NaN, or the rules leave no finite logit; the token is void
 
 
 class RowPicker(Protocol):
@@ -36,7 +38,7 @@ class RowPicker(Protocol):
         *,
         drawing: Sequence[int],
         rules: SamplingRows,
-        asking: Sequence[int],
+        asking: Sequence[Asked],
         edits: LogitEdits | None,
     ) -> PickedRows:
         """See `sampler.pick_rows`."""
@@ -51,16 +53,26 @@ def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) 
         picker: does it.
     """
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST]
-    asking = [i for i, s in enumerate(sequences) if s.params.logprobs]
+    asking = [_asked(i, s) for i, s in enumerate(sequences) if s.params.logprobs]
     rules = _rules([sequences[i] for i in drawing])
     picked = picker(logits, drawing=drawing, rules=rules, asking=asking, edits=_edits(sequences))
-    logprobs = dict(zip(asking, picked.logprobs.tolist(), strict=True))
+    logprobs = {asked.row: found for asked, found in zip(asking, picked.logprobs, strict=True)}
     return [
         Pick(token_id=token_id, logprob=logprobs.get(row), finite=finite)
         for row, (token_id, finite) in enumerate(
             zip(picked.token_ids.tolist(), picked.finite.tolist(), strict=True)
         )
     ]
+
+
+def _asked(row: int, sequence: TokenSequence) -> Asked:
+    params = sequence.params
+    return Asked(
+        row=row,
+        num_top=params.top_logprobs,
+        named=params.logprob_token_ids,
+        processed=params.logprobs_mode == "processed",
+    )
 
 
 def _edits(sequences: Sequence[TokenSequence]) -> LogitEdits | None:

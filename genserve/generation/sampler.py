@@ -12,16 +12,18 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.generation.likelihood import Asked, likelihood
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.generation.truncation import BLOCK, Truncation, exponentials, kept
+from genserve.request import TokenLogprob
 
 __all__ = [
     "PickedRows",
     "SamplingRows",
     "greedy",
-    "log_probabilities",
     "pick_rows",
+    "processed",
     "sample",
     "select_rows",
     "uniforms",
@@ -66,7 +68,7 @@ class PickedRows:
 
     token_ids: TokenArray               # [R]
     finite: NDArray[np.bool_]           # [R]; False: a NaN or no finite maximum, the token is void
-    logprobs: FloatArray                # [rows that asked], natural logs, before any sampling rule
+    logprobs: tuple[TokenLogprob, ...]  # one for each that asked
 
 
 def pick_rows(
@@ -74,7 +76,7 @@ def pick_rows(
     *,
     drawing: Sequence[int],
     rules: SamplingRows,
-    asking: Sequence[int],
+    asking: Sequence[Asked],
     edits: LogitEdits | None = None,
 ) -> PickedRows:
     """Pick one token per row: the best one, or a draw.
@@ -83,12 +85,12 @@ def pick_rows(
         logits: [R, V] float32; `edits` are written into it, nothing else is.
         drawing: the rows that draw, ascending.
         rules: their parameters.
-        asking: the rows whose log-probability is wanted, ascending.
-        edits: what is to be changed of the logits first; log-probabilities are those before it.
+        asking: which log-probabilities are wanted.
+        edits: what is to be changed of the logits first.
     """
-    asked = select_rows(logits, asking)
+    raw = logits
     if edits is not None:
-        asked = asked.copy()
+        raw = logits.copy() if any(not asked.processed for asked in asking) else logits
         apply_edits(logits, edits)
     # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
     token_ids = greedy(logits)
@@ -98,11 +100,15 @@ def pick_rows(
         rules, drawn = rules.chosen(finite[drawn]), drawn[finite[drawn]]
     if drawn.size:
         token_ids[drawn] = sample(select_rows(logits, drawn), rules)
-    logprobs = np.empty(0, dtype=np.float32)
-    if asking:
-        with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
-            logprobs = log_probabilities(asked, token_ids[list(asking)])
-    return PickedRows(token_ids=token_ids, finite=finite, logprobs=logprobs)
+    logprobs = []
+    with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
+        for asked in asking:
+            row = raw[asked.row]
+            if asked.processed:
+                row = processed(logits[asked.row], rules, index=_index(drawn, asked.row))
+            token_id = int(token_ids[asked.row])
+            logprobs.append(likelihood(row, token_id, num_top=asked.num_top, named=asked.named))
+    return PickedRows(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
 
 def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> FloatArray:
@@ -136,28 +142,41 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     uniform = uniforms(rows.seed, rows.step)
     token_ids = np.empty(len(logits), dtype=np.int64)
     for index, row in enumerate(logits):
-        scaled = row - row.max()
-        with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
-            scaled /= rows.temperature[index]
+        scaled = _scaled(row, rows.temperature[index])
         token_ids[index] = _draw(scaled, rows.truncation(index, size=row.size), uniform[index])
     return token_ids
 
 
-def log_probabilities(logits: FloatArray, token_ids: TokenArray) -> FloatArray:
-    """Return the natural log of the probability of one token per row, before any sampling rule.
+def processed(row: FloatArray, rules: SamplingRows, *, index: int | None) -> FloatArray:
+    """Return what a token is drawn from: the logits after temperature, -inf where they are not kept.
 
     Args:
-        logits: [R, V] float32.
-        token_ids: [R] int64.
-
-    Returns:
-        [R] float32.
+        row: [V] float32; not modified.
+        rules: of the rows that draw.
+        index: of the row among these; None: it does not draw, and is left as it is.
     """
-    logprobs = np.empty(len(logits), dtype=np.float32)
-    for index, (row, token_id) in enumerate(zip(logits, token_ids, strict=True)):
-        shifted = row - row.max()
-        logprobs[index] = shifted[token_id] - np.log(exponentials(shifted).sum(dtype=np.float64))
-    return logprobs
+    if index is None:
+        return row
+    scaled = _scaled(row, rules.temperature[index])
+    ids = kept(scaled, rules.truncation(index, size=row.size))
+    if ids is None:
+        return scaled
+    left = np.full_like(scaled, -np.inf)
+    left[ids] = scaled[ids]
+    return left
+
+
+def _scaled(row: FloatArray, temperature: np.float32) -> FloatArray:
+    scaled: FloatArray = row - row.max()
+    with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
+        scaled /= temperature
+    return scaled
+
+
+def _index(rows: NDArray[np.int64], row: int) -> int | None:
+    """Return where a row stands among ascending ones; None: nowhere."""
+    index = int(np.searchsorted(rows, row))
+    return index if index < len(rows) and rows[index] == row else None
 
 
 def uniforms(seed: NDArray[np.uint64], step: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -56,7 +56,7 @@ class TokenSequence:
         seed: the request's own, or one drawn for it.
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
-        picked_top: the most likely ones beside it, if the request asks for them.
+        picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         finish_reason: None while it runs.
     """
 
@@ -73,6 +73,7 @@ class TokenSequence:
         "_text",
         "_text_delta",
         "_vocab_size",
+        "_wants_top",
         "finish_reason",
         "logit_rules",
         "num_cached_tokens",
@@ -124,6 +125,7 @@ class TokenSequence:
         self._delta_top: list[TopTokens] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_scored = 0
+        self._wants_top = bool(params.top_logprobs or params.logprob_token_ids)
         # A prefill answers with the logits after its last token alone: those that are all wanted are decoded.
         self._num_prompt_to_prefill = 1 if params.prompt_logprobs is not None else self.num_prompt_tokens
         self._num_delivered = self.num_prompt_tokens
@@ -172,6 +174,11 @@ class TokenSequence:
         self._prompt_logprobs.append(score)
         self._num_scored += 1
 
+    def take_logprob(self, picked: TokenLogprob | None) -> None:
+        """Keep how likely the token is that `sample()` returns next; for the engine."""
+        if picked is not None:
+            self.picked_logprob, self.picked_top = picked.logprob, picked.top
+
     @property
     def num_new_tokens(self) -> int:
         """How many tokens the answer has."""
@@ -208,7 +215,7 @@ class TokenSequence:
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
-            self._delta_top += [self.picked_top] if self.params.top_logprobs else []
+            self._delta_top += [self.picked_top] if self._wants_top else []
             self.picked_logprob, self.picked_top = None, ()
         if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
             self.finish(FinishReason.END_OF_SEQUENCE)

@@ -33,6 +33,7 @@ class DecodingFields(Body):
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     cache_salt: str | None = None
 
     def said(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from genserve.backends import torch_sampler
 from genserve.generation import sampler
+from genserve.generation.likelihood import Asked
 from genserve.generation.sampler import SamplingRows, uniforms
 from tests.fakes.rows import sampling_rows
 
@@ -40,6 +41,14 @@ def on_a_border(row: np.ndarray, rules: SamplingRows, index: int) -> bool:
     return bool(cut or np.abs(drawn - uniform).min() < 1e-6)
 
 
+def asked(*rows: int, **what) -> list[Asked]:
+    return [Asked(row=row, **what) for row in rows]
+
+
+def levels(picked: sampler.PickedRows) -> np.ndarray:
+    return np.array([one.logprob for one in picked.logprobs])
+
+
 def both(logits: np.ndarray, **which) -> tuple[sampler.PickedRows, sampler.PickedRows]:
     before = logits.copy()
     answers = (
@@ -58,11 +67,11 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
         logits[::2, 7] += 10  # one that is far above many others, which weigh as much together
         drawing = sorted(rng.choice(40, 30, replace=False).tolist())
         rules = random_rules(30, rng=rng)
-        host, device = both(logits, drawing=drawing, rules=rules, asking=[0, 3, 39])
+        host, device = both(logits, drawing=drawing, rules=rules, asking=asked(0, 3, 39))
         for row in np.flatnonzero(host.token_ids != device.token_ids):
             assert on_a_border(logits[row], rules, drawing.index(row))
         same = (host.token_ids == device.token_ids)[[0, 3, 39]]
-        np.testing.assert_allclose(host.logprobs[same], device.logprobs[same], atol=1e-5)
+        np.testing.assert_allclose(levels(host)[same], levels(device)[same], atol=1e-5)
         assert device.finite.all()
         assert (host.token_ids == device.token_ids).sum() >= 39
 
@@ -75,12 +84,12 @@ def test_thousands_of_small_rows_are_picked_alike():
     logits[rng.random((num, 50)) < 0.2] = -np.inf
     logits[:, 7] = 0.0
     rules = random_rules(num, rng=rng)
-    host, device = both(logits, drawing=range(num), rules=rules, asking=range(num))
+    host, device = both(logits, drawing=range(num), rules=rules, asking=asked(*range(num)))
     differ = np.flatnonzero(host.token_ids != device.token_ids)
     assert all(on_a_border(logits[row], rules, row) for row in differ)
     assert len(differ) < 5
     agree = host.token_ids == device.token_ids
-    np.testing.assert_allclose(host.logprobs[agree], device.logprobs[agree], atol=1e-5)
+    np.testing.assert_allclose(levels(host)[agree], levels(device)[agree], atol=1e-5)
 
 
 def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
@@ -88,11 +97,11 @@ def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
     logits = rng.standard_normal((6, 300)).astype(np.float32)
     logits[1, 5], logits[2, 0], logits[4] = np.nan, np.inf, -np.inf
     rules = random_rules(5, rng=rng)
-    host, device = both(logits, drawing=[0, 1, 2, 4, 5], rules=rules, asking=range(6))
+    host, device = both(logits, drawing=[0, 1, 2, 4, 5], rules=rules, asking=asked(*range(6)))
     assert host.finite.tolist() == device.finite.tolist() == [True, False, False, True, False, True]
     assert host.token_ids[device.finite].tolist() == device.token_ids[device.finite].tolist()
     assert ((device.token_ids >= 0) & (device.token_ids < 300)).all()
-    np.testing.assert_allclose(host.logprobs[device.finite], device.logprobs[device.finite], atol=1e-5)
+    np.testing.assert_allclose(levels(host)[device.finite], levels(device)[device.finite], atol=1e-5)
 
 
 def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
@@ -100,7 +109,7 @@ def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
     none = random_rules(0, rng=np.random.default_rng(0))
     host, device = both(logits, drawing=[], rules=none, asking=[])
     assert host.token_ids.tolist() == device.token_ids.tolist() == [1, 0]
-    assert device.logprobs.shape == (0,)
+    assert device.logprobs == ()
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (12, 1.0), (0, 0.8), (12, 0.9)])

@@ -239,6 +239,49 @@ def test_what_is_forbidden_is_not_picked_and_its_likelihood_is_the_models_own(cl
     assert biased.logprobs.token_logprobs[0] < max(top.values())
 
 
+def test_named_tokens_are_told_in_the_place_of_the_most_likely(client, tiny_server, log_softmax):
+    prompt, named = token_ids(tiny_server, TEXTS[0]), [40, 7, 41]
+    for extra in ({"logprobs": 0}, {"logprobs": 3}):
+        body = ON | {"logprob_token_ids": named, "return_tokens_as_token_ids": True}
+        options = OPTIONS | {"max_tokens": 1, "prompt": prompt, "extra_body": body} | extra
+        [top] = client.completions.create(**options).choices[0].logprobs.top_logprobs
+        row = log_softmax(prompt)[-1]
+        expected = {f"token_id:{i}": row[i].item() for i in {*named, int(row.argmax())}}
+        assert top == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_token_ids_of_each_prompt_stand_in_its_choices(client, tiny_server):
+    options = OPTIONS | {"prompt": TEXTS, "n": 2, "extra_body": ON | {"return_token_ids": True}}
+    expected = [token_ids(tiny_server, text) for text in TEXTS for _ in range(2)]
+    whole = client.completions.create(**options).choices
+    assert [choice.model_extra["prompt_token_ids"] for choice in whole] == expected
+    found = [[] for _ in whole]
+    for chunk in client.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            found[choice.index] += choice.model_extra.get("prompt_token_ids", [])
+    assert found == expected
+
+
+def test_texts_and_token_ids_of_all_lengths_are_scored_alike_in_one_batch(client, tiny_server, log_softmax):
+    texts = ["a", *(" ".join(TEXTS[: 1 + i % 3]) + " over" * i for i in range(9))]
+    ids = [token_ids(tiny_server, text) for text in texts]
+    options = OPTIONS | {"max_tokens": 1, "echo": True, "logprobs": 1}
+    expected = [log_softmax(prompt) for prompt in ids]
+    for prompts in (texts, ids):
+        choices = client.completions.create(**options, prompt=prompts).choices
+        for prompt, levels, choice in zip(ids, expected, choices, strict=True):
+            scores = [levels[i, token_id].item() for i, token_id in enumerate(prompt[1:])]
+            assert choice.logprobs.token_logprobs[1 : len(prompt)] == pytest.approx(scores, abs=1e-3)
+
+
+def test_processed_log_probabilities_are_of_what_is_drawn_from(client):
+    body = ON | {"logprobs_mode": "processed", "top_k": 2}
+    options = OPTIONS | {"prompt": TEXTS[0], "logprobs": 5, "temperature": 0.5, "extra_body": body}
+    for top in client.completions.create(**options).choices[0].logprobs.top_logprobs:
+        assert sum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-5)
+        assert len(top) == 2
+
+
 def test_a_stream_closed_early_frees_all_its_slots(client, tiny_server):
     options = OPTIONS | {"prompt": TEXTS, "n": 3, "max_tokens": 200}
     stream = client.completions.create(**options, stream=True)
@@ -280,6 +323,9 @@ def test_a_client_that_leaves_before_the_answer_frees_all_its_slots(client, tiny
         ({"stop": [""]}, "stop[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+        ({"logprobs": 0, "extra_body": {"logprob_token_ids": [10**6]}}, "logprob_token_ids"),
+        ({"extra_body": {"logprob_token_ids": [5]}}, "logprob_token_ids"),
+        ({"logprobs": 0, "extra_body": {"logprobs_mode": "raw_logits"}}, "logprobs_mode"),
     ],
 )
 def test_a_bad_request_names_its_field(client, tiny_server, change, param):

@@ -3,8 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.generation.likelihood import LOWEST, likelihood, top_tokens
+from genserve.backends.row_picker import pick_rows
+from genserve.generation.likelihood import LOWEST, likelihood
+from genserve.generation.pick import pick
+from tests.fakes.sequences import sequence_of
 
 
 @pytest.fixture
@@ -21,15 +25,77 @@ def test_the_figures_are_those_of_torchs_log_softmax(row, num_top):
         best = expected.topk(num_top)
         assert [token_id for token_id, _ in found.top] == best.indices.tolist()
         assert [level for _, level in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert found.top == top_tokens(logits, num_top)
 
 
 def test_a_token_has_the_same_figure_alone_and_among_the_best(row):
-    [(best, level)] = top_tokens(row, 1)
+    [(best, level)] = likelihood(row, 0, num_top=1).top
     assert likelihood(row, best, num_top=0).logprob == level
 
 
 def test_of_a_token_that_cannot_be_there_is_a_number_too():
     row = np.array([0.0, -np.inf], dtype=np.float32)
     assert likelihood(row, 1, num_top=2).logprob == LOWEST
-    assert likelihood(row, 1, num_top=2).top == ((0, 0.0), (1, LOWEST))
+    assert likelihood(row, 1, num_top=2).top == ((0, 0.0),)
+    assert likelihood(row, 0, named=(1, 0)).top == ((0, 0.0), (1, LOWEST))
+
+
+def test_of_equal_ones_the_lowest_ids_are_the_best():
+    row = np.zeros(5000, dtype=np.float32)
+    row[[40, 4000, 17]] = 1.0
+    found = likelihood(row, 0, num_top=6)
+    assert [token_id for token_id, _ in found.top] == [17, 40, 4000, 0, 1, 2]
+
+
+@pytest.mark.parametrize("place", [np.asarray, torch.from_numpy], ids=["host", "device"])
+def test_processed_figures_are_those_of_transformers_own_rules(place):
+    rng = np.random.default_rng(4)
+    logits = (rng.standard_normal((3, 500)) * 3).astype(np.float32)
+    named = (3, 499, 0)
+    asked = {"logprobs": True, "logprobs_mode": "processed"}
+    sequences = [
+        sequence_of([1], vocab_size=500, temperature=0.7, top_k=20, top_p=0.8, top_logprobs=20, **asked),
+        sequence_of([1], vocab_size=500, logit_bias={9: -50.0}, logprob_token_ids=named, **asked),
+        sequence_of([1], vocab_size=500, temperature=2.0, top_logprobs=1, **asked),
+    ]
+    rows = torch.from_numpy(logits).double()
+    warped = TemperatureLogitsWarper(0.7)(None, rows[:1])
+    warped = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(20)(None, warped))
+    biased = rows[1:2] - 50.0 * (torch.arange(500) == 9)
+    expected = torch.cat([warped, biased, rows[2:] / 2.0]).log_softmax(dim=1)
+    picks = pick(place(logits.copy()), sequences, picker=pick_rows)
+    for row, picked in zip(expected, picks, strict=True):
+        assert picked.logprob.logprob == pytest.approx(row[picked.token_id].item(), abs=1e-5)
+        for token_id, level in picked.logprob.top:
+            assert level == pytest.approx(row[token_id].item(), abs=1e-5)
+    tops = [[token_id for token_id, _ in picked.logprob.top] for picked in picks]
+    left = int((expected[0] > -torch.inf).sum())
+    assert tops[0] == expected[0].topk(left).indices.tolist()
+    assert tops[1] == sorted(named, key=lambda token_id: -expected[1, token_id])
+    assert tops[2] == [expected[2].argmax().item()]
+
+
+@pytest.mark.parametrize("place", [np.asarray, torch.from_numpy], ids=["host", "device"])
+def test_the_models_own_figures_are_told_of_a_row_whatever_others_ask_for(place):
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((4, 500)).astype(np.float32)
+    params = [
+        {"logprobs": True, "top_logprobs": 3, "temperature": 1.5, "suppress_tokens": (7,)},
+        {},
+        {"logprobs": True, "logprobs_mode": "processed", "suppress_tokens": (8,), "top_logprobs": 5},
+        {"logprobs": True, "logprob_token_ids": (7, 8), "repetition_penalty": 2.0},
+    ]
+    sequences = [sequence_of([1, 2], vocab_size=500, **one) for one in params]
+    together = pick(place(logits.copy()), sequences, picker=pick_rows)
+    assert together[1].logprob is None
+    for row, sequence, picked in zip(logits, sequences, together, strict=True):
+        assert pick(place(row[None].copy()), [sequence], picker=pick_rows) == [picked]
+    for index in (0, 3):
+        found = together[index].logprob
+        raw = likelihood(
+            logits[index],
+            together[index].token_id,
+            num_top=sequences[index].params.top_logprobs,
+            named=sequences[index].params.logprob_token_ids,
+        )
+        assert found.logprob == pytest.approx(raw.logprob, abs=1e-5)
+        assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in raw.top]

@@ -142,7 +142,7 @@ def test_log_probabilities_are_those_of_the_model_whatever_is_edited(place):
     assert picks[1].token_id == best[1]
     raw = torch.log_softmax(torch.from_numpy(logits), dim=1)
     for row, picked in enumerate(picks):
-        assert picked.logprob == pytest.approx(raw[row, picked.token_id].item(), abs=1e-5)
+        assert picked.logprob.logprob == pytest.approx(raw[row, picked.token_id].item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("place", [host, device])

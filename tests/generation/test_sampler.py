@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.generation.sampler import SamplingRows, greedy, log_probabilities, sample, uniforms
+from genserve.generation.sampler import SamplingRows, greedy, sample, uniforms
 from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
@@ -110,13 +110,6 @@ def test_a_tiny_top_p_keeps_the_best_token():
 
 def test_greedy_ties_go_to_the_lowest_id():
     assert greedy(np.array([[0.0, 2.0, 2.0]], dtype=np.float32)).tolist() == [1]
-
-
-def test_log_probabilities_equal_torchs():
-    logits = (np.random.default_rng(2).standard_normal((4, 5000)) * 5).astype(np.float32)
-    ids = np.array([0, 17, 4999, 3])
-    expected = torch.log_softmax(torch.from_numpy(logits), dim=-1)[torch.arange(4), torch.from_numpy(ids)]
-    np.testing.assert_allclose(log_probabilities(logits, ids), expected.numpy(), atol=1e-5)
 
 
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():

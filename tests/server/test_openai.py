@@ -5,6 +5,8 @@ import json
 import httpx2
 import pytest
 
+from genserve.request import read_messages
+
 MESSAGES = [{"role": "user", "content": "hello there"}]
 
 
@@ -62,6 +64,43 @@ def test_token_ids_are_there_when_asked_for(http):
     assert [i for part in parts for i in part["choices"][0].get("token_ids", [])] == whole
 
 
+def test_the_token_ids_of_the_prompt_are_beside_them(http, tiny_server):
+    expected = tiny_server.model.tokenizer.encode_chat(read_messages(MESSAGES))
+    assert chat(http, return_token_ids=True).json()["prompt_token_ids"] == expected
+    first, *others = chunks(chat(http, stream=True, return_token_ids=True))
+    assert first["prompt_token_ids"] == expected
+    assert not any("prompt_token_ids" in part for part in others)
+    assert "prompt_token_ids" not in chat(http).json()
+
+
+def test_the_prompt_of_a_chat_is_scored_as_a_completion_of_its_token_ids_is(http):
+    answer = chat(http, return_token_ids=True, prompt_logprobs=2, n=2).json()
+    prompt = answer["prompt_token_ids"]
+    nothing, *scores = answer["prompt_logprobs"]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 2, "temperature": 0}
+    [choice] = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["prompt_logprobs"] == answer["prompt_logprobs"]
+    body |= {"echo": True, "logprobs": 0, "max_tokens": 0}
+    [echoed] = http.post("/v1/completions", json=body).json()["choices"]
+    assert nothing is None
+    for token_id, score, level in zip(
+        prompt[1:], scores, echoed["logprobs"]["token_logprobs"][1:], strict=True
+    ):
+        assert score[str(token_id)]["logprob"] == pytest.approx(level, abs=1e-5)
+        best = max(score.values(), key=lambda one: one["logprob"])
+        assert best["rank"] == 1
+        assert len(score) in (2, 3)
+
+
+def test_tokens_are_called_by_their_ids_when_asked_for(http):
+    asked = {"logprobs": True, "logprob_token_ids": [5, 9], "return_tokens_as_token_ids": True}
+    choice = chat(http, return_token_ids=True, **asked).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]]
+    for entry in entries:
+        assert {top["token"] for top in entry["top_logprobs"]} == {"token_id:5", "token_id:9"}
+
+
 def test_what_users_send_back_of_an_earlier_answer_is_taken(http):
     earlier = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}
     messages = [*MESSAGES, earlier, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
@@ -108,7 +147,11 @@ def test_special_token_text_in_a_message_does_not_become_a_control_token(http):
         ({"logprobs": 1}, "logprobs", 400),
         ({"top_logprobs": 2}, "top_logprobs", 400),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", 400),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", 400),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", 400),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", 400),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", 400),
+        ({"logprobs": True, "logprob_token_ids": [320]}, "logprob_token_ids", 400),
+        ({"logprobs_mode": "cooked"}, "logprobs_mode", 400),
         ({"tools": [{"type": "function"}]}, "tools", 400),
         ({"response_format": {"type": "json_object"}}, "response_format", 400),
         ({"frequency_penalty": 2.5}, "frequency_penalty", 400),

@@ -16,16 +16,17 @@ __all__ = ["LegacyLogprobs"]
 class LegacyLogprobs:
     """The `logprobs` of one choice, as its tokens come, behind those of the prompt if that is echoed."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, by_id: bool = False) -> None:
         """Begin.
 
         Args:
             tokenizer: of the model.
             prompt_ids: what is echoed.
+            by_id: whether tokens are called by their ids.
         """
         self._prompt_ids = prompt_ids
-        self._prompt_scores = TokenScores(tokenizer)
-        self._answer_scores = TokenScores(tokenizer)
+        self._prompt_scores = TokenScores(tokenizer, by_id=by_id)
+        self._answer_scores = TokenScores(tokenizer, by_id=by_id)
         self._offset = 0
 
     def part(self, part: Delta | Completion) -> dict[str, Any]:
@@ -33,7 +34,7 @@ class LegacyLogprobs:
         tokens = [*self._prompt(part), *self._answer_scores.answer(part)]
         *offsets, self._offset = accumulate((len(token.text) for token in tokens), initial=self._offset)
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [token.name for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [_likely(token) for token in tokens],
             "text_offset": offsets,
@@ -49,7 +50,7 @@ class LegacyLogprobs:
 
 
 def _likely(token: ScoredToken) -> dict[str, float] | None:
-    """Return the token and the most likely ones, by text."""
+    """Return the token and the others that were asked for, by name."""
     if token.logprob is None:
         return None
-    return {name: level for name, level in token.top if name != token.text} | {token.text: token.logprob}
+    return {name: level for name, level in token.top if name != token.name} | {token.name: token.logprob}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -19,6 +18,7 @@ from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
 from genserve.server.routes.openai_answer import FINISH, Chunks, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
+from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
 from genserve.server.services import Open, SharedServices
 
@@ -64,7 +64,6 @@ class ChatBody(OpenAIBody):
         "moderation": (),
         "parallel_tool_calls": (True, False),
         "prediction": (),
-        "prompt_logprobs": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
@@ -88,8 +87,11 @@ class ChatBody(OpenAIBody):
     def params(self) -> SamplingParams:
         """The sampling parameters; raises InvalidRequest."""
         newer = self.max_completion_tokens
-        params = self.sampling(max_tokens=self.max_tokens if newer is None else newer)
-        return replace(params, logprobs=bool(self.logprobs), top_logprobs=self.top_logprobs or 0)
+        return self.sampling(
+            max_tokens=self.max_tokens if newer is None else newer,
+            logprobs=bool(self.logprobs),
+            top_logprobs=self.top_logprobs or 0,
+        )
 
     def chat(self) -> tuple[Message, ...]:
         """The messages in our words; raises InvalidRequest."""
@@ -133,6 +135,7 @@ class ChatFrames(Chunks):
     def __init__(self, opened: Open, body: ChatBody) -> None:
         self._token_ids = bool(body.return_token_ids)
         self._num_choices = body.n or 1
+        self._prompt_ids = _prompt_ids(opened, body)
         self._scores = [_scores(opened, body) for _ in range(self._num_choices)]
         super().__init__(
             head(opened, "chat.completion.chunk", id_prefix="chatcmpl"),
@@ -144,7 +147,8 @@ class ChatFrames(Chunks):
     def start(self) -> bytes:
         """See `Frames`."""
         role = '{"role": "assistant", "content": ""}'
-        return b"".join(self._chunk(choice, role) for choice in range(self._num_choices))
+        beside = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
+        return b"".join(self._chunk(choice, role, beside=beside) for choice in range(self._num_choices))
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
@@ -168,16 +172,25 @@ class ChatFrames(Chunks):
         logprobs: str = "null",
         finish_reason: str = "null",
         extra: str = "",
+        beside: str = "",
     ) -> bytes:
         fields = f'"delta": {delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}{extra}'
-        return self.chunk(choice, fields)
+        return self.chunk(choice, fields, beside=beside)
 
 
 def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
     completions = join_choices(deltas)
     choices = [_choice(index, completion, opened, body) for index, completion in enumerate(completions)]
     total = usage([completion.usage for completion in completions], n=len(completions))
-    return head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
+    answer = head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
+    if body.prompt_logprobs is not None:
+        scores = completions[0].prompt_logprobs
+        answer["prompt_logprobs"] = prompt_logprobs(opened.model.tokenizer, opened.prompts[0], scores)
+    return answer | _prompt_ids(opened, body)
+
+
+def _prompt_ids(opened: Open, body: ChatBody) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(opened.prompts[0])} if body.return_token_ids else {}
 
 
 def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) -> dict[str, Any]:
@@ -193,12 +206,13 @@ def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) ->
 
 
 def _scores(opened: Open, body: ChatBody) -> TokenScores | None:
-    return TokenScores(opened.model.tokenizer) if body.logprobs else None
+    by_id = bool(body.return_tokens_as_token_ids)
+    return TokenScores(opened.model.tokenizer, by_id=by_id) if body.logprobs else None
 
 
 def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:
     entries = [
-        _token(token.text, token.logprob) | {"top_logprobs": [_token(*one) for one in token.top]}
+        _token(token.name, token.logprob) | {"top_logprobs": [_token(*one) for one in token.top]}
         for token in scores.answer(part)
     ]
     return {"content": entries, "refusal": None}

@@ -95,9 +95,9 @@ class Chunks:
         self._with_usage = with_usage
         self._usages: list[Usage | None] = [None] * num_choices
 
-    def chunk(self, choice: int, fields: str) -> bytes:
-        """Return a chunk of one choice, whose fields behind `index` are the text of JSON."""
-        return f'data: {self._head}, "choices": [{{"index": {choice}, {fields}{self._after}'.encode()
+    def chunk(self, choice: int, fields: str, *, beside: str = "") -> bytes:
+        """Return a chunk of one choice; its fields behind `index`, and those `beside` it, are JSON."""
+        return f'data: {self._head}{beside}, "choices": [{{"index": {choice}, {fields}{self._after}'.encode()
 
     def ending(self, delta: Delta) -> bytes:
         """Return what follows the last delta of a choice: nothing, or behind the last of all the usage."""

@@ -22,6 +22,7 @@ from genserve.server.body import StrictRoute
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs
 from genserve.server.routes.openai_answer import FINISH, Chunks, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
+from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.services import Open, SharedServices
 from genserve.text.tokenizer import Tokenizer
 
@@ -70,14 +71,22 @@ class CompletionBody(OpenAIBody):
         """Whether nothing but the prompt is wanted back."""
         return bool(self.echo) and self.max_tokens == 0
 
+    @property
+    def scores(self) -> int | None:
+        """How many of the most likely tokens are told for each token of the prompt; None: nothing is."""
+        of_echo = self.logprobs if self.echo else None
+        return of_echo if self.prompt_logprobs is None else self.prompt_logprobs
+
     def params(self) -> SamplingParams:
         """The sampling parameters; raises InvalidRequest."""
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        params = self.sampling(max_tokens=1 if self.answerless else max_tokens)
-        if self.logprobs is None:
-            return params
-        prompt_logprobs = self.logprobs if self.echo else None
-        return replace(params, logprobs=True, top_logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        return self.sampling(
+            max_tokens=1 if self.answerless else max_tokens,
+            logprobs=self.logprobs is not None,
+            # As in vLLM: tokens that are named are told in the place of the most likely ones.
+            top_logprobs=0 if self.logprob_token_ids else self.logprobs or 0,
+            prompt_logprobs=self.scores,
+        )
 
     def echoes(self, tokenizer: Tokenizer) -> list[str]:
         """What each prompt's answers begin with; token ids in the text that they stand for."""
@@ -132,24 +141,37 @@ class Choice:
     ) -> None:
         self._echo = echo
         self._token_ids = bool(body.return_token_ids)
-        self._logprobs = LegacyLogprobs(tokenizer, prompt_ids) if body.logprobs is not None else None
+        self._prompt_ids = prompt_ids
+        self._first = True
+        self._scored = tokenizer if body.prompt_logprobs is not None else None
+        self._logprobs = None
+        if body.logprobs is not None:
+            by_id = bool(body.return_tokens_as_token_ids)
+            self._logprobs = LegacyLogprobs(tokenizer, prompt_ids if body.echo else (), by_id=by_id)
 
     def part(self, part: Delta | Completion) -> dict[str, Any]:
         """Return the fields of a part, or of the whole, but its index."""
         text, self._echo = self._echo + part.text, ""
-        fields = {
+        fields: dict[str, Any] = {
             "text": text,
             "logprobs": self._logprobs.part(part) if self._logprobs else None,
             "finish_reason": FINISH[part.finish_reason] if part.finish_reason else None,
         }
-        return fields | {"token_ids": list(part.token_ids)} if self._token_ids else fields
+        if self._token_ids:
+            fields["token_ids"] = list(part.token_ids)
+        if self._token_ids and self._first:
+            fields["prompt_token_ids"] = list(self._prompt_ids)
+        if self._scored:
+            fields["prompt_logprobs"] = prompt_logprobs(self._scored, self._prompt_ids, part.prompt_logprobs)
+        self._first = False
+        return fields
 
 
 def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
     tokenizer = opened.model.tokenizer
     prompts = zip(body.echoes(tokenizer), opened.prompts, strict=True)
     return [
-        Choice(body, echo=echo, prompt_ids=ids if body.echo else (), tokenizer=tokenizer)
+        Choice(body, echo=echo, prompt_ids=ids, tokenizer=tokenizer)
         for echo, ids in prompts
         for _ in range(body.n or 1)
     ]

@@ -13,7 +13,7 @@ from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.errors import InvalidRequest
-from genserve.sampling_params import SamplingParams, sampling_params
+from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, sampling_params
 from genserve.server.body import Body
 from genserve.server.decoding_fields import DecodingFields
 
@@ -63,10 +63,13 @@ class OpenAIBody(DecodingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(default=None, ge=-1)
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
-    def sampling(self, *, max_tokens: int | None) -> SamplingParams:
-        """The sampling parameters that both routes have; raises InvalidRequest."""
+    def sampling(self, *, max_tokens: int | None, **others: Any) -> SamplingParams:
+        """The sampling parameters that both routes have, and others; raises InvalidRequest."""
         return sampling_params(
             {
                 **self.said(),
@@ -76,6 +79,9 @@ class OpenAIBody(DecodingFields):
                 "stop": self.stop,
                 # OpenAI's seeds are signed.
                 "seed": None if self.seed is None else self.seed % 2**64,
+                "logprob_token_ids": self.logprob_token_ids,
+                "prompt_logprobs": self.prompt_logprobs,
+                **others,
             }
         )
 
@@ -100,6 +106,8 @@ class OpenAIBody(DecodingFields):
                 raise InvalidRequest(f"{name} is not supported", field=name, remedy="leave it out")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs needs stream: false", field="prompt_logprobs")
 
     def name_ignored(self, response: Response) -> None:
         """Write the fields that nobody knows into the header of an answer."""

@@ -24,15 +24,18 @@ class ScoredToken:
     """One token."""
 
     text: str
+    name: str                                   # its text, or `token_id:` and its id
     logprob: float | None                       # natural log; None: nothing came before it, or nobody knows
-    top: tuple[tuple[str, float], ...]          # the most likely ones by text, the best first
+    top: tuple[tuple[str, float], ...]          # the others asked for by name, the best first
 
 
 class TokenScores:
     """Reads the tokens of one text, in their order."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, by_id: bool = False) -> None:
+        """Begin a text; `by_id`: all tokens are called by their ids."""
         self._detokenizer = tokenizer.detokenizer()
+        self._by_id = by_id
 
     def answer(self, part: Delta | Completion) -> list[ScoredToken]:
         """Return the tokens of a part of an answer, or of the whole."""
@@ -54,11 +57,15 @@ class TokenScores:
             text = self._detokenizer.push(token_id)
             if final and index == len(token_ids) - 1:
                 text += self._detokenizer.flush()
-            names = _names(texts, own_id=token_id, own_text=text)
+            if self._by_id:
+                names = {other: f"{NAMELESS}{other}" for other in (token_id, *texts)}
+            else:
+                names = _names(texts, own_id=token_id, own_text=text)
             # JSON has no NaN: a decoding loop that picks for itself leaves no probability.
             known = logprob is not None and not math.isnan(logprob)
             yield ScoredToken(
                 text=text,
+                name=names[token_id],
                 logprob=logprob if known else None,
                 top=tuple((names[other], level) for other, level in top),
             )
