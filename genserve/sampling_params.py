@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from genserve.errors import InvalidRequest
+from genserve.refused_methods import without_refused_methods
+from genserve.sampling_stages import require_coherent_stages
 
 __all__ = ["MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_params"]
 
@@ -21,6 +23,9 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_BEST_OF = 128
+MAX_DRY_BREAKERS = 32
+MAX_DRY_BREAKER_CHARS = 40
+DRY_BREAKERS = ("\n", ":", '"', "*")     # llama.cpp's
 
 # What each number must be, and how that is said. None of these holds for a NaN.
 _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
@@ -31,6 +36,15 @@ _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "epsilon_cutoff": (lambda x: 0 <= x < 1, "must be at least 0 (off) and below 1"),
     "eta_cutoff": (lambda x: 0 <= x < 1, "must be at least 0 (off) and below 1"),
     "top_n_sigma": (lambda x: 0 <= x <= 100, "must be between 0 (off) and 100"),
+    "top_h": (lambda x: 0 <= x <= 1, "must be between 0 (off) and 1"),
+    "xtc_probability": (lambda x: 0 <= x <= 1, "must be between 0 (off) and 1"),
+    "xtc_threshold": (lambda x: 0 <= x <= 1, "must be between 0 and 1"),
+    "dynatemp_range": (lambda x: 0 <= x <= 100, "must be between 0 (off) and 100"),
+    "dynatemp_exponent": (lambda x: 0 < x <= 100, "must be above 0 and at most 100"),
+    "mirostat_tau": (lambda x: 0 <= x <= 100, "must be between 0 and 100"),
+    "mirostat_eta": (lambda x: 0 <= x <= 1, "must be between 0 and 1"),
+    "dry_multiplier": (lambda x: 0 <= x <= 100, "must be between 0 (off) and 100"),
+    "dry_base": (lambda x: 1 <= x <= 100, "must be between 1 and 100"),
     "repetition_penalty": (lambda x: 0 < x <= 100, "must be above 0 and at most 100"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "presence_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
@@ -46,10 +60,14 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "beam_width": (lambda x: x >= 1, "must be at least 1"),
     "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
+    "penalty_window": (lambda x: 0 <= x < 2**31, "must be between 0 (all) and 2^31 - 1"),
+    "dry_allowed_length": (lambda x: 1 <= x <= 128, "must be between 1 and 128"),
+    "dry_penalty_last_n": (lambda x: -1 <= x < 2**31, "must be between -1 (all) and 2^31 - 1"),
+    "mirostat_mode": (lambda x: 0 <= x <= 2, "must be 0 (off), 1 or 2"),
 }
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs", "beam_width"})
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
-_LISTS = ("stop", "bad_words", *_TOKEN_IDS)
+_LISTS = ("stop", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
 _BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
 _NOT_WITH_BEAMS = (
@@ -61,6 +79,11 @@ _NOT_WITH_BEAMS = (
     "epsilon_cutoff",
     "eta_cutoff",
     "top_n_sigma",
+    "top_h",
+    "xtc_probability",
+    "mirostat_mode",
+    "dynatemp_range",
+    "samplers",
     "best_of",
     "prompt_logprobs",
     "logprob_token_ids",
@@ -88,9 +111,24 @@ class SamplingParams:
     epsilon_cutoff: float = 0.0             # keep what has this probability; 0: all
     eta_cutoff: float = 0.0                 # the same, but less where the entropy is high; 0: all
     top_n_sigma: float = 0.0                # keep so many standard deviations of the logits; 0: all
+    top_h: float = 0.0                      # keep the best up to this share of the entropy; 0: all
+    xtc_probability: float = 0.0            # how often all but the last of the likely tokens are taken away
+    xtc_threshold: float = 0.1              # tokens of this probability are likely
+    mirostat_mode: int = 0                  # 1, 2: a cut that holds the surprise near mirostat_tau; 0: off
+    mirostat_tau: float = 5.0               # bits per token
+    mirostat_eta: float = 0.1               # how fast the cut follows what was drawn
+    dynatemp_range: float = 0.0             # the temperature is up to so much lower or higher, by the entropy
+    dynatemp_exponent: float = 1.0          # above 1: it is high only where the entropy is
+    samplers: tuple[str, ...] = ()          # the stages of a draw in their order; empty: the default
     repetition_penalty: float = 1.0         # weakens, above 1, what is in the prompt or the answer
     frequency_penalty: float = 0.0          # off a token's logit for each time that the answer has it
     presence_penalty: float = 0.0           # off a token's logit if the answer has it
+    penalty_window: int = 0                 # the last tokens that these three look at; 0: all
+    dry_multiplier: float = 0.0             # off the logit of what would go on with a repetition; 0: off
+    dry_base: float = 1.75                  # times this for each token that the repetition is longer
+    dry_allowed_length: int = 2             # a repetition of so many tokens is the first that counts
+    dry_penalty_last_n: int = -1            # the last tokens that are searched for it; 0: none, -1: all
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS   # no repetition reaches over these texts
     no_repeat_ngram_size: int = 0           # no run of so many tokens, prompt included, comes twice
     logit_bias: Mapping[int, float] = field(default_factory=dict)   # by token id, added before all else
     allowed_token_ids: tuple[int, ...] = ()     # nothing else is picked; empty: all are allowed
@@ -143,6 +181,13 @@ class SamplingParams:
         )
         _require_texts(self.stop, "stop", at_most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS)
         _require_texts(self.bad_words, "bad_words", at_most=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS)
+        _require_texts(
+            self.dry_sequence_breakers,
+            "dry_sequence_breakers",
+            at_most=MAX_DRY_BREAKERS,
+            max_chars=MAX_DRY_BREAKER_CHARS,
+        )
+        require_coherent_stages(self)
         _require_biases(self.logit_bias)
         left = set(self.allowed_token_ids) - set(self.suppress_tokens)
         _require(bool(left) or not self.allowed_token_ids, "suppress_tokens", "leaves no allowed token")
@@ -185,9 +230,24 @@ class SamplingOptions(TypedDict, total=False):
     epsilon_cutoff: float
     eta_cutoff: float
     top_n_sigma: float
+    top_h: float
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat_mode: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    samplers: Sequence[str] | None
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
+    penalty_window: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: str | Sequence[str] | None
     no_repeat_ngram_size: int
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     allowed_token_ids: Sequence[int] | None
@@ -217,16 +277,19 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
         InvalidRequest: an unknown name, with the nearest known one, or a value out of range.
     """
     known = [option.name for option in fields(SamplingParams)]
-    for name in options:
+    values = without_refused_methods(options)
+    for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
-    values = dict(options)
+    for name in ("allowed_token_ids", "samplers"):  # an empty list would allow nothing, while none allows all
+        _require(values.get(name) not in ([], ()), name, "must not be empty")
     for name in _LISTS:
-        values[name] = _listed(values.get(name), name)
-    # An empty list would allow nothing, while none allows all.
-    _require(options.get("allowed_token_ids") not in ([], ()), "allowed_token_ids", "must not be empty")
+        if values.get(name) is None:
+            values.pop(name, None)
+        else:
+            values[name] = _listed(values[name], name)
     values["logit_bias"] = _biases(values.get("logit_bias"))
     return SamplingParams(**values)
 
@@ -234,7 +297,6 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 def _listed(value: Any, name: str) -> tuple[Any, ...]:
     of_texts = name not in _TOKEN_IDS
     what = "text, or a list of texts" if of_texts else "a list of whole numbers"
-    value = () if value is None else value
     _require(isinstance(value, Iterable) and not isinstance(value, Mapping), name, f"must be {what}")
     if isinstance(value, str):
         _require(of_texts, name, f"must be {what}")

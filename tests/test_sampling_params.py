@@ -75,6 +75,35 @@ from genserve.sampling_params import sampling_params
         ({"logprob_token_ids": list(range(257)), "logprobs": True}, "logprob_token_ids"),
         ({"logprob_token_ids": [5], "logprobs": True, "top_logprobs": 1}, "logprob_token_ids"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
+        ({"top_h": 1.1}, "top_h"),
+        ({"xtc_probability": -0.1}, "xtc_probability"),
+        ({"xtc_threshold": 2}, "xtc_threshold"),
+        ({"mirostat_mode": 3}, "mirostat_mode"),
+        ({"mirostat_tau": -1}, "mirostat_tau"),
+        ({"mirostat_eta": 1.5}, "mirostat_eta"),
+        ({"dynatemp_range": -1}, "dynatemp_range"),
+        ({"dynatemp_exponent": 0}, "dynatemp_exponent"),
+        ({"penalty_window": -1}, "penalty_window"),
+        ({"dry_multiplier": -0.1}, "dry_multiplier"),
+        ({"dry_base": 0.9}, "dry_base"),
+        ({"dry_allowed_length": 0}, "dry_allowed_length"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+        ({"dry_sequence_breakers": ["\n", ""]}, "dry_sequence_breakers[1]"),
+        ({"dry_sequence_breakers": ["x"] * 33}, "dry_sequence_breakers"),
+        ({"samplers": []}, "samplers"),
+        ({"samplers": ["top_k", "top-p"]}, "samplers[1]"),
+        ({"samplers": ["top_k", 5]}, "samplers[1]"),
+        ({"samplers": ["top_k", "min_p", "top_k"]}, "samplers[2]"),
+        ({"samplers": ["min_p"], "temperature": 1, "top_k": 5}, "top_k"),
+        ({"samplers": ["min_p"], "temperature": 0.7}, "temperature"),
+        ({"samplers": ["min_p"], "temperature": 1, "dynatemp_range": 0.5}, "dynatemp_range"),
+        ({"mirostat_mode": 2, "top_p": 0.9}, "top_p"),
+        ({"mirostat_mode": 1, "xtc_probability": 0.5}, "xtc_probability"),
+        ({"mirostat_mode": 1, "samplers": ["temperature"]}, "samplers"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha"),
+        ({"dola_layers": "high"}, "dola_layers"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"watermark": True}, "watermark"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(options, field):
@@ -105,3 +134,20 @@ def test_the_ids_that_a_request_names_are_told_by_parameter():
         "logit_bias": [3], "stop_token_ids": [5], "allowed_token_ids": [3, 4], "suppress_tokens": [],
         "logprob_token_ids": [],
     }
+
+
+def test_a_method_that_is_not_offered_may_be_named_by_who_does_not_ask_for_it():
+    off = {"penalty_alpha": 0.0, "dola_layers": None, "guidance_scale": 1.0, "watermark": False}
+    assert sampling_params(off) == sampling_params({})
+
+
+def test_breakers_that_are_not_named_are_the_default_and_an_empty_list_is_none():
+    assert sampling_params({"dry_sequence_breakers": None}) == sampling_params({})
+    assert sampling_params({"dry_sequence_breakers": []}).dry_sequence_breakers == ()
+    assert sampling_params({"dry_sequence_breakers": "x"}).dry_sequence_breakers == ("x",)
+
+
+def test_an_order_may_leave_out_what_is_not_asked_for():
+    order = ["top_p", "temperature"]
+    assert sampling_params({"samplers": order, "top_p": 0.5, "temperature": 0.7}).samplers == tuple(order)
+    assert sampling_params({"samplers": ["top_p"], "top_k": 5}).temperature == 0

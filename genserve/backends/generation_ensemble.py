@@ -11,6 +11,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Message, Prompt
 from genserve.sampling_params import SamplingParams
 from genserve.text.detokenizer import Detokenizer
+from genserve.text.spellings import Spellings
 from genserve.text.stop_strings import StopStrings
 from genserve.text.tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ class GenerationEnsemble:
         self.precision = precision
         self.loaded_s = loaded_s
         self.vocab_size = vocab_size
+        self._spellings_within = Spellings(tokenizer)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
         """Turn a prompt into a token sequence; see `prepare_choices`."""
@@ -99,6 +101,7 @@ class GenerationEnsemble:
             max_length=self.max_length,
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
+            dry_breakers=self._dry_breakers(params),
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
@@ -121,6 +124,10 @@ class GenerationEnsemble:
         """Return the ids of a word as it begins a text, and as it follows another."""
         spelled = (self.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
         return [ids for ids in spelled if ids and max(ids) < self.vocab_size]
+
+    def _dry_breakers(self, params: SamplingParams) -> list[Sequence[int]]:
+        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+        return [ids for text in breakers for ids in self._spellings_within.of(text)]
 
     def _check_lengths(self, num_prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
         if num_prompt_tokens == 0:

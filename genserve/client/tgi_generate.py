@@ -17,6 +17,7 @@ __all__ = ["AnswerEvents", "read_completion", "request_body"]
 # TGI samples as soon as one of these is there, whatever do_sample says.
 _SAMPLING = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma"}
+    | {"top_h", "xtc_probability", "mirostat_mode", "dynatemp_range", "samplers"}
 )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from genserve.generation.logit_edits import Entries, LogitEdits
+from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.repetition import Repetition
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["LogitRules", "logit_rules"]
@@ -23,6 +25,7 @@ class LogitRules:
         num_prompt_tokens: int,
         ending_ids: frozenset[int],
         bad_words: Sequence[Sequence[int]],
+        dry_breakers: Sequence[Sequence[int]] = (),
     ) -> None:
         """Begin before the first token.
 
@@ -31,6 +34,7 @@ class LogitRules:
             num_prompt_tokens: what follows them is the answer.
             ending_ids: of the tokens that end the answer.
             bad_words: `params.bad_words` as token ids, in each way in which one can be written.
+            dry_breakers: `params.dry_sequence_breakers`, the same.
         """
         self._num_prompt_tokens = num_prompt_tokens
         self._min_length = num_prompt_tokens + params.min_tokens
@@ -44,39 +48,62 @@ class LogitRules:
         self._frequency = params.frequency_penalty
         self._presence = params.presence_penalty
         self._ngram_size = params.no_repeat_ngram_size
-        self._penalizes = bool(self._repetition != 1 or self._frequency or self._presence)
+        self._window = params.penalty_window
+        repeats = params.dry_multiplier and params.dry_penalty_last_n
+        self._repetition_ahead = Repetition(params, breakers=dry_breakers) if repeats else None
         self._num_read = 0
-        self._counts: dict[int, int] = {}       # of all tokens: how often the answer has them
+        self._num_forgotten = 0
+        self._seen: Counter[int] = Counter()        # how often a token is there
+        self._generated: Counter[int] = Counter()   # how often the answer has it
         self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
 
     def edits(self, token_ids: Sequence[int], *, row: int) -> LogitEdits:
         """Return what is to be changed of the logits after these tokens, which lie in row `row`."""
         self._read(token_ids)
-        seen = np.fromiter(self._counts, dtype=np.int64)
-        counts = np.fromiter(self._counts.values(), dtype=np.float32)
-        generated = counts > 0
-        repeated = seen if self._repetition != 1 else seen[:0]
-        lowered = seen[generated] if self._frequency or self._presence else seen[:0]
+        lowered, amounts = self._lowered(token_ids)
         return LogitEdits(
             allowed=Entries.of(self._allowed, row=row),
             biased=Entries.of(self._biased, self._bias, row=row),
-            repeated=Entries.of(repeated, self._repetition, row=row),
-            lowered=Entries.of(
-                lowered, self._frequency * counts[generated][: lowered.size] + self._presence, row=row
-            ),
+            repeated=Entries.of(self._seen, self._repetition, row=row),
+            lowered=Entries.of(lowered, amounts, row=row),
             banned=Entries.of(self._banned(token_ids), row=row),
         )
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        for position in range(self._num_read, len(token_ids)):
-            token_id = token_ids[position]
-            if self._penalizes:
-                generated = position >= self._num_prompt_tokens
-                self._counts[token_id] = self._counts.get(token_id, 0) + generated
+        read, length = self._num_read, len(token_ids)
+        self._count(token_ids, read, length, Counter.update)
+        if self._window and length - self._window > self._num_forgotten:
+            self._count(token_ids, self._num_forgotten, length - self._window, _forget)
+            self._num_forgotten = length - self._window
+        for position in range(read, length) if self._ngram_size else ():
             first = position + 1 - self._ngram_size
-            if self._ngram_size and first >= 0:
-                self._followers[tuple(token_ids[first:position])].add(token_id)
-        self._num_read = len(token_ids)
+            if first >= 0:
+                self._followers[tuple(token_ids[first:position])].add(token_ids[position])
+        self._num_read = length
+
+    def _count(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        last: int,
+        change: Callable[[Counter[int], Sequence[int]], None],
+    ) -> None:
+        if self._repetition != 1:
+            change(self._seen, token_ids[first:last])
+        if self._frequency or self._presence:
+            change(self._generated, token_ids[max(first, self._num_prompt_tokens) : last])
+
+    def _lowered(self, token_ids: Sequence[int]) -> tuple[TokenArray, FloatArray]:
+        """Return the tokens from whose logits something is taken, and how much."""
+        generated = np.fromiter(self._generated, dtype=np.int64)
+        counts = np.fromiter(self._generated.values(), dtype=np.float32)
+        amounts = self._frequency * counts + self._presence
+        if self._repetition_ahead is None:
+            return generated, amounts
+        repeated, penalties = self._repetition_ahead.penalties(token_ids)
+        both, place = np.unique(np.concatenate([generated, repeated]), return_inverse=True)
+        summed = np.bincount(place, weights=np.concatenate([amounts, penalties]), minlength=both.size)
+        return both, summed.astype(np.float32)
 
     def _banned(self, token_ids: Sequence[int]) -> Iterator[int]:
         length = len(token_ids)
@@ -90,18 +117,27 @@ class LogitRules:
                 yield last
 
 
+def _forget(counts: Counter[int], token_ids: Sequence[int]) -> None:
+    counts.subtract(token_ids)
+    for token_id in set(token_ids):
+        if not counts[token_id]:
+            del counts[token_id]
+
+
 def logit_rules(
     params: SamplingParams,
     *,
     num_prompt_tokens: int,
     ending_ids: frozenset[int],
     bad_words: Sequence[Sequence[int]],
+    dry_breakers: Sequence[Sequence[int]] = (),
 ) -> LogitRules | None:
     """Return the rules of a request, None if it changes no logit. Arguments are those of `LogitRules`."""
     changes = (
         params.repetition_penalty != 1
         or params.frequency_penalty
         or params.presence_penalty
+        or (params.dry_multiplier and params.dry_penalty_last_n)
         or params.no_repeat_ngram_size
         or params.logit_bias
         or params.allowed_token_ids
@@ -112,5 +148,9 @@ def logit_rules(
     if not changes:
         return None
     return LogitRules(
-        params, num_prompt_tokens=num_prompt_tokens, ending_ids=ending_ids, bad_words=bad_words
+        params,
+        num_prompt_tokens=num_prompt_tokens,
+        ending_ids=ending_ids,
+        bad_words=bad_words,
+        dry_breakers=dry_breakers,
     )

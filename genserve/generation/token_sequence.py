@@ -99,6 +99,7 @@ class TokenSequence:
         max_length: int,
         vocab_size: int,
         bad_words: Sequence[Sequence[int]] = (),
+        dry_breakers: Sequence[Sequence[int]] = (),
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -118,6 +119,7 @@ class TokenSequence:
             num_prompt_tokens=self.num_prompt_tokens,
             ending_ids=frozenset(i for i in self._eos_token_ids | self._stop_token_ids if i < vocab_size),
             bad_words=bad_words,
+            dry_breakers=dry_breakers,
         )
         self._text = text
         self._text_delta = ""

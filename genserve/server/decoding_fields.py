@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic.json_schema import SkipJsonSchema
+
 from genserve.server.body import Body
 
 __all__ = ["DecodingFields"]
@@ -18,9 +20,24 @@ class DecodingFields(Body):
     epsilon_cutoff: float | None = None
     eta_cutoff: float | None = None
     top_n_sigma: float | None = None
+    top_h: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat_mode: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    samplers: list[str] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    penalty_window: int | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     no_repeat_ngram_size: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -35,6 +52,11 @@ class DecodingFields(Body):
     early_stopping: bool | Literal["never"] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     cache_salt: str | None = None
+    # Here for their refusal, which says why: `refused_methods`.
+    penalty_alpha: SkipJsonSchema[Any] = None
+    guidance_scale: SkipJsonSchema[Any] = None
+    dola_layers: SkipJsonSchema[Any] = None
+    watermark: SkipJsonSchema[Any] = None
 
     def said(self) -> dict[str, Any]:
         """Return the options that the request gives, for `sampling_params`."""

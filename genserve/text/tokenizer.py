@@ -115,6 +115,11 @@ class Tokenizer:
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=True)
         return str(text)
 
+    def token_texts(self) -> list[str]:
+        """The text of each token of the vocabulary alone, by id; empty for a special one."""
+        alone = [[token_id] for token_id in range(self.vocab_size)]
+        return list(self._backend.decode_batch(alone, skip_special_tokens=True))
+
     def detokenizer(self) -> Detokenizer:
         """A fresh detokenizer for one token sequence."""
         return Detokenizer(self)

@@ -38,6 +38,7 @@ def sequence_of(
     eos_token_ids: Sequence[int] = (),
     stop_at: int | None = None,
     bad_words: Sequence[Sequence[int]] = (),
+    dry_breakers: Sequence[Sequence[int]] = (),
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
@@ -50,6 +51,7 @@ def sequence_of(
         max_length=max_length,
         vocab_size=vocab_size,
         bad_words=bad_words,
+        dry_breakers=dry_breakers,
     )
 
 

@@ -109,6 +109,35 @@ def test_at_each_step_the_logits_are_those_of_transformers_processors(case, plac
 
 
 @pytest.mark.parametrize("place", [host, device])
+@pytest.mark.parametrize("window", [1, 3, 9, 100])
+def test_penalties_look_at_the_last_tokens_alone(window, place):
+    rng = np.random.default_rng(4)
+    params = {"repetition_penalty": 1.7, "frequency_penalty": 0.7, "presence_penalty": -0.4}
+    growing = sequence(penalty_window=window, **params)
+    for _ in range(20):
+        logits = rng.standard_normal((1, VOCAB_SIZE)).astype(np.float32) * 3
+        recent = torch.tensor([growing.token_ids[-window:]])
+        expected = RepetitionPenaltyLogitsProcessor(1.7)(recent, torch.from_numpy(logits)).numpy()
+        answer = growing.token_ids[max(len(PROMPT), len(growing.token_ids) - window) :]
+        counts = np.bincount(answer, minlength=VOCAB_SIZE)
+        expected = expected - (counts * 0.7 - (counts > 0) * 0.4)
+        np.testing.assert_allclose(edited(logits, [growing], place=place), expected, atol=1e-5)
+        growing.append(int(rng.choice([5, 6, 7, 11, 12])))
+
+
+@pytest.mark.parametrize("place", [host, device])
+def test_what_would_go_on_with_a_repetition_is_lowered_with_the_counted(place):
+    repeating = sequence([5, 6, 7, 8, 5], dry_multiplier=1.0, dry_base=2.0, frequency_penalty=0.5)
+    for token_id in (6, 7):
+        repeating.append(token_id)
+    logits = np.zeros((1, VOCAB_SIZE), dtype=np.float32)
+    expected = logits.copy()
+    expected[0, [6, 7]] = -0.5
+    expected[0, 8] = -2.0  # three tokens, one more than the first that counts
+    np.testing.assert_allclose(edited(logits, [repeating], place=place), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [host, device])
 def test_only_allowed_tokens_stay_and_other_rules_apply_to_them(place):
     logits = np.random.default_rng(1).standard_normal((2, VOCAB_SIZE)).astype(np.float32)
     limited = sequence(allowed_token_ids=(3, 20, 3, 21), suppress_tokens=(21,), logit_bias={3: 1.0, 9: 50.0})

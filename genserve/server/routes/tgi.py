@@ -32,7 +32,8 @@ __all__ = ["router"]
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 
 # Our names of what can be wrong, and this dialect's.
-_NAMES = {option.name: f"parameters.{option.name}" for option in fields(SamplingParams)} | {
+_NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | {
+    **{option.name: f"parameters.{option.name}" for option in fields(SamplingParams)},
     "prompt": "inputs",
     "max_tokens": "parameters.max_new_tokens",
 }
@@ -44,7 +45,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "grammar": (None,),
     "top_n_tokens": (None, 0),
     "truncate": (None,),
-    "watermark": (None, False),
 }
 
 
@@ -68,11 +68,13 @@ class Parameters(DecodingFields):
     top_k: int | None = Field(default=None, gt=0)
     top_n_tokens: int | None = None
     truncate: int | None = None
-    watermark: bool | None = None
 
     def sampling(self) -> bool:
         """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
-        kept = (self.top_k, self.min_p, self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma)
+        kept = (
+            *(self.top_k, self.min_p, self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma, self.top_h),
+            *(self.xtc_probability, self.mirostat_mode, self.dynatemp_range, self.samplers),
+        )
         shares = (self.temperature, self.top_p, self.typical_p)
         return bool(self.do_sample) or any(kept) or any(share not in (None, 1.0) for share in shares)
 
