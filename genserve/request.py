@@ -20,6 +20,7 @@ __all__ = [
     "Message",
     "Prompt",
     "Role",
+    "StopReason",
     "TokenLogprob",
     "TopTokens",
     "Usage",
@@ -80,7 +81,11 @@ class FinishReason(StrEnum):
 
     END_OF_SEQUENCE = "eos_token"     # the model said so, or one of `stop_token_ids` did
     STOP_STRING = "stop_sequence"     # one of `stop` appeared
-    LENGTH = "length"                 # `max_tokens`, or the end of the context
+    LENGTH = "length"                 # `max_tokens`, the end of the context, or the deadline
+
+
+# Which stop it was: the stop string, the id out of `stop_token_ids`, or a word for another rule.
+StopReason: TypeAlias = str | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,7 @@ class Delta:
     usage: Usage | None = None
     top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if asked for; empty: a loop's own pick
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first; in the first delta
+    stop_reason: StopReason | None = None       # beside the finish_reason: what ended the text
     choice: int = 0                             # which of the request's answers, where it has several
 
 
@@ -133,6 +139,7 @@ class Completion:
     logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
     top_logprobs: tuple[TopTokens, ...] = ()    # one per token id; empty if not asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first, if asked for
+    stop_reason: StopReason | None = None       # what ended the text, where a request has a name for it
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Completion:
@@ -152,6 +159,7 @@ def join_deltas(deltas: Iterable[Delta]) -> Completion:
         top_logprobs=tuple(top for delta in parts for top in delta.top_logprobs),
         prompt_logprobs=tuple(logprob for delta in parts for logprob in delta.prompt_logprobs),
         finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
         usage=last.usage,
     )
 

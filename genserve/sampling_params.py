@@ -67,6 +67,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
 }
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs", "beam_width"})
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
+_FLAGS = ("include_stop_str_in_output",)
 _LISTS = ("stop", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
 _BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
@@ -136,6 +137,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()             # texts whose last token is not picked after the others
     stop: tuple[str, ...] = ()              # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
+    include_stop_str_in_output: bool = False    # the text has what ended it
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
     use_beam_search: bool = False           # the likeliest answers instead of the likeliest tokens
     beam_width: int | None = None           # so many beams; None: as many as answers are asked for
@@ -160,6 +162,8 @@ class SamplingParams:
             if value is not None or name not in _MAY_BE_NONE:
                 _require(_is_whole(value), name, "must be a whole number")
                 _require(whole_holds(value), name, rule)
+        for name in _FLAGS:
+            _require(isinstance(getattr(self, name), bool), name, "must be true or false")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -255,6 +259,7 @@ class SamplingOptions(TypedDict, total=False):
     bad_words: str | Sequence[str] | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool
     ignore_eos: bool
     use_beam_search: bool
     beam_width: int | None

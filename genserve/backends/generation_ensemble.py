@@ -10,12 +10,12 @@ from genserve.generation.loop import EngineLoop
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Message, Prompt
 from genserve.sampling_params import SamplingParams
-from genserve.text.detokenizer import Detokenizer
 from genserve.text.spellings import Spellings
 from genserve.text.stop_strings import StopStrings
+from genserve.text.stoppable_text import StopFinder, StoppableText
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["GenerationEnsemble", "StoppableText"]
+__all__ = ["GenerationEnsemble"]
 
 
 class GenerationEnsemble:
@@ -97,11 +97,20 @@ class GenerationEnsemble:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            text=StoppableText(self.tokenizer.detokenizer(), StopStrings(params.stop)),
+            text=self._text(params),
             max_length=self.max_length,
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
             dry_breakers=self._dry_breakers(params),
+        )
+
+    def _text(self, params: SamplingParams) -> StoppableText:
+        finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
+        return StoppableText(
+            self.tokenizer.detokenizer(),
+            finders,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
@@ -148,24 +157,3 @@ class GenerationEnsemble:
                 field="max_tokens",
                 remedy=f"ask for {room} tokens at the most, or shorten the prompt",
             )
-
-
-class StoppableText:
-    """The text of an answer: whole characters, never past a stop string; `generation.AnswerText`."""
-
-    def __init__(self, detokenizer: Detokenizer, stop_strings: StopStrings) -> None:
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has appeared."""
-        return self._stop_strings.matched is not None
-
-    def push(self, token_id: int) -> str:
-        """Take one more token; return the text that is now safe to show."""
-        return self._stop_strings.push(self._detokenizer.push(token_id))
-
-    def flush(self) -> str:
-        """Return what was held back."""
-        return self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()

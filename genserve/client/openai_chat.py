@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from genserve.request import Completion, Delta, FinishReason, Message, Usage
+from genserve.request import Completion, Delta, FinishReason, Message, StopReason, Usage
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
@@ -39,6 +39,7 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
         token_ids=_token_ids(choice),
         logprobs=_logprobs(choice, params),
         finish_reason=_finish_reason(choice),
+        stop_reason=choice.get("stop_reason"),
         usage=_usage(reply["usage"]),
     )
 
@@ -52,20 +53,26 @@ class AnswerEvents:
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._finish_reason: FinishReason | None = None
+        self._stop_reason: StopReason | None = None
 
     def read(self, chunk: Mapping[str, Any]) -> Delta | None:
         """Return what the chunk adds, None if nothing. Raises what `read_completion` raises."""
         # The chunk with the usage has no choice.
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         if choice.get("finish_reason"):
-            self._finish_reason = _finish_reason(choice)
+            self._finish_reason, self._stop_reason = _finish_reason(choice), choice.get("stop_reason")
         delta = Delta(
             text=choice["delta"].get("content") or "",
             token_ids=_token_ids(choice),
             logprobs=_logprobs(choice, self._params),
         )
         if self._finish_reason and chunk.get("usage"):
-            return replace(delta, finish_reason=self._finish_reason, usage=_usage(chunk["usage"]))
+            return replace(
+                delta,
+                finish_reason=self._finish_reason,
+                stop_reason=self._stop_reason,
+                usage=_usage(chunk["usage"]),
+            )
         return delta if delta.text or delta.token_ids else None
 
 

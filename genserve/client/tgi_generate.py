@@ -1,7 +1,7 @@
 """TGI generate: the bodies of /generate and /generate_stream, written and read.
 
-The shapes are those of Text Generation Inference; `cached_tokens`, `model` and parameters by vLLM's
-names are genserve's additions.
+The shapes are those of Text Generation Inference; `cached_tokens`, `stop_reason`, `model` and parameters
+by vLLM's names are genserve's additions.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def read_completion(
         token_ids=tuple(token["id"] for token in details["tokens"]),
         logprobs=_logprobs(details["tokens"], params),
         finish_reason=FinishReason(details["finish_reason"]),
+        stop_reason=details.get("stop_reason"),
         usage=Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=details["generated_tokens"],
@@ -73,13 +74,14 @@ class AnswerEvents:
         """Return what the event adds. Raises what `read_completion` raises."""
         token = event["token"]
         whole_text = event["generated_text"]
-        finish_reason, usage = None, None
+        finish_reason, stop_reason, usage = None, None, None
         if whole_text is None:
             text = token["text"]
         else:
             # Not the token's own text: that may be the end-of-sequence token's, which is none of the answer.
             text = whole_text[self._num_chars :]
             finish_reason = FinishReason(event["details"]["finish_reason"])
+            stop_reason = event["details"].get("stop_reason")
             usage = Usage(
                 prompt_tokens=event["details"]["input_length"],
                 completion_tokens=event["details"]["generated_tokens"],
@@ -91,6 +93,7 @@ class AnswerEvents:
             token_ids=(token["id"],),
             logprobs=_logprobs([token], self._params),
             finish_reason=finish_reason,
+            stop_reason=stop_reason,
             usage=usage,
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from genserve.errors import ModelFailed
 from genserve.generation.logit_rules import logit_rules
 from genserve.generation.logits_model import LogitsArray
-from genserve.request import Delta, FinishReason, TokenLogprob, TopTokens, Usage
+from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
@@ -26,11 +26,11 @@ class Want(Enum):
 
 
 class AnswerText(Protocol):
-    """The text of an answer as it grows: whole characters, never past a stop string."""
+    """The text of an answer as it grows: whole characters, never past what ends it."""
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string has appeared."""
+    def stop(self) -> str | None:
+        """The stop string that has ended the text; None as long as it goes on."""
 
     def push(self, token_id: int) -> str:
         """Take one more token; return the text that is now safe to show."""
@@ -58,6 +58,7 @@ class TokenSequence:
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         finish_reason: None while it runs.
+        stop_reason: which stop ended it, where the request has a name for it.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class TokenSequence:
         "picked_top",
         "preempted",
         "seed",
+        "stop_reason",
         "token_ids",
     )
 
@@ -112,6 +114,7 @@ class TokenSequence:
         self.picked_logprob: float | None = None
         self.picked_top: TopTokens = ()
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: StopReason | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self.logit_rules = logit_rules(
@@ -219,22 +222,24 @@ class TokenSequence:
             self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
             self._delta_top += [self.picked_top] if self._wants_top else []
             self.picked_logprob, self.picked_top = None, ()
-        if token_id in self._eos_token_ids or token_id in self._stop_token_ids:
-            self.finish(FinishReason.END_OF_SEQUENCE)
+        ends = token_id in self._eos_token_ids
+        if ends or token_id in self._stop_token_ids:
+            if self.params.include_stop_str_in_output:
+                self._text_delta += self._text.push(token_id)
+            self.finish(FinishReason.END_OF_SEQUENCE, stop_reason=None if ends else token_id)
             return
         self._text_delta += self._text.push(token_id)
-        if self._text.stopped:
-            self.finish_reason = FinishReason.STOP_STRING
+        if self._text.stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
 
-    def finish(self, reason: FinishReason) -> None:
-        """End the answer here."""
-        reason = FinishReason(reason)
+    def finish(self, reason: FinishReason, *, stop_reason: StopReason | None = None) -> None:
+        """End the answer here; `stop_reason` is what the caller is told beside the reason."""
+        self.finish_reason, self.stop_reason = FinishReason(reason), stop_reason
         self._text_delta += self._text.flush()
-        if self._text.stopped:  # the held-back rest completed a stop string
-            reason = FinishReason.STOP_STRING
-        self.finish_reason = reason
+        if self._text.stop is not None:  # the held-back rest completed a stop string
+            self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
 
     def preempt(self) -> None:
         """Begin anew, since its slot is somebody else's.
@@ -257,6 +262,7 @@ class TokenSequence:
             top_logprobs=tuple(self._delta_top),
             prompt_logprobs=tuple(self._prompt_logprobs),
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             usage=self._usage() if self.finished else None,
         )
         self._num_delivered = len(self.token_ids)

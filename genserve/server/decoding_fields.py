@@ -45,6 +45,7 @@ class DecodingFields(Body):
     bad_words: list[str] | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None

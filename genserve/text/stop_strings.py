@@ -1,19 +1,20 @@
-"""Stop strings: where a growing text has to end."""
+"""Stop strings: the texts at which a growing text has to end."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
+from genserve.text.stoppable_text import Stop
+
 __all__ = ["StopStrings"]
 
 
 class StopStrings:
-    """Finds the first stop string that is completed in a text that arrives in pieces.
+    """Finds the first stop string that is completed in a text that arrives in pieces; a `StopFinder`.
 
-    Text that may still grow into a stop string is held back: always less than the longest of them. Where the
-    text is cut into pieces changes nothing. Of two stop strings that end at the same character the longer one
-    counts. Each character costs amortised constant time, whatever the stop strings are.
+    Where the text is cut into pieces changes nothing. Of two stop strings that end at the same character the
+    longer one counts. Each character costs amortised constant time, whatever the stop strings are.
 
     Source: Aho and Corasick, "Efficient string matching" (CACM 18(6), 1975).
 
@@ -24,34 +25,26 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._starts = frozenset(stop[0] for stop in stops)
         self._root = self._node = _automaton(stops)
-        self._held = ""
-        self._matched: str | None = None
 
     @property
-    def matched(self) -> str | None:
-        """The stop string that ended the text; None as long as there is none."""
-        return self._matched
+    def num_pending(self) -> int:
+        """How many of the last characters may still grow into a stop string: less than the longest has."""
+        return self._node.depth
 
-    def push(self, text: str) -> str:
-        """Add `text`; returns what may be released: up to the match, and nothing after it."""
-        if self._matched is not None:
-            return ""
-        if not self._held and self._starts.isdisjoint(text):
-            return text
-        pending = self._held + text
-        for end, char in enumerate(text, start=len(self._held) + 1):
+    def find(self, text: str) -> Stop | None:
+        """Read on; return the first stop string that `text` completes, behind which nothing is read."""
+        if self._node is self._root and self._starts.isdisjoint(text):
+            return None
+        for end, char in enumerate(text, start=1):
             self._node = self._node.after(char)
             if self._node.match is not None:
-                self._matched, self._held = self._node.match, ""
-                return pending[: end - len(self._matched)]
-        released = len(pending) - self._node.depth
-        self._held = pending[released:]
-        return pending[:released]
+                return Stop(end=end, length=len(self._node.match), reason=self._node.match)
+        return None
 
-    def flush(self) -> str:
-        """The text held back, for a text that ended before any stop string did."""
-        held, self._held, self._node = self._held, "", self._root
-        return held
+    def skip(self, text: str) -> None:
+        """Read on; what `text` completes does not count."""
+        for char in text:
+            self._node = self._node.after(char)
 
 
 @dataclass(slots=True, eq=False)

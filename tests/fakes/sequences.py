@@ -17,12 +17,12 @@ class IdText:
     """`AnswerText` over `<id>` for each token; stops at one given id."""
 
     def __init__(self, stop_at: int | None = None) -> None:
-        self.stopped = False
+        self.stop: str | None = None
         self._stop_at = stop_at
 
     def push(self, token_id: int) -> str:
         if token_id == self._stop_at:
-            self.stopped = True
+            self.stop = f"<{token_id}>"
             return ""
         return f"<{token_id}>"
 

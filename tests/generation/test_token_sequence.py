@@ -25,6 +25,7 @@ def test_ignore_eos_goes_on_but_stop_token_ids_still_end():
     assert not sequence.finished
     sequence.append(4)
     assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
+    assert sequence.stop_reason == 4
 
 
 def test_a_stop_string_ends_with_its_own_reason():
@@ -32,7 +33,22 @@ def test_a_stop_string_ends_with_its_own_reason():
     sequence.append(5)
     sequence.append(6)
     assert sequence.finish_reason is FinishReason.STOP_STRING
-    assert sequence.take_delta().text == "<5>"
+    delta = sequence.take_delta()
+    assert delta.text == "<5>"
+    assert delta.stop_reason == "<6>"
+
+
+@pytest.mark.parametrize(("stop_token_ids", "stop_reason"), [((3,), None), ((4,), 4)])
+def test_the_end_of_the_sequence_has_no_name_and_a_stop_token_has_its_id(stop_token_ids, stop_reason):
+    sequence = sequence_of([1], eos_token_ids=[3], stop_token_ids=stop_token_ids)
+    sequence.append(stop_token_ids[0])
+    assert sequence.take_delta().stop_reason == stop_reason
+
+
+def test_the_text_of_a_stop_token_is_kept_where_that_is_asked_for():
+    sequence = sequence_of([1], stop_token_ids=(4,), include_stop_str_in_output=True)
+    sequence.append(4)
+    assert sequence.take_delta().text == "<4>"
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(3, 3), (None, 6), (6, 6)])

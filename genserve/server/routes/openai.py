@@ -160,7 +160,8 @@ class ChatFrames(Chunks):
             content = f'{{"content": {json.dumps(delta.text)}}}'
             chunks = self._chunk(delta.choice, content, logprobs=logprobs, extra=extra)
         if delta.finish_reason is not None:
-            chunks += self._chunk(delta.choice, "{}", finish_reason=f'"{FINISH[delta.finish_reason]}"')
+            ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'
+            chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
             chunks += self.ending(delta)
         return chunks
 
@@ -201,6 +202,7 @@ def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) ->
         "message": {"role": "assistant", "content": completion.text},
         "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH[completion.finish_reason],
+        "stop_reason": completion.stop_reason,
         **token_ids,
     }
 

@@ -157,6 +157,8 @@ class Choice:
             "logprobs": self._logprobs.part(part) if self._logprobs else None,
             "finish_reason": FINISH[part.finish_reason] if part.finish_reason else None,
         }
+        if part.finish_reason:
+            fields["stop_reason"] = part.stop_reason
         if self._token_ids:
             fields["token_ids"] = list(part.token_ids)
         if self._token_ids and self._first:

@@ -192,6 +192,7 @@ class TokenFrames:
     def _ending(self, delta: Delta) -> str:
         details = {
             "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
             "input_length": len(self._opened.prompts[0]),
             "cached_tokens": delta.usage.cached_tokens if delta.usage else 0,
@@ -220,6 +221,7 @@ async def _generate(
     if details:
         answer["details"] = {
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
             "generated_tokens": completion.usage.completion_tokens,
             "seed": opened.seed if body.parameters.sampling() else None,
             "prefill": [],

@@ -1,0 +1,98 @@
+"""What ends an answer, and how that is said: openai-python and others against a running server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from genserve import LLM, Completion
+
+PROMPT = "hello there"
+EXTRAS = {"ignore_eos": True}  # a random model ends anywhere
+OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture
+def client(tiny_server):
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_repository) -> Completion:
+    """What the same model says in this process."""
+    with LLM(tiny_repository) as llm:
+        return llm.generate(PROMPT, max_tokens=12, ignore_eos=True)
+
+
+def complete(client: openai.OpenAI, *, stream: bool = False, **extras: Any) -> tuple[str, str, Any]:
+    """The text, the finish reason and the stop reason of a completion."""
+    answer = client.completions.create(
+        **OPTIONS, prompt=PROMPT, stream=stream, extra_body=EXTRAS | extras
+    )
+    chunks = list(answer) if stream else [answer]
+    last = chunks[-1].choices[0]
+    return "".join(c.choices[0].text for c in chunks), last.finish_reason, last.model_extra["stop_reason"]
+
+
+def chat(client: openai.OpenAI, *, stream: bool = False, **extras: Any) -> tuple[str, str, Any]:
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
+    answer = client.chat.completions.create(
+        **OPTIONS, messages=messages, stream=stream, extra_body=EXTRAS | extras
+    )
+    if not stream:
+        choice = answer.choices[0]
+        return choice.message.content, choice.finish_reason, choice.model_extra["stop_reason"]
+    chunks = list(answer)
+    last = chunks[-1].choices[0]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    return text, last.finish_reason, last.model_extra["stop_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_the_stop_that_ended_the_text_is_named(client, ask, stream):
+    text, finish_reason, stop_reason = ask(client, stream=stream)
+    assert (finish_reason, stop_reason) == ("length", None)
+    stop = text[4:6]
+    assert ask(client, stream=stream, stop=[stop]) == (text[: text.index(stop)], "stop", stop)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_kept_where_that_is_asked_for(client, whole, stream):
+    stop = whole.text[4:6]
+    extras = {"stop": [stop], "include_stop_str_in_output": True}
+    kept = whole.text[: whole.text.index(stop) + len(stop)]
+    assert complete(client, stream=stream, **extras) == (kept, "stop", stop)
+
+
+def test_a_stop_token_is_named_and_its_text_is_kept_where_that_is_asked_for(client, whole):
+    stop_id = whole.token_ids[6]
+    first = whole.token_ids.index(stop_id)
+    text, finish_reason, stop_reason = complete(client, stop_token_ids=[stop_id])
+    assert (finish_reason, stop_reason) == ("stop", stop_id)
+    kept, _, _ = complete(client, stop_token_ids=[stop_id], include_stop_str_in_output=True)
+    assert whole.text.startswith(kept)
+    assert len(kept) > len(text) or first == 0
+
+
+def test_a_stop_string_within_min_tokens_does_not_end_the_text(client, whole):
+    stop = whole.text[0]
+    text, _, stop_reason = complete(client, stop=[stop], min_tokens=8)
+    assert whole.text.startswith(text)
+    assert len(text) > 1
+    assert stop_reason in (stop, None)
+    assert complete(client, stop=[stop])[0] == ""
+
+
+def test_tgi_says_it_in_the_details(tiny_server, whole):
+    stop = whole.text[4:6]
+    parameters = {"max_new_tokens": 12, "details": True, "ignore_eos": True, "stop": [stop]}
+    body = httpx2.post(
+        f"{tiny_server.url}/generate", json={"inputs": PROMPT, "parameters": parameters}
+    ).json()
+    assert body["details"]["finish_reason"] == "stop_sequence"
+    assert body["details"]["stop_reason"] == stop
