@@ -73,4 +73,11 @@ Beside = Annotated[
         help="Add the graph to a model that is there, in a folder beside its own; `genserve tune` chooses.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the weights that are there.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace the weights and their configs, and delete graphs beside them; "
+        "with --beside: replace that graph alone.",
+    ),
+]

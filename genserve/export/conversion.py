@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
 from typing import Self
@@ -11,36 +12,36 @@ from typing import Self
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.decoder import Decoder, Dimensions
+from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
-from genserve.export.family import Family
+from genserve.export.family import Family, Unsupported
 from genserve.export.form import Form
 from genserve.export.graph import Graph
+from genserve.export.int8_cache import round_cache
 from genserve.export.layers import Layers
-from genserve.export.precision import FORMATS
+from genserve.export.precision import FORMATS, require_cache, resolve_precision
+from genserve.export.progress import Progress
 from genserve.export.report import CacheType, Precision
 from genserve.export.smoothing import can_be_smoothed, smoothed
+from genserve.export.source_model import Reference
 from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
 from genserve.export.torchscript import write_torchscript
+from genserve.export.traced import TracedConversion
 from genserve.export.weights import parts_of
 
-__all__ = ["Conversion"]
+__all__ = ["Conversion", "convert"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What is to be written: a checkpoint, in a precision, under a name."""
+    """What is to be written of a checkpoint that a family knows."""
 
-    stages: Stages
-    form: Form
-    precision: Precision
-    checkpoint: Checkpoint
+    folders: StageFolders
     family: Family
     decoder: Decoder
-    kv_cache: CacheType = "float"
-    # Of `norms`, by their roles, see `Reference`; norms whose activations are known are smoothed.
-    activations: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -48,89 +49,130 @@ class Conversion:
         checkpoint: Checkpoint,
         *,
         stages: Stages,
-        precision: Precision,
         form: Form,
+        precision: Precision | None = None,
         kv_cache: CacheType = "float",
     ) -> Self:
         """Find the family of the checkpoint.
 
         Raises:
-            ExportError: no family builds what the config names.
+            Unsupported: no family builds what the config names.
+            ExportError: the config makes no sense, or the form has no such precision or KV cache.
         """
         family = family_of(checkpoint.config)
         if family is None:
-            raise ExportError(
-                f"{checkpoint.source} is of the architecture {architecture(checkpoint.config)}, "
-                f"which no family builds, and {form.words} is made of families alone",
-                remedy=f"export it to ONNX; or one of the known architectures: {', '.join(sorted(FAMILIES))}",
+            raise Unsupported(
+                f"it is of the architecture {architecture(checkpoint.config)}, which no family builds",
+                remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
             )
-        return cls(
+        decoder = family.decoder(checkpoint.config)
+        require_cache(kv_cache, form)
+        folders = StageFolders(
             stages=stages,
             form=form,
-            precision=precision,
+            precision=resolve_precision(precision, form),
             checkpoint=family.completed(checkpoint),
-            family=family,
-            decoder=family.decoder(checkpoint.config),
+            dimensions=decoder.dimensions,
             kv_cache=kv_cache,
         )
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """What the stages around the graph need to know of it."""
-        return self.decoder.dimensions
-
-    @property
-    def folders(self) -> StageFolders:
-        """The folders around the graph."""
-        return StageFolders(
-            stages=self.stages,
-            form=self.form,
-            precision=self.precision,
-            checkpoint=self.checkpoint,
-            dimensions=self.dimensions,
-            kv_cache=self.kv_cache,
-        )
+        return cls(folders=folders, family=family, decoder=decoder)
 
     @property
     def norms(self) -> dict[str, str]:
         """The norms whose activations are worth knowing: role to the name of transformers' module."""
-        parts = parts_of(self.family.names, num_layers=self.dimensions.num_layers)
+        parts = parts_of(self.family.names, num_layers=self.folders.dimensions.num_layers)
         norms = {role: part.name for role, part in parts.items() if can_be_smoothed(role)}
-        return norms if FORMATS[self.precision].by_row else {}
+        return norms if FORMATS[self.folders.precision].by_row else {}
 
-    def write_graph(self, folder: Path, *, advance: Callable[[int], None]) -> Path:
-        """Write the graph and its weights; returns their folder. `advance` is called with 1 after each layer.
+    def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
+        """Write the graph and its weights; returns their folder.
+
+        Args:
+            folder: of all stages.
+            reference: of the source. Norms whose activations it has are smoothed, and what it has read
+                tells the scales of a KV cache in int8.
+            progress: is shown the stages of the work.
 
         Raises:
             ExportError: the checkpoint lacks a tensor, or has one that the family knows nothing of.
         """
-        version = folder / self.stages.logits / "1"
+        folders = self.folders
+        version = folder / folders.stages.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
+        num_layers = folders.dimensions.num_layers
+        with progress.stage(f"converting to {folders.precision}", total=num_layers) as advance:
+            self._write(version, activations=reference.activations, advance=advance)
+        if folders.kv_cache == "int8":
+            with progress.stage("rounding the KV cache to int8"):
+                round_cache(version, self.decoder, ids=reference.calibration)
+        return version
+
+    def _write(
+        self, version: Path, *, activations: Mapping[str, FloatArray], advance: Callable[[int], None]
+    ) -> None:
+        folders, checkpoint = self.folders, self.folders.checkpoint
         used: set[str] = set()
 
         def load(name: str) -> FloatArray:
             used.add(name)
-            return self.checkpoint.load(name)
+            return checkpoint.load(name)
 
-        plain = self.family.weights(replace(self.checkpoint, load=load), self.decoder)
-        weights = smoothed(plain, self.activations)
-        metadata = self.folders.metadata(family=self.family.name)
-        if self.form is Form.TORCHSCRIPT:
-            path = version / self.form.file_name
-            write_torchscript(weights, self.decoder, path, precision=self.precision, metadata=metadata)
-            advance(self.dimensions.num_layers)
+        plain = self.family.weights(replace(checkpoint, load=load), self.decoder)
+        weights = smoothed(plain, activations)
+        metadata = folders.metadata(family=self.family.name)
+        if folders.form is Form.TORCHSCRIPT:
+            path = version / folders.form.file_name
+            write_torchscript(weights, self.decoder, path, precision=folders.precision, metadata=metadata)
+            advance(folders.dimensions.num_layers)
         else:
             with Graph(version) as graph:
-                write_decoder(weights, self.decoder, Layers(graph, FORMATS[self.precision]), advance)
+                write_decoder(weights, self.decoder, Layers(graph, FORMATS[folders.precision]), advance)
                 graph.save(metadata=metadata)
         self._require_all(used)
-        return version
 
     def _require_all(self, used: set[str]) -> None:
-        unknown = sorted(filterfalse(self.family.may_ignore, self.checkpoint.tensor_names - used))
+        checkpoint = self.folders.checkpoint
+        unknown = sorted(filterfalse(self.family.may_ignore, checkpoint.tensor_names - used))
         if unknown:
             raise ExportError(
-                f"{self.checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "
+                f"{checkpoint.source} has {len(unknown)} tensors that the family {self.family.name} "
                 f"does not know, {unknown[0]!r} first",
                 remedy="it is not the plain architecture that its config names; nothing was installed",
             )
+
+
+def convert(
+    checkpoint: Checkpoint,
+    *,
+    stages: Stages,
+    form: Form,
+    precision: Precision | None = None,
+    kv_cache: CacheType = "float",
+) -> Conversion | TracedConversion:
+    """Return how a checkpoint is written: by its family, or traced where that has to be and can be.
+
+    Raises:
+        ExportError: neither way; or the form has no such precision or KV cache.
+    """
+    try:
+        return Conversion.of(
+            checkpoint, stages=stages, form=form, precision=precision, kv_cache=kv_cache
+        )
+    except Unsupported as error:
+        if form is not Form.ONNX:
+            raise ExportError(
+                f"{checkpoint.source}: {error.message}, and {form.words} is made of families alone",
+                remedy=f"export it to ONNX; {error.remedy}",
+            ) from error
+        logger.warning(
+            "%s: %s: its graph is traced from the code of transformers, and slower than one of ours",
+            checkpoint.source,
+            error.message,
+        )
+    require_cache(kv_cache, Form.TRACED)
+    family = family_of(checkpoint.config)
+    return TracedConversion.of(
+        checkpoint if family is None else family.completed(checkpoint),
+        stages=stages,
+        precision=resolve_precision(precision, Form.TRACED),
+    )

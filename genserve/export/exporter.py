@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from genserve.backends.onnx_session import onnxruntime_module
@@ -16,8 +14,6 @@ from genserve.export.stages import Stages
 from genserve.export.staging import install, install_beside, staging_folder
 
 __all__ = ["export_model"]
-
-logger = logging.getLogger(__name__)
 
 
 def export_model(
@@ -63,77 +59,52 @@ def export_model(
     else:
         _require_free_beside(stages, repository, beside=beside, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
-        from genserve.export.architectures import architecture, family_of
-        from genserve.export.conversion import Conversion
-        from genserve.export.int8_cache import round_cache
+        from genserve.export.conversion import convert
         from genserve.export.parity import check_parity
-        from genserve.export.precision import require_cache, resolve_precision
         from genserve.export.source import locate, read_checkpoint
         from genserve.export.source_model import run_source
-        from genserve.export.traced import TracedConversion
 
         if file_format == "onnx":
             onnxruntime_module()    # runs the graph beside its source; better missed now than then
     path = locate(source)  # outside of a stage: the hub shows its own bars
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
-        form = Form(file_format)
-        if form is Form.ONNX and family_of(checkpoint.config) is None:
-            form = Form.TRACED
-        precision = resolve_precision(precision, form)
-        require_cache(kv_cache, form)
-        conversion: Conversion | TracedConversion
-        if form is Form.TRACED:
-            logger.warning(
-                "%s is of the architecture %s, which no family builds: its graph is traced from the code of "
-                "transformers, and slower than one of ours",
-                source,
-                architecture(checkpoint.config),
-            )
-            conversion = TracedConversion.of(checkpoint, stages=stages, precision=precision)
-        else:
-            conversion = Conversion.of(
-                checkpoint, stages=stages, precision=precision, form=form, kv_cache=kv_cache
-            )
+        conversion = convert(
+            checkpoint, stages=stages, form=Form(file_format), precision=precision, kv_cache=kv_cache
+        )
+    folders = conversion.folders
     with staging_folder(repository, stages) as staged:
         if beside is not None:
-            conversion.folders.require_agreeing_config(repository, beside=True)
+            folders.require_agreeing_config(repository, beside=True)
         else:
             if not overwrite:
-                conversion.folders.require_agreeing_config(repository)
-            conversion.folders.write(staged, repository=repository)
-        norms = conversion.norms if isinstance(conversion, Conversion) else {}
-        with progress.stage("running the source", total=conversion.dimensions.num_layers) as advance:
+                folders.require_agreeing_config(repository)
+            folders.write(staged, repository=repository)
+        with progress.stage("running the source", total=folders.dimensions.num_layers) as advance:
             reference = run_source(
-                conversion.checkpoint,
-                context_length=conversion.dimensions.context_length,
-                norms=norms,
+                folders.checkpoint,
+                context_length=folders.dimensions.context_length,
+                norms=conversion.norms,
                 advance=advance,
             )
-        if isinstance(conversion, Conversion):
-            conversion = replace(conversion, activations=reference.activations)
-        with progress.stage(f"converting to {precision}", total=conversion.dimensions.num_layers) as advance:
-            weights = conversion.write_graph(staged, advance=advance)
-        if isinstance(conversion, Conversion) and kv_cache == "int8":
-            with progress.stage("rounding the KV cache to int8"):
-                round_cache(weights, conversion.decoder, ids=reference.calibration)
+        weights = conversion.write_graph(staged, reference=reference, progress=progress)
         with progress.stage("comparing with the source"):
             parity = check_parity(
                 reference,
                 weights,
-                form=form,
-                precision=precision,
+                form=folders.form,
+                precision=folders.precision,
                 kv_cache=kv_cache,
                 source=checkpoint.source,
             )
-        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{form.file_name}*"))
+        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{folders.form.file_name}*"))
         if beside is None:
             install(staged, repository, stages, overwrite=overwrite)
         else:
             install_beside(staged, repository, stages, beside=beside)
     return ExportReport(
         name=name,
-        precision=precision,
+        precision=folders.precision,
         kv_cache=kv_cache,
         seconds=time.perf_counter() - start,
         largest_logit_difference=parity.largest_logit_difference,

@@ -16,7 +16,7 @@ from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Activation, Decoder
 from genserve.export.weights import DecoderWeights, Names
 
-__all__ = ["Family", "read_activation", "require"]
+__all__ = ["Family", "Unsupported", "read_activation", "require"]
 
 # By transformers' names.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -37,6 +37,10 @@ _SENSELESS = (StrictDataclassError, ArithmeticError, AttributeError, LookupError
 _HEAD = "lm_head.weight"
 
 
+class Unsupported(ExportError):
+    """A sound model, but none that a graph of the families computes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """All that the export knows of a family; one file in `families/`, and a line in `architectures.py`."""
@@ -54,10 +58,14 @@ class Family:
         """What the model with this config.json computes.
 
         Raises:
-            ExportError: the config makes no sense, or asks for what the graph has not.
+            Unsupported: the config asks for what the graph has not.
+            ExportError: it makes no sense, or the weights are quantised.
         """
-        plain = "quantization_config" not in config
-        require(plain, found="quantised weights", known="float32, float16 and bfloat16")
+        if "quantization_config" in config:
+            raise ExportError(
+                "the config has quantised weights, which cannot be read",
+                remedy="known: float32, float16 and bfloat16",
+            )
         try:
             _require_one_model(config)
             decoder = self.describe(AutoConfig.for_model(**config))
@@ -96,17 +104,17 @@ def require(holds: bool, *, found: str, known: str) -> None:  # noqa: FBT001
     """Refuse what a config asks for and the graph has not.
 
     Raises:
-        ExportError: it does not hold; the message has what was found, the remedy what is known.
+        Unsupported: it does not hold; the message has what was found, the remedy what is known.
     """
     if not holds:
-        raise ExportError(f"the config has {found}, which the graph has not", remedy=f"known: {known}")
+        raise Unsupported(f"the config has {found}, which the graph has not", remedy=f"known: {known}")
 
 
 def read_activation(name: str) -> Activation:
     """The activation that a config names.
 
     Raises:
-        ExportError: the graph does not have it.
+        Unsupported: the graph does not have it.
     """
     require(name in _ACTIVATIONS, found=f"the activation {name!r}", known=", ".join(_ACTIVATIONS))
     return _ACTIVATIONS[name]

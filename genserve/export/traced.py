@@ -1,15 +1,16 @@
-"""Traced: models of architectures without a family, by what torch makes of transformers' own code."""
+"""Traced: models that no family builds, by what torch makes of transformers' own code."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
+from genserve.export.progress import Progress
 from genserve.export.report import Precision
-from genserve.export.source_model import source_model
+from genserve.export.source_model import Reference, source_model
 from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
 
@@ -35,7 +37,7 @@ _DEFAULT_CONTEXT = 2048  # tokens, of a config that does not say
 class TracedConversion:
     """What is to be written, as `Conversion` is for the families; the whole model is in memory."""
 
-    checkpoint: Checkpoint
+    norms: ClassVar[Mapping[str, str]] = MappingProxyType({})
     folders: StageFolders
 
     @classmethod
@@ -55,29 +57,27 @@ class TracedConversion:
             checkpoint=checkpoint,
             dimensions=dimensions,
         )
-        return cls(checkpoint=checkpoint, folders=folders)
+        return cls(folders=folders)
 
-    @property
-    def dimensions(self) -> Dimensions:
-        """What the stages around the graph need to know of it."""
-        return self.folders.dimensions
-
-    def write_graph(self, folder: Path, *, advance: Callable[[int], None]) -> Path:
-        """Write the graph and its weights; returns their folder. `advance` is called at the end.
+    def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
+        """Write the graph and its weights; returns their folder. It is in float32: the reference has no use.
 
         Raises:
             ExportError: torch cannot export the model, or ONNX Runtime cannot run what it has exported.
         """
+        del reference
+        checkpoint, dimensions = self.folders.checkpoint, self.folders.dimensions
         version = folder / self.folders.stages.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
-        with _refusing(self.checkpoint), _quiet():
-            program = _export(source_model(self.checkpoint), self.dimensions)
-        program.model.metadata_props.update(self.folders.metadata(family="traced"))
         path = version / Form.TRACED.file_name
-        program.save(str(path), external_data=True)
-        with _refusing(self.checkpoint):
-            GrowingLogits(path, num_slots=1)  # ONNX Runtime lacks some operators that torch writes
-        advance(self.dimensions.num_layers)
+        with progress.stage("tracing", total=dimensions.num_layers) as advance:
+            with _refusing(checkpoint), _quiet():
+                program = _export(source_model(checkpoint), dimensions)
+            program.model.metadata_props.update(self.folders.metadata(family="traced"))
+            program.save(str(path), external_data=True)
+            with _refusing(checkpoint):
+                GrowingLogits(path, num_slots=1)  # ONNX Runtime lacks some operators that torch writes
+            advance(dimensions.num_layers)
         return version
 
 
@@ -115,7 +115,9 @@ def _dimensions(checkpoint: Checkpoint) -> Dimensions:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         ids = torch.zeros((1, 2), dtype=torch.long)
-        output = model.eval()(ids, past_key_values=DynamicCache(), use_cache=True)
+        # Without the mask some look for padding among the ids, and these have no values.
+        mask = torch.ones_like(ids)
+        output = model.eval()(ids, attention_mask=mask, past_key_values=DynamicCache(), use_cache=True)
     tensors = _tensors(output.past_key_values)
     [(_, num_kv_heads, _, head_dim)] = {tuple(tensor.shape) for tensor in tensors}
     return Dimensions(
@@ -162,8 +164,7 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         # transformers lists all the models that it knows.
         reason = shorten(str(error.__cause__ or error), width=200) or type(error).__name__
         raise ExportError(
-            f"{checkpoint.source} is of the architecture {name}, which no family builds and which cannot be "
-            f"traced: {reason}",
+            f"{checkpoint.source} is of the architecture {name}, and cannot be traced: {reason}",
             remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
         ) from error
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.export.cached_graph import CachedGraph
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
+from genserve.export.progress import SilentProgress
 from genserve.export.report import Precision
 from genserve.export.source import read_checkpoint
+from genserve.export.source_model import Reference
 from genserve.export.stages import Stages
 
 __all__ = ["WrittenGraph", "conversion_of", "write_conversion", "write_graph"]
+
+
+NOTHING_SEEN = Reference(
+    ids=np.empty((0, 0), np.int64),
+    logits=np.empty((0, 0, 0), np.float32),
+    calibration=np.empty((0, 0), np.int64),
+    activations={},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +64,14 @@ def conversion_of(
     return Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision, form=form)
 
 
-def write_conversion(conversion: Conversion, folder: Path) -> WrittenGraph:
-    conversion.folders.write(folder, repository=folder)
-    version = conversion.write_graph(folder, advance=lambda _units: None)
+def write_conversion(
+    conversion: Conversion, folder: Path, *, reference: Reference = NOTHING_SEEN
+) -> WrittenGraph:
+    folders = conversion.folders
+    folders.write(folder, repository=folder)
     return WrittenGraph(
-        folder=version,
-        form=conversion.form,
-        precision=conversion.precision,
-        dimensions=conversion.dimensions,
+        folder=conversion.write_graph(folder, reference=reference, progress=SilentProgress()),
+        form=folders.form,
+        precision=folders.precision,
+        dimensions=folders.dimensions,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from genserve.export.checkpoint import FloatArray
 from genserve.export.conversion import Conversion
-from genserve.export.source_model import run_source
+from genserve.export.source_model import Reference, run_source
 from tests.export.graphs import conversion_of, write_conversion
 from tests.export.test_families import MAX_DIFFERENCE, difference_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
@@ -23,42 +23,48 @@ def test_a_smoothed_model_computes_the_same(tmp_path: Path, model: str) -> None:
     # In fp32 a head that is the embedding is stored once, and cannot be smoothed.
     config = {**TINY_MODELS[model], "tie_word_embeddings": False}
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)
-    conversion = observed(conversion_of(source, precision="int8"))
-    assert conversion.activations.keys() == conversion.norms.keys()
-    exact = replace(conversion, precision="fp32")
-    assert difference_of(write_conversion(exact, tmp_path / "graph"), source) < MAX_DIFFERENCE
+    conversion = conversion_of(source, precision="int8")
+    reference = observed(conversion)
+    assert reference.activations.keys() == conversion.norms.keys()
+    graph = write_conversion(exact(conversion), tmp_path / "graph", reference=reference)
+    assert difference_of(graph, source) < MAX_DIFFERENCE
 
 
 def test_smoothing_halves_what_rounding_costs_where_a_channel_stands_out(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     conversion = with_large_channels(conversion_of(source, precision="int8"))
     rough = write_conversion(conversion, tmp_path / "rough")
-    smooth = write_conversion(observed(conversion), tmp_path / "smooth")
-    exact = write_conversion(replace(conversion, precision="fp32"), tmp_path / "exact")
+    smooth = write_conversion(conversion, tmp_path / "smooth", reference=observed(conversion))
+    plain = write_conversion(exact(conversion), tmp_path / "exact")
     ids = np.random.default_rng(0).integers(3, 320, (1, 60))
     logits = [
         graph.cached(batch=1, max_len=60).forward(ids, past=[0], rows=range(60))
-        for graph in (exact, rough, smooth)
+        for graph in (plain, rough, smooth)
     ]
     rough_error, smooth_error = (np.square(found - logits[0]).mean() ** 0.5 for found in logits[1:])
     assert smooth_error < rough_error / 2
 
 
-def observed(conversion: Conversion) -> Conversion:
-    reference = run_source(conversion.checkpoint, context_length=64, norms=conversion.norms)
-    return replace(conversion, activations=reference.activations)
+def observed(conversion: Conversion) -> Reference:
+    return run_source(conversion.folders.checkpoint, context_length=64, norms=conversion.norms)
+
+
+def exact(conversion: Conversion) -> Conversion:
+    """The same in fp32."""
+    return replace(conversion, folders=replace(conversion.folders, precision="fp32"))
 
 
 def with_large_channels(conversion: Conversion) -> Conversion:
     """The same model, with norms that put out some channels a hundred times as large as what reads them."""
-    load = conversion.checkpoint.load
+    checkpoint = conversion.folders.checkpoint
 
     def larger(name: str) -> FloatArray:
-        tensor = load(name).copy()
+        tensor = checkpoint.load(name).copy()
         if name.endswith("layernorm.weight"):
             tensor[::13] *= 100
         elif name.endswith(READERS):
             tensor[:, ::13] /= 100
         return tensor
 
-    return replace(conversion, checkpoint=replace(conversion.checkpoint, load=larger))
+    folders = replace(conversion.folders, checkpoint=replace(checkpoint, load=larger))
+    return replace(conversion, folders=folders)

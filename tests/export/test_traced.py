@@ -12,7 +12,7 @@ from genserve.backends.logits_growing import GrowingLogits
 from genserve.errors import ExportError, RepositoryError
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
 from tests.backends.networks import bloom_onnx
-from tests.export.tiny_models import tiny_checkpoint
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 _SIZES = {
     "num_hidden_layers": 2,
@@ -20,6 +20,9 @@ _SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+
+_HALF_TURNED = {"partial_rotary_factor": 0.5}
+_RESIDUAL = {"apply_residual_connection_post_layernorm": True}
 
 
 def export(source: Path, repository: Path, **options: object) -> ExportReport:
@@ -43,6 +46,38 @@ def test_other_architectures_are_exact_too(tmp_path: Path, config: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("model", "changed", "reason"),
+    [
+        ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20, which the graph has not"),
+        pytest.param("llama", _HALF_TURNED, "partial_rotary_factor 0.5", marks=pytest.mark.slow),
+        pytest.param("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim", marks=pytest.mark.slow),
+        pytest.param("bloom_4_heads", _RESIDUAL, "apply_residual", marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_graph_of_a_family_has_not_is_traced_and_it_is_said_why(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model: str,
+    changed: dict[str, Any],
+    reason: str,
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **(TINY_MODELS[model] | changed))
+    report = export(source, tmp_path / "repository")
+    assert (report.precision, report.top1_agreement) == ("fp32", 1.0)
+    assert report.largest_logit_difference < 1e-4
+    assert reason in caplog.text
+    assert "traced from the code of transformers, and slower" in caplog.text
+
+
+def test_a_config_that_makes_no_sense_is_not_traced(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": "four"}))
+    with pytest.raises(ExportError, match=r"config\.json is not that of a llama model"):
+        export(source, tmp_path / "repository")
+
+
+@pytest.mark.parametrize(
     ("file_format", "precision", "words"),
     [
         ("onnx", "int8", "'int8' is no precision of a traced model"),
@@ -61,7 +96,7 @@ def test_a_model_that_keeps_no_keys_and_values_is_refused(tmp_path: Path) -> Non
     source = tiny_checkpoint(
         tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
     )
-    with pytest.raises(ExportError, match="MambaForCausalLM, which no family builds and which cannot"):
+    with pytest.raises(ExportError, match="MambaForCausalLM, and cannot be traced"):
         export(source, tmp_path / "repository")
 
 
