@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from genserve.errors import InvalidRequest
+from genserve.plugin_call import PluginCall, PluginCallOptions, read_plugin_call, read_plugin_calls
 from genserve.refused_methods import without_refused_methods
 from genserve.sampling_stages import require_coherent_stages
 
@@ -89,6 +90,9 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs",
     "logprob_token_ids",
     "logprobs_mode",
+    "logits_processors",
+    "stop_rules",
+    "output_parser",
 )
 
 
@@ -151,6 +155,9 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "processed"] = "raw"     # of the answer: the model's, or after all rules
     prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
     cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
+    logits_processors: tuple[PluginCall, ...] = ()  # of the model's plug-ins, in this order
+    stop_rules: tuple[PluginCall, ...] = ()         # of the model's plug-ins: any of them ends the text
+    output_parser: PluginCall | None = None         # of the model's plug-ins: what the text goes through
 
     def __post_init__(self) -> None:
         for name, (number_holds, rule) in _NUMBERS.items():
@@ -211,10 +218,12 @@ class SamplingParams:
             _require(getattr(self, name) == default[name].default, name, rule)
 
     def changed(self) -> dict[str, Any]:
-        """Return what is not as it is by default, by name."""
+        """Return what is not as it is by default, by name, as JSON has it."""
         default = SamplingParams()
         names = [option.name for option in fields(self)]
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+        changed = {name: getattr(self, name) for name in names}
+        changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
+        return {name: _plain(value) for name, value in changed.items()}
 
     def token_ids(self) -> Mapping[str, Iterable[int]]:
         """Return the ids that it names, by parameter; each must be in the model's vocabulary."""
@@ -273,6 +282,9 @@ class SamplingOptions(TypedDict, total=False):
     logprobs_mode: Literal["raw", "processed"]
     prompt_logprobs: int | None
     cache_salt: str | None
+    logits_processors: Sequence[PluginCall | PluginCallOptions] | None
+    stop_rules: Sequence[PluginCall | PluginCallOptions] | None
+    output_parser: PluginCall | PluginCallOptions | None
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
@@ -296,7 +308,17 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
         else:
             values[name] = _listed(values[name], name)
     values["logit_bias"] = _biases(values.get("logit_bias"))
+    for name in ("logits_processors", "stop_rules"):
+        values[name] = read_plugin_calls(values.get(name), field=name)
+    if values.get("output_parser") is not None:
+        values["output_parser"] = read_plugin_call(values["output_parser"], field="output_parser")
     return SamplingParams(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PluginCall):
+        return asdict(value)
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _listed(value: Any, name: str) -> tuple[Any, ...]:

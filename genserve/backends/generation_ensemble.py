@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.generation.loop import EngineLoop
+from genserve.generation.plugins import PluginContext
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Message, Prompt
 from genserve.sampling_params import SamplingParams
@@ -25,6 +27,7 @@ class GenerationEnsemble:
         name: of the ensemble in the repository.
         tokenizer: its tokenizer stage.
         loop: the engine over its logits and decoder stages.
+        plugins: of its decoder stage.
         max_length: tokens of prompt and answer together.
         num_slots: requests that run together; more wait.
         kv_cache_bytes: the memory that the KV cache takes at the most.
@@ -39,6 +42,7 @@ class GenerationEnsemble:
         name: str,
         tokenizer: Tokenizer,
         loop: EngineLoop,
+        plugins: Plugins,
         max_length: int,
         num_slots: int,
         vocab_size: int,
@@ -49,6 +53,7 @@ class GenerationEnsemble:
         self.name = name
         self.tokenizer = tokenizer
         self.loop = loop
+        self.plugins = plugins
         self.max_length = max_length
         self.num_slots = num_slots
         self.kv_cache_bytes = kv_cache_bytes
@@ -72,7 +77,8 @@ class GenerationEnsemble:
 
         Raises:
             InvalidRequest: an empty prompt, bad text or messages, ids outside the vocabulary;
-                `field` is `prompt`, `messages` or the parameter's name.
+                `field` is `prompt`, `messages` or the parameter's name. So is a plug-in that the model has
+                not, or not with such arguments.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
         """
         for name in ("use_beam_search", "best_of"):
@@ -92,12 +98,21 @@ class GenerationEnsemble:
         self.loop.close()
 
     def _sequence(self, token_ids: Sequence[int], params: SamplingParams, choice: int) -> TokenSequence:
+        seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
+        context = PluginContext(
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            seed=seed,
+        )
         return TokenSequence(
             token_ids,
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64,
+            seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            text=self._text(params),
+            text=self.plugins.parsed(self._text(params), context),
+            plugins=self.plugins.for_sequence(context),
             max_length=self.max_length,
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],

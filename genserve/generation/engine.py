@@ -267,7 +267,9 @@ def _score(logits: LogitsArray, rows: Iterable[tuple[int, Occupant]]) -> None:
             sequence.add_score(likelihood(logits[row], token_id, num_top=num_top))
 
 
-def _not_finite(sequence: TokenSequence) -> ModelFailed:
+def _not_finite(sequence: TokenSequence) -> GenserveError:
+    if sequence.plugins.failure is not None:
+        return sequence.plugins.failure
     if sequence.logit_rules is None:
         return ModelFailed("the model's logits are not finite")
     return ModelFailed(

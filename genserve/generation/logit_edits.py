@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray
 
-__all__ = ["Entries", "LogitEdits", "apply_edits", "join_edits"]
+__all__ = ["Entries", "LogitEdits", "RowEdit", "apply_edits", "join_edits"]
 
 # Brings an index or numbers to where the logits lie.
 Place: TypeAlias = Callable[[NDArray[Any]], Any]
@@ -34,14 +35,24 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowEdit:
+    """What code of the repository does to one row of logits."""
+
+    row: int
+    apply: Callable[[LogitsArray], None]        # overwrites [V] float32, of numpy or of torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
     """What is changed, in the order in which it is; no place comes twice in one field but `banned`."""
 
+    before: tuple[RowEdit, ...] = ()
     allowed: Entries            # of a row with any, all other tokens get -inf; values unused
     biased: Entries             # added
     repeated: Entries           # what is above 0 is divided by it, the rest multiplied
     lowered: Entries            # subtracted
     banned: Entries             # gets -inf; values unused
+    after: tuple[RowEdit, ...] = ()
 
 
 def join_edits(edits: Sequence[LogitEdits]) -> LogitEdits:
@@ -61,6 +72,8 @@ def apply_edits(logits: LogitsArray, edits: LogitEdits, *, place: Place = np.asa
 
     Source: the penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it.
     """
+    for edit in edits.before:
+        edit.apply(logits[edit.row])
     if edits.allowed.rows.size:
         allowed = _index(edits.allowed, place)
         kept = logits[allowed]
@@ -76,9 +89,13 @@ def apply_edits(logits: LogitsArray, edits: LogitEdits, *, place: Place = np.asa
         logits[_index(edits.lowered, place)] -= place(edits.lowered.values)
     if edits.banned.rows.size:
         logits[_index(edits.banned, place)] = -np.inf
+    for edit in edits.after:
+        edit.apply(logits[edit.row])
 
 
-def _joined(parts: Sequence[Entries]) -> Entries:
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(chain.from_iterable(parts))
     return Entries(
         rows=np.concatenate([part.rows for part in parts]),
         token_ids=np.concatenate([part.token_ids for part in parts]),

@@ -9,6 +9,7 @@ import numpy as np
 
 from genserve.generation.logit_edits import Entries, LogitEdits
 from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.plugins import SequencePlugins
 from genserve.generation.repetition import Repetition
 from genserve.sampling_params import SamplingParams
 
@@ -26,6 +27,7 @@ class LogitRules:
         ending_ids: frozenset[int],
         bad_words: Sequence[Sequence[int]],
         dry_breakers: Sequence[Sequence[int]] = (),
+        plugins: SequencePlugins,
     ) -> None:
         """Begin before the first token.
 
@@ -35,7 +37,9 @@ class LogitRules:
             ending_ids: of the tokens that end the answer.
             bad_words: `params.bad_words` as token ids, in each way in which one can be written.
             dry_breakers: `params.dry_sequence_breakers`, the same.
+            plugins: of the sequence.
         """
+        self._plugins = plugins
         self._num_prompt_tokens = num_prompt_tokens
         self._min_length = num_prompt_tokens + params.min_tokens
         self._ending_ids = tuple(ending_ids)
@@ -62,11 +66,13 @@ class LogitRules:
         self._read(token_ids)
         lowered, amounts = self._lowered(token_ids)
         return LogitEdits(
+            before=self._plugins.edits("pre", token_ids, row=row),
             allowed=Entries.of(self._allowed, row=row),
             biased=Entries.of(self._biased, self._bias, row=row),
             repeated=Entries.of(self._seen, self._repetition, row=row),
             lowered=Entries.of(lowered, amounts, row=row),
             banned=Entries.of(self._banned(token_ids), row=row),
+            after=self._plugins.edits("post_penalty", token_ids, row=row),
         )
 
     def _read(self, token_ids: Sequence[int]) -> None:
@@ -131,6 +137,7 @@ def logit_rules(
     ending_ids: frozenset[int],
     bad_words: Sequence[Sequence[int]],
     dry_breakers: Sequence[Sequence[int]] = (),
+    plugins: SequencePlugins,
 ) -> LogitRules | None:
     """Return the rules of a request, None if it changes no logit. Arguments are those of `LogitRules`."""
     changes = (
@@ -144,6 +151,7 @@ def logit_rules(
         or params.suppress_tokens
         or params.min_tokens
         or bad_words
+        or plugins.processes
     )
     if not changes:
         return None
@@ -153,4 +161,5 @@ def logit_rules(
         ending_ids=ending_ids,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
+        plugins=plugins,
     )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from genserve.errors import ModelFailed
 from genserve.generation.logit_rules import logit_rules
 from genserve.generation.logits_model import LogitsArray
+from genserve.generation.plugins import SequencePlugins
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
 
@@ -59,6 +60,7 @@ class TokenSequence:
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
+        plugins: what the repository adds to its decoding.
     """
 
     __slots__ = (
@@ -84,6 +86,7 @@ class TokenSequence:
         "params",
         "picked_logprob",
         "picked_top",
+        "plugins",
         "preempted",
         "seed",
         "stop_reason",
@@ -102,6 +105,7 @@ class TokenSequence:
         vocab_size: int,
         bad_words: Sequence[Sequence[int]] = (),
         dry_breakers: Sequence[Sequence[int]] = (),
+        plugins: SequencePlugins | None = None,
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -117,12 +121,14 @@ class TokenSequence:
         self.stop_reason: StopReason | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
+        self.plugins = plugins or SequencePlugins()
         self.logit_rules = logit_rules(
             params,
             num_prompt_tokens=self.num_prompt_tokens,
             ending_ids=frozenset(i for i in self._eos_token_ids | self._stop_token_ids if i < vocab_size),
             bad_words=bad_words,
             dry_breakers=dry_breakers,
+            plugins=self.plugins,
         )
         self._text = text
         self._text_delta = ""
@@ -228,9 +234,13 @@ class TokenSequence:
                 self._text_delta += self._text.push(token_id)
             self.finish(FinishReason.END_OF_SEQUENCE, stop_reason=None if ends else token_id)
             return
-        self._text_delta += self._text.push(token_id)
+        text = self._text.push(token_id)
+        self._text_delta += text
+        rule = self.plugins.stopped_by(self.token_ids, text) if self.plugins.stop_rules else None
         if self._text.stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
+        elif rule is not None and self.num_new_tokens >= self.params.min_tokens:
+            self.finish(FinishReason.STOP_STRING, stop_reason=rule)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
 

@@ -10,7 +10,7 @@ from genserve.backends.backend import Placement
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.logits_names import LogitsNames
 from genserve.backends.parameters import boolean_parameter
-from genserve.backends.python.decoding import load_decode
+from genserve.backends.python.decoding import load_decoding
 from genserve.backends.row_picker import pick_rows
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
@@ -166,15 +166,16 @@ def _ensemble(
 ) -> GenerationEnsemble:
     tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
     decoder = stages["decoder"]
-    decode = load_decode(decoder.latest_version() / "model.py", name=decoder.name)
+    decoding = load_decoding(decoder.latest_version() / "model.py", name=decoder.name)
     logits = load_logits(stages["logits"], placement=placement)
     loop = _start(
-        logits, decode=decode, entry=entry, stage=stages["logits"], options=options, metrics=metrics
+        logits, decode=decoding.decode, entry=entry, stage=stages["logits"], options=options, metrics=metrics
     )
     return GenerationEnsemble(
         name=entry.name,
         tokenizer=tokenizer,
         loop=loop,
+        plugins=decoding.plugins,
         max_length=logits.max_length,
         num_slots=logits.num_slots,
         vocab_size=logits.vocab_size,

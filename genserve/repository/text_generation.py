@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from genserve.backends.strings import string_tensor, texts
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
-from genserve.inference import Inference, InferenceResponse
+from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.request import Delta
 from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.statistics import ModelStatistics
@@ -32,6 +33,8 @@ _PARAMETERS = {
     "presence_penalty": "presence_penalty",
     "min_tokens": "min_tokens",
 }
+# Parameters of a request whose values are JSON, since they are no tensors.
+_PLUGINS = ("logits_processors", "stop_rules", "output_parser")
 
 
 class TextGeneration:
@@ -87,7 +90,7 @@ class TextGeneration:
             inference.fail_cancelled()
             return
         try:
-            params = _params(inference.inputs)
+            params = _params(inference.inputs, inference.request.parameters)
             prompts = texts(inference.inputs["text_input"])
             streaming = _scalar(inference.inputs, "stream", default=False)
             if streaming and len(prompts) > 1:
@@ -160,14 +163,24 @@ class _Answer:
             return  # it was cancelled while the step ran
 
 
-def _params(inputs: Mapping[str, Tensor]) -> SamplingParams:
+def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> SamplingParams:
     options = {
         option: _scalar(inputs, name, default=None) for name, option in _PARAMETERS.items() if name in inputs
     }
     for name, option in (("stop_words", "stop"), ("bad_words", "bad_words")):
         if name in inputs:
             options[option] = [text for text in texts(inputs[name]) if text]
+    options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
+    if "cache_salt" in parameters:
+        options["cache_salt"] = parameters["cache_salt"]
     return sampling_params(options)
+
+
+def _parsed(name: str, text: Parameter) -> Any:
+    try:
+        return json.loads(text if isinstance(text, str) else "")
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} must be JSON as text", field=name) from None
 
 
 def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
 from genserve.server.body import Body
 
-__all__ = ["DecodingFields"]
+__all__ = ["DecodingFields", "PluginFields"]
+
+
+class PluginFields(Body):
+    """A call of one of the model's plug-ins."""
+
+    name: str
+    args: dict[str, Any] = Field(default={})
 
 
 class DecodingFields(Body):
@@ -58,8 +66,11 @@ class DecodingFields(Body):
     guidance_scale: SkipJsonSchema[Any] = None
     dola_layers: SkipJsonSchema[Any] = None
     watermark: SkipJsonSchema[Any] = None
+    logits_processors: list[PluginFields] | None = None
+    stop_rules: list[PluginFields] | None = None
+    output_parser: PluginFields | None = None
 
     def said(self) -> dict[str, Any]:
         """Return the options that the request gives, for `sampling_params`."""
-        values = {name: getattr(self, name) for name in DecodingFields.model_fields}
+        values = self.model_dump(include=set(DecodingFields.model_fields))
         return {name: value for name, value in values.items() if value is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,13 +84,13 @@ def tgi_error(error: GenserveError) -> dict[str, Any]:
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """Return the error with its field, and the message's mention of it, in a dialect's own names."""
     field = error.field or ""
-    name, bracket, rest = field.partition("[")
+    name = re.split(r"[.\[]", field, maxsplit=1)[0]
     if name not in names:
         return error
     message = error.message
     if message.startswith(name):
         message = names[name] + message.removeprefix(name)
-    return type(error)(message, remedy=error.remedy, field=names[name] + bracket + rest)
+    return type(error)(message, remedy=error.remedy, field=names[name] + field.removeprefix(name))
 
 
 def add_fault_handlers(app: FastAPI) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from genserve.errors import GenserveError
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.plugins import SequencePlugins
 from genserve.generation.token_sequence import TokenSequence
 from genserve.sampling_params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
@@ -39,6 +40,7 @@ def sequence_of(
     stop_at: int | None = None,
     bad_words: Sequence[Sequence[int]] = (),
     dry_breakers: Sequence[Sequence[int]] = (),
+    plugins: SequencePlugins | None = None,
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
@@ -52,6 +54,7 @@ def sequence_of(
         vocab_size=vocab_size,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
+        plugins=plugins,
     )
 
 

@@ -1,27 +1,38 @@
-"""Decoding: the decode loop of a decoder stage, from its model.py."""
+"""Decoding: the decode loop and the plug-ins of a decoder stage, from its model.py."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from genserve.backends.python.host import HOST_NAME, Host
 from genserve.backends.python.model_file import ModelFile
+from genserve.backends.python.plugins import Plugins, plugins_of
 from genserve.errors import RepositoryError
 from genserve.generation.decoding_loops import DecodeFunction
 
-__all__ = ["load_decode"]
+__all__ = ["Decoding", "load_decoding"]
 
 
-def load_decode(path: Path, *, name: str) -> DecodeFunction:
-    """Return `TritonPythonModel().decode` of a decoder stage's model.py.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What a decoder stage is made of."""
+
+    decode: DecodeFunction
+    plugins: Plugins
+
+
+def load_decoding(path: Path, *, name: str) -> Decoding:
+    """Return `TritonPythonModel().decode` of a decoder stage's model.py, and the model's plug-ins.
 
     The file is imported as those of other python models are, and forgotten once nobody has `decode` any more.
 
     Raises:
-        RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`.
+        RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`, or a
+            plug-in cannot be used.
     """
     if not path.is_file():
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
@@ -29,20 +40,26 @@ def load_decode(path: Path, *, name: str) -> DecodeFunction:
     file = ModelFile(path, model=name, folders=(path.parent, path.parent.parent), names={HOST_NAME: host})
     host.package = file.package
     try:
+        model = _model_of(file, path)
+        plugins = plugins_of(model, path)
         # A callable of our own, which tells by its end that nobody can call the file's any more.
-        decode: DecodeFunction = partial(_decode_of(file, path))
+        decode: DecodeFunction = partial(_decode_of(model, path))
     except BaseException:
         file.forget()
         raise
     weakref.finalize(decode, file.forget).atexit = False
-    return decode
+    return Decoding(decode=decode, plugins=plugins)
 
 
-def _decode_of(file: ModelFile, path: Path) -> DecodeFunction:
+def _model_of(file: ModelFile, path: Path) -> object:
     try:
-        model = file.load().TritonPythonModel()
+        model: object = file.load().TritonPythonModel()
     except (Exception, SystemExit) as error:
         raise RepositoryError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return model
+
+
+def _decode_of(model: object, path: Path) -> DecodeFunction:
     decode: DecodeFunction | None = getattr(model, "decode", None)
     if decode is None or not inspect.iscoroutinefunction(decode):
         raise RepositoryError(

@@ -232,4 +232,5 @@ def _model(model: GenerationEnsemble) -> dict[str, Any]:
         "created": int(model.loaded_s),
         "owned_by": "genserve",
         "max_model_len": model.max_length,
+        **model.plugins.described(),
     }

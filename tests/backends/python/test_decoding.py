@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from genserve.backends.python.decoding import load_decode
+from genserve.backends.python.decoding import load_decoding
 from genserve.errors import RepositoryError
 from genserve.generation.engine import Engine
 from tests.fakes.logits import CachedLogits, greedy_answer
@@ -13,8 +13,8 @@ from tests.fakes.sequences import sequence_of
 
 
 def test_the_shipped_decoder_stage_runs_in_the_engine(tiny_repository):
-    decode = load_decode(tiny_repository / "tiny_decoder" / "1" / "model.py", name="tiny_decoder")
-    engine = Engine(CachedLogits(), decode=decode)
+    decoding = load_decoding(tiny_repository / "tiny_decoder" / "1" / "model.py", name="tiny_decoder")
+    engine = Engine(CachedLogits(), decode=decoding.decode)
     sequence = sequence_of([5], max_tokens=4)
     engine.add(sequence)
     while engine.step():
@@ -38,7 +38,7 @@ def test_a_model_py_that_cannot_decode_is_refused_with_the_reason(tmp_path, sour
     if source is not None:
         path.write_text(source)
     with pytest.raises(RepositoryError, match=words) as raised:
-        load_decode(path, name="broken")
+        load_decoding(path, name="broken")
     assert str(path) in raised.value.message
 
 
@@ -65,7 +65,7 @@ def test_each_decoder_stage_sees_the_modules_beside_it_until_it_is_gone(tmp_path
         (folder / "model.py").write_text(DECODES)
         (folder / "later.py").write_text(f"late = {name!r}")
         (tmp_path / name / "rules.py").write_text(f"rule = {name!r}")
-        stages.append(load_decode(folder / "model.py", name="stage"))
+        stages.append(load_decoding(folder / "model.py", name="stage").decode)
     assert [decoded(stage) for stage in stages] == [("one", "one"), ("two", "two")]
     stages.clear()
     gc.collect()
