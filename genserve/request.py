@@ -82,6 +82,7 @@ class FinishReason(StrEnum):
     END_OF_SEQUENCE = "eos_token"     # the model said so, or one of `stop_token_ids` did
     STOP_STRING = "stop_sequence"     # one of `stop` appeared
     LENGTH = "length"                 # `max_tokens`, the end of the context, or the deadline
+    REPETITION = "repetition"         # it went round in circles, as `repetition_detection` has it
 
 
 # Which stop it was: the stop string, the id out of `stop_token_ids`, or a word for another rule.

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 from genserve.errors import InvalidRequest
 from genserve.plugin_call import PluginCall, PluginCallOptions, read_plugin_call, read_plugin_calls
 from genserve.refused_methods import without_refused_methods
+from genserve.repetition_detection import RepetitionDetection, repetition_detection
 from genserve.sampling_stages import require_coherent_stages
 
 __all__ = ["MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_params"]
@@ -59,6 +60,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "prompt_logprobs": (lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"must be between 0 and {MAX_TOP_LOGPROBS}"),
     "min_tokens": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
+    "max_time_ms": (lambda x: 1 <= x < 2**31, "must be between 1 and 2^31 - 1"),
     "beam_width": (lambda x: x >= 1, "must be at least 1"),
     "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
     "penalty_window": (lambda x: 0 <= x < 2**31, "must be between 0 (all) and 2^31 - 1"),
@@ -66,7 +68,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "dry_penalty_last_n": (lambda x: -1 <= x < 2**31, "must be between -1 (all) and 2^31 - 1"),
     "mirostat_mode": (lambda x: 0 <= x <= 2, "must be 0 (off), 1 or 2"),
 }
-_MAY_BE_NONE = frozenset({"max_tokens", "seed", "prompt_logprobs", "beam_width"})
+_MAY_BE_NONE = frozenset({"max_tokens", "max_time_ms", "seed", "prompt_logprobs", "beam_width"})
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
 _FLAGS = ("include_stop_str_in_output",)
 _LISTS = ("stop", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
@@ -93,6 +95,7 @@ _NOT_WITH_BEAMS = (
     "logits_processors",
     "stop_rules",
     "output_parser",
+    "repetition_detection",
 )
 
 
@@ -142,6 +145,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()              # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
     include_stop_str_in_output: bool = False    # the text has what ended it
+    max_time_ms: int | None = None          # the answer ends then, counted from the request's arrival
+    repetition_detection: RepetitionDetection | None = None     # ends what goes round in circles
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
     use_beam_search: bool = False           # the likeliest answers instead of the likeliest tokens
     beam_width: int | None = None           # so many beams; None: as many as answers are asked for
@@ -269,6 +274,8 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool
+    max_time_ms: int | None
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None
     ignore_eos: bool
     use_beam_search: bool
     beam_width: int | None
@@ -312,11 +319,12 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
         values[name] = read_plugin_calls(values.get(name), field=name)
     if values.get("output_parser") is not None:
         values["output_parser"] = read_plugin_call(values["output_parser"], field="output_parser")
+    values["repetition_detection"] = repetition_detection(values.get("repetition_detection"))
     return SamplingParams(**values)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, PluginCall):
+    if isinstance(value, PluginCall | RepetitionDetection):
         return asdict(value)
     return [_plain(part) for part in value] if isinstance(value, tuple) else value
 

@@ -12,6 +12,28 @@ from genserve.sampling_params import sampling_params
     ("options", "field"),
     [
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"max_time_ms": 0}, "max_time_ms"),
+        ({"max_time_ms": 1.5}, "max_time_ms"),
+        ({"repetition_detection": 5}, "repetition_detection"),
+        ({"repetition_detection": {"size": 5}}, "repetition_detection"),
+        ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection.min_count"),
+        ({"repetition_detection": {"min_count": 5}}, "repetition_detection.max_pattern_size"),
+        (
+            {"repetition_detection": {"max_pattern_size": 5, "min_count": 1}},
+            "repetition_detection.min_count",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
+            "repetition_detection.min_pattern_size",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 2049, "min_count": 2}},
+            "repetition_detection.max_pattern_size",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": True, "min_count": 2}},
+            "repetition_detection.max_pattern_size",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(options, field):

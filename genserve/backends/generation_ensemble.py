@@ -84,6 +84,8 @@ class GenerationEnsemble:
         for name in ("use_beam_search", "best_of"):
             if name in params.changed():
                 raise InvalidRequest(f"{name} is not supported", field=name)
+        limit_ms = params.max_time_ms
+        deadline_s = None if limit_ms is None else self.loop.now_s + limit_ms / 1000
         field, token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), params, field=field)
         for name, named_ids in params.token_ids().items():
@@ -91,13 +93,17 @@ class GenerationEnsemble:
                 raise InvalidRequest(
                     f"{name} must be below the vocabulary's size, {self.vocab_size}", field=name
                 )
-        return [self._sequence(token_ids, params, choice) for choice in range(num_choices)]
+        return [
+            self._sequence(token_ids, params, choice, deadline_s=deadline_s) for choice in range(num_choices)
+        ]
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
         self.loop.close()
 
-    def _sequence(self, token_ids: Sequence[int], params: SamplingParams, choice: int) -> TokenSequence:
+    def _sequence(
+        self, token_ids: Sequence[int], params: SamplingParams, choice: int, *, deadline_s: float | None
+    ) -> TokenSequence:
         seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
         context = PluginContext(
             tokenizer=self.tokenizer,
@@ -117,6 +123,7 @@ class GenerationEnsemble:
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
             dry_breakers=self._dry_breakers(params),
+            deadline_s=deadline_s,
         )
 
     def _text(self, params: SamplingParams) -> StoppableText:

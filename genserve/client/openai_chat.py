@@ -89,8 +89,8 @@ def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float,
 
 
 def _finish_reason(choice: Mapping[str, Any]) -> FinishReason:
-    if choice["finish_reason"] == "length":
-        return FinishReason.LENGTH
+    if choice["finish_reason"] in ("length", "repetition"):
+        return FinishReason(choice["finish_reason"])
     # The string, or the id of the token, that ended the text; null after the end of the sequence.
     stopped_by = choice.get("stop_reason")
     return FinishReason.STOP_STRING if isinstance(stopped_by, str) else FinishReason.END_OF_SEQUENCE

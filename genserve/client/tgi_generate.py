@@ -53,7 +53,7 @@ def read_completion(
         text=reply["generated_text"],
         token_ids=tuple(token["id"] for token in details["tokens"]),
         logprobs=_logprobs(details["tokens"], params),
-        finish_reason=FinishReason(details["finish_reason"]),
+        finish_reason=_finish_reason(details),
         stop_reason=details.get("stop_reason"),
         usage=Usage(
             prompt_tokens=prompt_tokens,
@@ -80,7 +80,7 @@ class AnswerEvents:
         else:
             # Not the token's own text: that may be the end-of-sequence token's, which is none of the answer.
             text = whole_text[self._num_chars :]
-            finish_reason = FinishReason(event["details"]["finish_reason"])
+            finish_reason = _finish_reason(event["details"])
             stop_reason = event["details"].get("stop_reason")
             usage = Usage(
                 prompt_tokens=event["details"]["input_length"],
@@ -96,6 +96,13 @@ class AnswerEvents:
             stop_reason=stop_reason,
             usage=usage,
         )
+
+
+def _finish_reason(details: Mapping[str, Any]) -> FinishReason:
+    # TGI has no word of its own for it.
+    if details.get("stop_reason") == "repetition_detected":
+        return FinishReason.REPETITION
+    return FinishReason(details["finish_reason"])
 
 
 def _logprobs(tokens: list[Mapping[str, Any]], params: SamplingParams) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ from genserve.generation.roster import Roster
 from genserve.generation.sampler import pick_rows, select_rows
 from genserve.generation.slots import Occupant, Slots
 from genserve.generation.token_sequence import TokenSequence, Want
+from genserve.request import FinishReason
 
 __all__ = ["Engine", "StepResult"]
 
@@ -77,6 +78,7 @@ class Engine:
         self._loops = DecodingLoops(decode)
         self._picker = picker
         self._step_started_s = 0.0
+        self._timed: set[TokenSequence] = set()     # those that have a deadline
 
     @property
     def num_waiting(self) -> int:
@@ -102,6 +104,8 @@ class Engine:
     def add(self, occupant: Occupant) -> None:
         """Put it at the end of the waiting line, or where all but the last of its tokens are known."""
         self._roster.add(occupant)
+        if isinstance(occupant, TokenSequence) and occupant.deadline_s is not None:
+            self._timed.add(occupant)
 
     def remove(self, occupants: Iterable[Occupant]) -> None:
         """Drop token sequences and logits requests, wherever they are; their slots are free at once."""
@@ -109,6 +113,7 @@ class Engine:
         if not leaving:
             return
         self._roster.remove(leaving)
+        self._timed -= leaving
         for occupant in leaving:
             if isinstance(occupant, TokenSequence):
                 self._loops.drop(occupant)
@@ -238,20 +243,26 @@ class Engine:
         failed: dict[Occupant, GenserveError],
         plan: StepPlan,
     ) -> StepResult:
-        """Let go of those that failed, and park what those have computed that finished or are answered."""
+        """Let go of those that failed, and park what those have computed that finished or are answered.
+
+        Those whose time is over end here, even if they still wait.
+        """
         advanced = tuple(s for s in ready if s not in failed)
         now_s = self.clock()
+        late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
+        for sequence in late:
+            sequence.finish(FinishReason.LENGTH, stop_reason="deadline")
         finished = [s for s in advanced if s.finished]
         if self._prefix_cache:
             for sequence in finished:
                 self._slots.park(sequence, now_s=now_s)
-        self.remove([*failed, *finished])
+        self.remove([*failed, *finished, *late])
         for request, _ in answered:
             held_s = hold_s(request.pause_s, step_s=now_s - self._step_started_s)
             self._slots.park(request, now_s=now_s, held_s=held_s)
         prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
         return StepResult(
-            advanced=advanced,
+            advanced=(*advanced, *(s for s in late if s not in advanced)),
             answered=tuple(answered),
             failed=failed,
             num_prompt_tokens=prompt_tokens,

@@ -102,6 +102,11 @@ class EngineLoop:
         return self._capacity
 
     @property
+    def now_s(self) -> float:
+        """What the engine's clock says, by which deadlines are told."""
+        return self._engine.clock()
+
+    @property
     def num_steps(self) -> int:
         """Forwards run so far."""
         return self._num_steps

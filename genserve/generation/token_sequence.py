@@ -58,6 +58,7 @@ class TokenSequence:
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
+        deadline_s: when the engine ends it, by the engine's clock; None: never.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
         plugins: what the repository adds to its decoding.
@@ -77,6 +78,7 @@ class TokenSequence:
         "_text_delta",
         "_vocab_size",
         "_wants_top",
+        "deadline_s",
         "finish_reason",
         "logit_rules",
         "num_cached_tokens",
@@ -106,6 +108,7 @@ class TokenSequence:
         bad_words: Sequence[Sequence[int]] = (),
         dry_breakers: Sequence[Sequence[int]] = (),
         plugins: SequencePlugins | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -119,6 +122,7 @@ class TokenSequence:
         self.picked_top: TopTokens = ()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
+        self.deadline_s = deadline_s
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self.plugins = plugins or SequencePlugins()
@@ -243,6 +247,8 @@ class TokenSequence:
             self.finish(FinishReason.STOP_STRING, stop_reason=rule)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
+        elif self.params.repetition_detection is not None and self._goes_in_circles():
+            self.finish(FinishReason.REPETITION, stop_reason="repetition_detected")
 
     def finish(self, reason: FinishReason, *, stop_reason: StopReason | None = None) -> None:
         """End the answer here; `stop_reason` is what the caller is told beside the reason."""
@@ -281,6 +287,18 @@ class TokenSequence:
         self._delta_top.clear()
         self._prompt_logprobs.clear()
         return delta
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether it still runs, and should not any more."""
+        return self.deadline_s is not None and self.deadline_s <= now_s and not self.finished
+
+    def _goes_in_circles(self) -> bool:
+        detection = self.params.repetition_detection
+        return (
+            detection is not None
+            and self.num_new_tokens >= self.params.min_tokens
+            and detection.is_met(self.token_ids, start=self.num_prompt_tokens)
+        )
 
     def _usage(self) -> Usage:
         return Usage(

@@ -54,6 +54,8 @@ class DecodingFields(Body):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    max_time_ms: int | None = None
+    repetition_detection: dict[str, int] | None = None
     ignore_eos: bool | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None

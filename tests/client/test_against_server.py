@@ -32,6 +32,14 @@ OPTIONS = [
     SamplingOptions(max_tokens=12, stop_token_ids=list(range(3, 160))),
     SamplingOptions(
         max_tokens=12,
+        ignore_eos=True,
+        logit_bias={270: 100.0},
+        repetition_detection={"max_pattern_size": 3, "min_count": 4},
+        max_time_ms=600_000,
+        include_stop_str_in_output=True,
+    ),
+    SamplingOptions(
+        max_tokens=12,
         min_tokens=12,
         repetition_penalty=1.3,
         frequency_penalty=0.5,

@@ -88,6 +88,20 @@ def test_a_stop_string_within_min_tokens_does_not_end_the_text(client, whole):
     assert complete(client, stop=[stop])[0] == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_an_answer_that_goes_round_in_circles_ends(client, ask, stream):
+    circling = {"logit_bias": {"270": 100}, "repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
+    _, finish_reason, stop_reason = ask(client, stream=stream, **circling)
+    assert (finish_reason, stop_reason) == ("repetition", "repetition_detected")
+
+
+def test_an_answer_ends_when_its_time_is_over(client):
+    extras = {"max_time_ms": 1, "max_tokens": 100}
+    _, finish_reason, stop_reason = complete(client, **extras)
+    assert (finish_reason, stop_reason) == ("length", "deadline")
+
+
 def test_tgi_says_it_in_the_details(tiny_server, whole):
     stop = whole.text[4:6]
     parameters = {"max_new_tokens": 12, "details": True, "ignore_eos": True, "stop": [stop]}

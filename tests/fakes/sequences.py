@@ -41,6 +41,7 @@ def sequence_of(
     bad_words: Sequence[Sequence[int]] = (),
     dry_breakers: Sequence[Sequence[int]] = (),
     plugins: SequencePlugins | None = None,
+    deadline_s: float | None = None,
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
@@ -53,6 +54,7 @@ def sequence_of(
         max_length=max_length,
         vocab_size=vocab_size,
         bad_words=bad_words,
+        deadline_s=deadline_s,
         dry_breakers=dry_breakers,
         plugins=plugins,
     )

@@ -621,3 +621,65 @@ def test_loops_branches_sequences_departures_and_evictions_never_change_an_answe
     for sequence in set(sequences) - cancelled:
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         assert answer(sequence) == greedy_answer(prompt, num_tokens=sequence.params.max_tokens)
+
+
+def test_whoever_runs_ends_with_the_step_in_which_its_time_is_over():
+    clock = Clock()
+    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock)
+    sequence, other = sequence_of([5, 6], deadline_s=2.5, max_tokens=9), sequence_of([7], max_tokens=9)
+    engine.add(sequence)
+    engine.add(other)
+    while not sequence.finished:
+        clock.now_s += 1
+        result = engine.step()
+        engine.check_integrity()
+    assert sequence in result.advanced
+    assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.LENGTH, "deadline")
+    assert answer(sequence) == greedy_answer([5, 6], num_tokens=3)[: len(answer(sequence))]
+    run(engine)
+    assert answer(other) == greedy_answer([7], num_tokens=9)
+
+
+def test_whoever_waits_ends_when_its_time_is_over():
+    clock = Clock()
+    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop, clock=clock)
+    first, waiting = sequence_of([5, 6], max_tokens=5), sequence_of([7], deadline_s=1.5)
+    engine.add(first)
+    engine.add(waiting)
+    engine.step()
+    assert not waiting.finished
+    clock.now_s = 1.5
+    result = engine.step()
+    assert waiting in result.advanced
+    delta = waiting.take_delta()
+    assert (delta.token_ids, delta.text, delta.stop_reason) == ((), "", "deadline")
+    assert engine.num_waiting == 0
+    run(engine)
+    assert answer(first) == greedy_answer([5, 6], num_tokens=5)
+
+
+def test_whoever_is_in_the_middle_of_its_prompt_ends_when_its_time_is_over():
+    clock = Clock()
+    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock, budget=PrefillBudget(alone=4))
+    sequence = sequence_of(list(range(5, 25)), deadline_s=1.0)
+    engine.add(sequence)
+    engine.step()
+    clock.now_s = 1.0
+    assert engine.step().advanced == (sequence,)
+    assert answer(sequence) == []
+    assert engine.num_running == 0
+    engine.check_integrity()
+
+
+def test_a_failed_forward_fails_whoever_is_late_as_well():
+    clock = Clock()
+    engine = Engine(CachedLogits(), decode=failing_loop, clock=clock)
+    sequence = sequence_of([5], deadline_s=0.0)
+    engine.add(sequence)
+    result = engine.step()
+    assert list(result.failed) == [sequence]
+    assert result.advanced == ()
+
+
+async def failing_loop(sequence: TokenSequence) -> None:
+    raise ValueError("no")

@@ -3,9 +3,12 @@ from __future__ import annotations
 import pytest
 
 from genserve.errors import ModelFailed
+from genserve.repetition_detection import RepetitionDetection
 from genserve.request import FinishReason, Usage
 from tests.fakes.logits import VOCAB_SIZE
 from tests.fakes.sequences import sequence_of
+
+TWICE = RepetitionDetection(max_pattern_size=2, min_count=2)
 
 
 def test_the_end_of_sequence_token_is_counted_and_has_no_text():
@@ -43,6 +46,25 @@ def test_the_end_of_the_sequence_has_no_name_and_a_stop_token_has_its_id(stop_to
     sequence = sequence_of([1], eos_token_ids=[3], stop_token_ids=stop_token_ids)
     sequence.append(stop_token_ids[0])
     assert sequence.take_delta().stop_reason == stop_reason
+
+
+def test_an_answer_that_goes_round_in_circles_ends():
+    sequence = sequence_of([7, 8, 7, 8], repetition_detection=TWICE)
+    for token_id in (7, 8, 7):
+        sequence.append(token_id)
+        assert not sequence.finished
+    sequence.append(8)
+    assert sequence.finish_reason is FinishReason.REPETITION
+    assert sequence.stop_reason == "repetition_detected"
+
+
+def test_before_min_tokens_it_may_go_round_in_circles():
+    sequence = sequence_of([1], repetition_detection=TWICE, min_tokens=4)
+    for token_id in (7, 7, 7):
+        sequence.append(token_id)
+        assert not sequence.finished
+    sequence.append(7)
+    assert sequence.finish_reason is FinishReason.REPETITION
 
 
 def test_the_text_of_a_stop_token_is_kept_where_that_is_asked_for():

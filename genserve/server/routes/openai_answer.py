@@ -26,6 +26,7 @@ FINISH = {
     FinishReason.END_OF_SEQUENCE: "stop",
     FinishReason.STOP_STRING: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.REPETITION: "repetition",
 }
 
 

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Delta, join_deltas
+from genserve.request import Delta, FinishReason, join_deltas
 from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.server.body import Body, StrictRoute
 from genserve.server.decoding_fields import DecodingFields
@@ -46,7 +46,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_n_tokens": (None, 0),
     "truncate": (None,),
 }
-
+# TGI has no word for a text that was cut off because it went round in circles.
+FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
 
 _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
 
@@ -191,7 +192,7 @@ class TokenFrames:
 
     def _ending(self, delta: Delta) -> str:
         details = {
-            "finish_reason": delta.finish_reason,
+            "finish_reason": delta.finish_reason and FINISH[delta.finish_reason],
             "stop_reason": delta.stop_reason,
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
             "input_length": len(self._opened.prompts[0]),
@@ -220,7 +221,7 @@ async def _generate(
     answer: dict[str, Any] = {"generated_text": prefix + completion.text}
     if details:
         answer["details"] = {
-            "finish_reason": completion.finish_reason,
+            "finish_reason": FINISH[completion.finish_reason],
             "stop_reason": completion.stop_reason,
             "generated_tokens": completion.usage.completion_tokens,
             "seed": opened.seed if body.parameters.sampling() else None,
