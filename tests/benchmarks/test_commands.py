@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+METHODS = [
+    *("greedy", "temperature", "top_k", "top_p", "top_k, top_p", "min_p", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "top_n_sigma", "repetition_penalty", "three penalties"),
+    *("no_repeat_ngram_size", "logit_bias", "logprobs", "top_logprobs", "processed"),
+]
 
 
 def run(script: str, *flags: str, report: Path) -> tuple[str, Any]:
@@ -38,6 +43,27 @@ def test_the_server_is_measured_beside_the_bare_forward_and_a_peer(
     assert all(figures["tokens_per_s"] > 0 for [figures] in serving.values())
     assert all(figures["cold_ms"] > 0 for [figures] in prefix.values())
     assert told.count("\n| genserve ") == 2
+
+
+def test_each_method_is_measured_beside_the_plain_one_and_beside_steps(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    told, report = run(
+        "sampling.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--rows", "1", "3", "--vocab-sizes", "320", "500"),
+        *("--rounds=1", "--history=20", "--prompt-tokens=8"),
+        report=tmp_path / "report.json",
+    )
+    assert set(report["steps"]) == set(METHODS)
+    sizes = ["1 x 320", "3 x 320", "1 x 500", "3 x 500"]
+    kinds = ("peaked", "flat")
+    assert set(report["picks"]) == {
+        f"{method} | {size} | {kind}" for method in METHODS for size in sizes for kind in kinds
+    }
+    assert all(one["ours_us"] > 0 for [one] in report["picks"].values())
+    assert all(f" {size} |" in told for size in sizes)
 
 
 @pytest.mark.slow

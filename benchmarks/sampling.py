@@ -1,0 +1,226 @@
+"""Sampling: what it takes to pick the tokens of a step, each method beside the same in plain torch.
+
+    python benchmarks/sampling.py --model-repository model_repository --model smollm2
+
+picks for 1, 8 and 32 token sequences by the engine's own `pick`, from rows of the model's logits over real
+text (peaked) and from normal noise (flat), and beside it in the same rounds by `plain_sampling.py`, which
+sorts; both with one thread. Then each method by turns with decode steps of the model, as a server has them:
+the share of a step that it takes. Prints tables in Markdown, of medians; a ratio is that of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from plain_sampling import plain_pick
+from report import markdown, median, ratio
+
+from genserve.export.texts import CALIBRATION
+from genserve.generation.pick import pick
+from genserve.generation.sampler import pick_rows
+from genserve.generation.token_sequence import TokenSequence
+from genserve.repository.index import scan
+from genserve.repository.logits_placement import logits_placement
+from genserve.repository.logits_runtime import LoadedLogits, load_logits
+from genserve.sampling_params import SamplingParams
+from genserve.text.tokenizer import Tokenizer
+
+DRAWN = {"temperature": 0.8}
+NUCLEUS = {**DRAWN, "top_k": 50, "top_p": 0.9}
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "temperature": DRAWN,
+    "top_k": {**DRAWN, "top_k": 50},
+    "top_p": {**DRAWN, "top_p": 0.9},
+    "top_k, top_p": NUCLEUS,
+    "min_p": {**DRAWN, "min_p": 0.05},
+    "typical_p": {**DRAWN, "typical_p": 0.95},
+    "epsilon_cutoff": {**DRAWN, "epsilon_cutoff": 3e-4},
+    "eta_cutoff": {**DRAWN, "eta_cutoff": 3e-4},
+    "top_n_sigma": {**DRAWN, "top_n_sigma": 1.0},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "three penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 3},
+    "logit_bias": {"logit_bias": dict.fromkeys(range(100), 1.0)},
+    "logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 5},
+    "processed": {**NUCLEUS, "logprobs": True, "top_logprobs": 5, "logprobs_mode": "processed"},
+}
+HEADINGS = ("method", "rows x logits", "peaked, us", "plain, us", "ratio", "flat, us", "plain, us", "ratio")
+
+
+class Size(NamedTuple):
+    rows: int
+    vocab_size: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.vocab_size}"
+
+
+class _NoText:
+    """Texts take their time elsewhere."""
+
+    stop: str | None = None
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Model:
+    """The logits stage, with so many rows that have read some of a text."""
+
+    def __init__(self, repository: Path, name: str, *, rows: int, prompt_tokens: int) -> None:
+        index = scan([repository])
+        stage = index[f"{name}_logits"]
+        self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
+        text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
+        lengths = range(prompt_tokens, prompt_tokens + rows)
+        self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
+        self.rows = np.concatenate(
+            [self._logits.prefill([p], first_slot=i, past=0).copy() for i, p in enumerate(self.prompts)]
+        )
+
+    def step(self) -> np.ndarray[Any, Any]:
+        """Decode one token of each row, always at the same places."""
+        token_ids = np.array([prompt[-1] for prompt in self.prompts])
+        logits = self._logits.decode(token_ids, np.array([len(prompt) for prompt in self.prompts]))
+        assert isinstance(logits, np.ndarray), "this is for a model on the CPU"
+        return logits
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    rows = max(options.rows)
+    model = Model(options.model_repository, options.model, rows=rows, prompt_tokens=options.prompt_tokens)
+    sizes = [Size(rows, size) for size in options.vocab_sizes for rows in options.rows]
+    pairs: dict[str, Any] = {}
+    for size in sizes:
+        for kind, logits in (("peaked", _peaked(model.rows, size)), ("flat", _flat(size))):
+            for method in options.methods:
+                pairs[f"{method} | {size} | {kind}"] = _compare(method, logits, options=options)
+    print(f"{markdown(HEADINGS, [_pair_row(m, size, pairs) for m in options.methods for size in sizes])}\n")
+    shares = {method: _beside_steps(method, model, options=options) for method in options.methods}
+    print(_share_table(shares, Size(*model.rows.shape)))
+    if options.json:
+        report = {"picks": pairs, "steps": shares, "vocab_size": model.rows.shape[1]}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _peaked(rows: np.ndarray[Any, Any], size: Size) -> np.ndarray[Any, Any]:
+    """Rows of a model; what a larger vocabulary has more is as unlikely as the lower half of theirs."""
+    rows = rows[: size.rows, : size.vocab_size]
+    lower = np.sort(rows, axis=1)[:, : max(1, rows.shape[1] // 2)]
+    more = np.random.default_rng(1).choice(lower, size.vocab_size - rows.shape[1], axis=1)
+    return np.concatenate([rows, more], axis=1)
+
+
+def _flat(size: Size) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(2).standard_normal(size, dtype=np.float32)
+
+
+def _compare(
+    method: str, logits: np.ndarray[Any, Any], *, options: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Microseconds of both in each round; the rounds are short, and both take turns in them."""
+    sequences = _sequences(method, len(logits), vocab_size=logits.shape[1], options=options)
+    params, ours = sequences[0].params, logits.copy()
+    rounds = []
+    for _ in range(options.rounds + 1):
+        np.copyto(ours, logits)
+        started_s = time.perf_counter()
+        picks = pick(ours, sequences, picker=pick_rows)
+        ours_s = time.perf_counter() - started_s
+        theirs = torch.from_numpy(logits).clone()
+        histories = [sequence.token_ids for sequence in sequences]
+        started_s = time.perf_counter()
+        plain_pick(theirs, params, histories, num_prompt_tokens=options.history)
+        theirs_s = time.perf_counter() - started_s
+        rounds.append({"ours_us": ours_s * 1e6, "plain_us": theirs_s * 1e6})
+        for sequence, picked in zip(sequences, picks, strict=True):
+            sequence.append(picked.token_id)
+    return rounds[1:]  # the first one pays for memory
+
+
+def _beside_steps(method: str, model: Model, *, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Milliseconds of a decode step, and of the picking behind it, by turns."""
+    num_rows, vocab_size = model.rows.shape
+    sequences = _sequences(method, num_rows, vocab_size=vocab_size, options=options)
+    rounds = []
+    for _ in range(options.rounds + 1):
+        started_s = time.perf_counter()
+        logits = model.step()
+        stepped_s = time.perf_counter()
+        picks = pick(logits, sequences, picker=pick_rows)
+        picked_s = time.perf_counter()
+        rounds.append({"step_ms": (stepped_s - started_s) * 1e3, "pick_ms": (picked_s - stepped_s) * 1e3})
+        for sequence, picked in zip(sequences, picks, strict=True):
+            sequence.append(picked.token_id)
+    return rounds[1:]
+
+
+def _sequences(
+    method: str, num: int, *, vocab_size: int, options: argparse.Namespace
+) -> list[TokenSequence]:
+    """Token sequences with a prompt of random tokens; `seed` makes the rounds' draws the same in each run."""
+    rng = np.random.default_rng(3)
+    return [
+        TokenSequence(
+            rng.integers(0, vocab_size, options.history).tolist(),
+            params=SamplingParams(**METHODS[method]),
+            seed=seed,
+            eos_token_ids=frozenset(),
+            text=_NoText(),
+            max_length=options.history + options.rounds + 2,
+            vocab_size=vocab_size,
+        )
+        for seed in range(num)
+    ]
+
+
+def _pair_row(method: str, size: Size, pairs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
+    cells = [method, str(size)]
+    for kind in ("peaked", "flat"):
+        rounds = pairs[f"{method} | {size} | {kind}"]
+        inverse = [{"us": one["plain_us"]} for one in rounds]
+        factor = ratio(inverse, [{"us": one["ours_us"]} for one in rounds], "us")
+        cells += [f"{median(rounds, 'ours_us'):.0f}", f"{median(rounds, 'plain_us'):.0f}", f"{factor:.1f}"]
+    return cells
+
+
+def _share_table(shares: Mapping[str, Sequence[Mapping[str, float]]], size: Size) -> str:
+    rows = []
+    for method, rounds in shares.items():
+        share = statistics.median(one["pick_ms"] / one["step_ms"] for one in rounds)
+        cells = (f"{median(rounds, 'pick_ms'):.2f}", f"{median(rounds, 'step_ms'):.1f}", f"{share:.1%}")
+        rows.append((method, *cells))
+    return markdown((f"beside decode steps of {size}", "pick, ms", "step, ms", "share"), rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[49152, 250880])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--history", type=int, default=512, help="tokens of each sequence's prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="that the model has read in a step")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
