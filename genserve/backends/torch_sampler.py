@@ -102,7 +102,7 @@ def _truncated(scaled: torch.Tensor, kept: Sequence[torch.Tensor], *, rules: Sam
     if rules.epsilon_cutoff.any():
         scaled = _probable(scaled, epsilon)
     if rules.eta_cutoff.any():
-        scaled = _probable(scaled, torch.minimum(eta, eta.sqrt() * (-_entropy(scaled)).exp()))
+        scaled = _probable(scaled, _eta_share(scaled, eta))
     return scaled
 
 
@@ -121,11 +121,16 @@ def _sigma_level(scaled: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
 
 def _typical(scaled: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     log_shares = scaled.double().log_softmax(dim=1)
-    distance = (log_shares + _entropy(scaled)).abs()
+    distance = (log_shares + _entropy(log_shares)).abs()
     ordered, order = distance.sort(dim=1, stable=True)
     reached = torch.searchsorted(log_shares.exp().gather(1, order).cumsum(1), share)
     level = ordered.gather(1, reached.clamp(max=scaled.shape[1] - 1))
     return torch.where((distance <= level) | (share >= 1.0), scaled, -torch.inf)
+
+
+def _eta_share(scaled: torch.Tensor, eta: torch.Tensor) -> torch.Tensor:
+    entropy = _entropy(scaled.double().log_softmax(dim=1))
+    return torch.minimum(eta, eta.sqrt() * (-entropy).exp())
 
 
 def _probable(scaled: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -134,8 +139,7 @@ def _probable(scaled: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, scaled, -torch.inf)
 
 
-def _entropy(scaled: torch.Tensor) -> torch.Tensor:
-    log_shares = scaled.double().log_softmax(dim=1)
+def _entropy(log_shares: torch.Tensor) -> torch.Tensor:
     parts = torch.where(log_shares > -torch.inf, log_shares.exp() * log_shares, 0.0)
     return -parts.sum(dim=1, keepdim=True)
 
