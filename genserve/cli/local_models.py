@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
+from genserve.repository.parity_file import read_parity
 
 __all__ = ["LocalModel", "choose_model", "local_models"]
 
@@ -77,12 +77,12 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
 def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
     """What lies beside the file that the stage is run from: other graphs have other folders."""
     folder = Path(stage.config.default_model_filename).parent if stage.config else Path()
+    parity = read_parity(stage.latest_version() / folder)
     try:
-        parity = json.loads((stage.latest_version() / folder / "parity.json").read_text(encoding="utf-8"))
         agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
         numbers = parity["precision"] + ("+kv8" if parity.get("kv_cache") == "int8" else "")
         return numbers, f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):  # a file of somebody else, or of an older export
         return None
 
 

@@ -20,10 +20,9 @@ from genserve.export.checkpoint import FloatArray
 from genserve.export.form import Form
 from genserve.export.report import CacheType, Precision
 from genserve.export.source_model import Reference
+from genserve.repository.parity_file import PARITY_FILE
 
 __all__ = ["Parity", "check_parity"]
-
-PARITY_FILE = "parity.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

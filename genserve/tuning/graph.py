@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from genserve.errors import RepositoryError
+from genserve.repository.parity_file import read_parity
 
 __all__ = ["state_types", "top1_agreement"]
 
@@ -30,8 +30,5 @@ def state_types(path: Path) -> dict[str, str]:
 
 def top1_agreement(path: Path) -> float | None:
     """Return how often a graph ranks the same token first as its source: the share; None: nobody knows."""
-    try:
-        found = json.loads((path.parent / "parity.json").read_text(encoding="utf-8"))["top1_agreement"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = read_parity(path.parent).get("top1_agreement")
     return found if isinstance(found, float) else None
