@@ -7,11 +7,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.backends.networks import save_torchscript
+from tests.reference import reference_model
 
-__all__ = ["WHOLE_CONFIG", "add_chain", "reference_model", "whole_torchscript"]
+__all__ = ["WHOLE_CONFIG", "add_chain", "whole_torchscript"]
 
 # As it is written for Triton, where TorchScript's inputs have numbers.
 WHOLE_CONFIG = """
@@ -35,16 +35,12 @@ class Whole(torch.nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def reference_model(checkpoint: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-
-
 def whole_torchscript(path: Path, checkpoint: Path) -> Path:
     """The checkpoint's model without a KV cache, traced."""
     example = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tracing asks transformers for all that is deprecated
-        return save_torchscript(path, Whole(reference_model(checkpoint).eval()), example=(example, example))
+        return save_torchscript(path, Whole(reference_model(checkpoint)), example=(example, example))
 
 
 def add_chain(

@@ -16,9 +16,10 @@ from genserve.export.form import Form
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from tests.backends.inferences import ON_CPU, config_of
-from tests.chains import WHOLE_CONFIG, reference_model, whole_torchscript
+from tests.chains import WHOLE_CONFIG, whole_torchscript
 from tests.export.graphs import conversion_of, write_conversion
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+from tests.reference import greedy_ids, reference_model
 
 TOLERANCE = 1e-4
 MAX_LENGTH = 128
@@ -134,18 +135,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
         rows.update(engine.step().answered)
     np.testing.assert_allclose(rows[branch], last_row(reference, branch.token_ids), atol=TOLERANCE)
     for sequence, prompt in zip(sequences, prompts, strict=True):
-        assert sequence.token_ids[len(prompt) :] == generated(reference, prompt, sequence.num_new_tokens)
+        expected = greedy_ids(reference, prompt, num_tokens=sequence.num_new_tokens)
+        assert sequence.token_ids[len(prompt) :] == expected
 
 
-def generated(reference, prompt: list[int], num_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genserve import LLM
-from tests.chains import reference_model
+from tests.reference import reference_model
 
 ON = {"ignore_eos": True}  # a random model ends anywhere
 OPTIONS = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": ON}
@@ -149,7 +149,7 @@ def test_streamed_logprobs_join_to_those_of_the_whole(client):
 @pytest.fixture(scope="module")
 def log_softmax(tiny_checkpoint):
     """The log-probabilities of transformers' own forward over whole sequences."""
-    network = reference_model(tiny_checkpoint).eval()
+    network = reference_model(tiny_checkpoint)
 
     def forward(token_ids: list[int]) -> torch.Tensor:
         with torch.no_grad():

@@ -9,8 +9,8 @@ import torch
 
 from genserve import LLM
 from genserve.export import SilentProgress, export_model
-from tests.chains import reference_model
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+from tests.reference import greedy_ids, reference_model
 
 NUM_TOKENS = 16
 END = 2
@@ -49,17 +49,8 @@ def test_each_answer_is_transformers_own(both, setting):
     llm, reference = both
     ours, theirs = SETTINGS[setting]
     for prompt in PROMPTS:
-        ids = torch.tensor([llm._model.tokenizer.encode(prompt)])
-        output = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            pad_token_id=END,
-            eos_token_id=END,
-            **theirs,
-        )
-        expected = output[0, ids.shape[1] :].tolist()
+        ids = llm._model.tokenizer.encode(prompt)
+        expected = greedy_ids(reference, ids, num_tokens=NUM_TOKENS, end=END, **theirs)
         assert list(llm.generate(prompt, max_tokens=NUM_TOKENS, **ours).token_ids) == expected
 
 

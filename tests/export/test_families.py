@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from genserve import LLM
 from genserve.errors import ExportError
@@ -26,6 +25,7 @@ from genserve.export.form import Form
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+from tests.reference import greedy_ids, reference_logits, reference_model
 
 MAX_DIFFERENCE = 1e-4
 
@@ -52,7 +52,7 @@ def test_a_prefill_in_chunks_equals_the_reference_after_every_token(
 ) -> None:
     ids = random_ids(100, seed=1)
     logits = chunked_logits(graph, ids)
-    assert np.abs(logits - source_logits(reference, ids)).max() < MAX_DIFFERENCE
+    assert np.abs(logits - reference_logits(reference, ids)).max() < MAX_DIFFERENCE
 
 
 def test_rows_that_start_move_and_end_beside_each_other_equal_each_row_alone(
@@ -73,7 +73,7 @@ def test_only_the_rows_that_are_asked_for_get_logits_in_their_order(tmp_path: Pa
     graph = write_graph(source, tmp_path / "graph")
     logits = graph.cached(batch=1, max_len=30).forward(ids[None], past=[0], rows=[29, 3])
     assert logits.shape == (2, 320)
-    assert np.abs(logits - source_logits(reference_model(source), ids)[[29, 3]]).max() < MAX_DIFFERENCE
+    assert np.abs(logits - reference_logits(reference_model(source), ids)[[29, 3]]).max() < MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ class Slots:
 
     def add(self, row: NDArray[np.int64]) -> int:
         self.rows.append(row)
-        self.expected.append(source_logits(self.reference, row))
+        self.expected.append(reference_logits(self.reference, row))
         self.past.append(0)
         return len(self.rows) - 1
 
@@ -286,30 +286,16 @@ def chunked_logits(graph: WrittenGraph, ids: NDArray[np.int64]) -> NDArray[np.fl
 
 def difference_of(graph: WrittenGraph, source: Path) -> float:
     ids = random_ids(100, seed=1)
-    found, expected = chunked_logits(graph, ids), source_logits(reference_model(source), ids)
+    found, expected = chunked_logits(graph, ids), reference_logits(reference_model(source), ids)
     return float(np.abs(found - expected).max())
 
 
 def greedy_answer(source: Path, prompt: str, *, num_tokens: int) -> str:
-    model, tokenizer = reference_model(source), Tokenizer.from_file(str(source / "tokenizer.json"))
-    ids = prompt_ids = tokenizer.encode(prompt).ids
-    for _ in range(num_tokens):
-        ids = [*ids, int(source_logits(model, np.array(ids))[-1].argmax())]
-    answer: str = tokenizer.decode(ids[len(prompt_ids) :])
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    ids = greedy_ids(reference_model(source), tokenizer.encode(prompt).ids, num_tokens=num_tokens)
+    answer: str = tokenizer.decode(ids)
     return answer
-
-
-def reference_model(source: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
 
 
 def random_ids(length: int, *, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed).integers(3, 320, length)
-
-
-def source_logits(model: PreTrainedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    with torch.inference_mode():
-        logits: NDArray[np.float32] = model(torch.from_numpy(ids)[None]).logits[0].numpy()
-    return logits

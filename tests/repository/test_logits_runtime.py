@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 
 from genserve.export import SilentProgress, export_model
 from genserve.repository.check import repository_faults
 from genserve.repository.index import scan
 from genserve.repository.logits_runtime import is_logits_stage
-from tests.chains import WHOLE_CONFIG, add_chain, reference_model, whole_torchscript
+from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.checkpoints import tiny_tokenizer
 from tests.live import LiveServer
+from tests.reference import greedy_ids, reference_model
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +126,7 @@ def test_a_traced_model_answers_as_transformers_does(
     assert "traced_logits has a KV cache that is copied at each step" in caplog.text
     model, tokenizer = reference_model(stablelm_checkpoint), tiny_tokenizer(vocab_size=320)
     for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([tokenizer.encode(prompt).ids])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=20,
-            min_new_tokens=20,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, ids.shape[1] :]
-        assert answer == expected.tolist()
+        assert answer == greedy_ids(model, tokenizer.encode(prompt).ids, num_tokens=20)
 
 
 def generated_ids(url: str, prompt: str) -> list[int]:
