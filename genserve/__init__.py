@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from genserve.client import AsyncClient, Client
     from genserve.errors import GenserveError
     from genserve.llm import LLM
-    from genserve.request import Completion, Delta, FinishReason, Message, Usage
+    from genserve.request import Chat, Completion, Delta, FinishReason, Message, Usage
     from genserve.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncClient",
+    "Chat",
     "Client",
     "Completion",
     "Delta",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from genserve.generation.streams import ThreadStream
 from genserve.repository.repository import Repository
-from genserve.request import Completion, Message, read_messages
+from genserve.request import Completion, Messages, read_chat
 from genserve.sampling_params import SamplingOptions, sampling_params
 from genserve.stream import Stream
 
@@ -70,18 +69,18 @@ class LLM:
         return Stream(ThreadStream(self._model.loop, self._model.prepare(prompt, params)))
 
     def chat(
-        self, messages: str | Sequence[Message | Mapping[str, str]], **options: Unpack[SamplingOptions]
+        self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user. Raises what `generate` raises."""
         with self.chat_stream(messages, **options) as stream:
             return stream.final()
 
     def chat_stream(
-        self, messages: str | Sequence[Message | Mapping[str, str]], **options: Unpack[SamplingOptions]
+        self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Answer a chat, delta by delta. Raises what `generate` raises."""
         params = sampling_params(options)
-        return Stream(ThreadStream(self._model.loop, self._model.prepare(read_messages(messages), params)))
+        return Stream(ThreadStream(self._model.loop, self._model.prepare(read_chat(messages), params)))
 
     def close(self) -> None:
         """Unload the model; a second call does nothing."""

@@ -9,15 +9,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from genserve.errors import InvalidRequest, StreamBroken
 
 __all__ = [
+    "Chat",
     "Completion",
     "Delta",
     "FinishReason",
     "Message",
+    "Messages",
     "Prompt",
     "Role",
     "StopReason",
@@ -26,6 +28,7 @@ __all__ = [
     "Usage",
     "join_choices",
     "join_deltas",
+    "read_chat",
     "read_messages",
 ]
 
@@ -48,8 +51,44 @@ class Message:
         _require(isinstance(self.content, str), "content", "must be text")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """The turns of a chat, and what the model's chat template is to make of them.
+
+    Raises:
+        InvalidRequest: no message, or the last is to be continued and answered as well.
+    """
+
+    messages: tuple[Message, ...]
+    add_generation_prompt: bool | None = None   # begin the assistant's turn; None: unless one is continued
+    continue_final_message: bool = False        # leave the last turn open, for the model to go on with it
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)    # variables of the template
+
+    def __post_init__(self) -> None:
+        _require(len(self.messages) > 0, "messages", "must not be empty")
+        _require(
+            not (self.continue_final_message and self.add_generation_prompt),
+            "continue_final_message",
+            "cannot be combined with add_generation_prompt",
+        )
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the prompt ends with the beginning of the assistant's turn."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
+
+
 # A text, its token ids, or a chat.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+Prompt: TypeAlias = str | Sequence[int] | Chat
+
+
+# A chat as callers write it; a text alone is one turn of the user.
+Messages: TypeAlias = str | Sequence[Message | Mapping[str, str]] | Chat
+
+
+def read_chat(messages: Messages) -> Chat:
+    """Make a chat from loose messages. Raises what `read_messages` raises."""
+    return messages if isinstance(messages, Chat) else Chat(messages=read_messages(messages))
 
 
 def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tuple[Message, ...]:

@@ -10,7 +10,7 @@ from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.generation.loop import EngineLoop
 from genserve.generation.plugins import PluginContext
 from genserve.generation.token_sequence import TokenSequence
-from genserve.request import Message, Prompt
+from genserve.request import Chat, Prompt
 from genserve.sampling_params import SamplingParams
 from genserve.text.spellings import Spellings
 from genserve.text.stop_strings import StopStrings
@@ -139,17 +139,16 @@ class GenerationEnsemble:
         """Return how the prompt is called, and its token ids."""
         if isinstance(prompt, str):
             return "prompt", self.tokenizer.encode(prompt)
-        if messages := [part for part in prompt if isinstance(part, Message)]:
-            return "messages", self.tokenizer.encode_chat(messages)
-        token_ids = [part for part in prompt if isinstance(part, int)]
-        for index, token_id in enumerate(token_ids):
+        if isinstance(prompt, Chat):
+            return "messages", self.tokenizer.encode_chat(prompt)
+        for index, token_id in enumerate(prompt):
             if not 0 <= token_id < self.vocab_size:
                 field = f"prompt[{index}]"
                 raise InvalidRequest(
                     f"{field} is {token_id}; the vocabulary has the ids 0 to {self.vocab_size - 1}",
                     field=field,
                 )
-        return "prompt", token_ids
+        return "prompt", prompt
 
     def _spellings(self, word: str) -> list[list[int]]:
         """Return the ids of a word as it begins a text, and as it follows another."""

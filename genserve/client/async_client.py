@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -16,7 +16,7 @@ from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
 from genserve.client.stream import AsyncStream
 from genserve.errors import GenserveError
-from genserve.request import Completion, Delta, Message
+from genserve.request import Completion, Delta, Messages
 from genserve.sampling_params import SamplingOptions
 
 __all__ = ["AsyncClient"]
@@ -65,7 +65,7 @@ class AsyncClient:
 
     async def chat(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: Messages,
         *,
         model: str | None = None,
         **options: Unpack[SamplingOptions],
@@ -75,7 +75,7 @@ class AsyncClient:
 
     async def chat_stream(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: Messages,
         *,
         model: str | None = None,
         **options: Unpack[SamplingOptions],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -11,7 +11,7 @@ from genserve.client import openai_chat, tgi_generate
 from genserve.client.delta_decoder import DeltaDecoder
 from genserve.client.failures import not_understood
 from genserve.errors import InvalidRequest
-from genserve.request import Completion, Message, read_messages
+from genserve.request import Completion, Messages, read_chat
 from genserve.sampling_params import SamplingParams, sampling_params
 
 __all__ = ["Call", "Request", "StreamCall", "chat", "chat_stream", "generate", "generate_stream", "models"]
@@ -76,7 +76,7 @@ def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any
 
 
 def chat(
-    messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
+    messages: Messages, *, model: str | None, options: Mapping[str, Any]
 ) -> Call[Completion]:
     """Answer a chat.
 
@@ -93,7 +93,7 @@ def chat(
 
 
 def chat_stream(
-    messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
+    messages: Messages, *, model: str | None, options: Mapping[str, Any]
 ) -> StreamCall:
     """Answer a chat, delta by delta. Raises what `chat` raises."""
     params, body = _chat_body(messages, model=model, options=options)
@@ -115,10 +115,10 @@ def models() -> Call[list[str]]:
 
 
 def _chat_body(
-    messages: str | Sequence[Message | Mapping[str, str]], *, model: str | None, options: Mapping[str, Any]
+    messages: Messages, *, model: str | None, options: Mapping[str, Any]
 ) -> tuple[SamplingParams, dict[str, Any]]:
     params = _params(options)
-    return params, openai_chat.request_body(read_messages(messages), model=model, params=params)
+    return params, openai_chat.request_body(read_chat(messages), model=model, params=params)
 
 
 def _params(options: Mapping[str, Any]) -> SamplingParams:

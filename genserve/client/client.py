@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import closing
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -15,7 +15,7 @@ from genserve.client import calls, failures
 from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
 from genserve.errors import GenserveError
-from genserve.request import Completion, Delta, Message
+from genserve.request import Completion, Delta, Messages
 from genserve.sampling_params import SamplingOptions
 from genserve.stream import Stream
 
@@ -77,7 +77,7 @@ class Client:
 
     def chat(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: Messages,
         *,
         model: str | None = None,
         **options: Unpack[SamplingOptions],
@@ -87,7 +87,7 @@ class Client:
 
     def chat_stream(
         self,
-        messages: str | Sequence[Message | Mapping[str, str]],
+        messages: Messages,
         *,
         model: str | None = None,
         **options: Unpack[SamplingOptions],

@@ -6,25 +6,36 @@ vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from genserve.request import Completion, Delta, FinishReason, Message, StopReason, Usage
+from genserve.request import Chat, Completion, Delta, FinishReason, StopReason, Usage
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
 
 
-def request_body(messages: Sequence[Message], *, model: str | None, params: SamplingParams) -> dict[str, Any]:
+def request_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
     """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
     return {
         **({} if model is None else {"model": model}),
-        "messages": [asdict(message) for message in messages],
+        "messages": [asdict(message) for message in chat.messages],
+        **_template_fields(chat),
         **params.changed(),
         "temperature": params.temperature,
         "return_token_ids": True,
     }
+
+
+def _template_fields(chat: Chat) -> dict[str, Any]:
+    """Return what the chat says to its template, if anything."""
+    fields = {
+        "add_generation_prompt": chat.add_generation_prompt,
+        "continue_final_message": chat.continue_final_message or None,
+        "chat_template_kwargs": dict(chat.template_kwargs) or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Completion:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from genserve.errors import ExportError, InvalidRequest, RepositoryError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.texts import CALIBRATION, CALIBRATION_CHAT, HELD_OUT, HELD_OUT_CHAT
-from genserve.request import Message
+from genserve.request import Chat, Message
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["Reference", "run_source", "source_model"]
@@ -181,7 +181,7 @@ def _rows(
     if tokenizer.chat_template is None:
         turns = tokenizer.encode("\n\n".join(message.content for message in chat))
     else:
-        turns = tokenizer.encode_chat(chat)
+        turns = tokenizer.encode_chat(Chat(messages=tuple(chat)))
     ids = turns + tokenizer.encode(text)
     num_rows = min(_MAX_ROWS, len(ids) // length)
     return np.array(ids[: num_rows * length]).reshape(num_rows, length)

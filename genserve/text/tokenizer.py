@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 from genserve.errors import InvalidRequest
-from genserve.request import Message
+from genserve.request import Chat
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 __all__ = ["Tokenizer"]
 
 # Stand-ins for special tokens that somebody wrote into a message: these code points are not characters,
-# so that no message and no template has one.
-SURROGATES = range(0xD800, 0xE000)
+# so that no message and no template has one. The last is the chat template's own.
+SURROGATES = range(0xD800, 0xDFFF)
 
 # By folder, and what its files are: a tokenizer stage and the ensembles that it is of share one.
 _IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionary()
@@ -85,7 +86,7 @@ class Tokenizer:
             return ids
         return [self._bos_id, *ids]
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, chat: Chat) -> list[int]:
         """The ids of the prompt for the assistant's next turn, by the model's chat template.
 
         Text of special tokens inside a message stays text: no message can end its own turn. (Tokens count as
@@ -101,13 +102,16 @@ class Tokenizer:
                 remedy="send a prompt to /generate, or put chat_template.jinja into its tokenizer stage",
                 field="messages",
             )
-        for index, message in enumerate(messages):
+        for index, message in enumerate(chat.messages):
             _refuse_surrogates(message.content, field=f"messages[{index}].content")
-        written = sorted({text for m in messages for text in self._special_text.findall(m.content)})
+        texts = [message.content for message in chat.messages]
+        for name, value in chat.template_kwargs.items():
+            texts += _texts_in(value, field=f"chat_template_kwargs.{name}")
+        written = sorted({special for text in texts for special in self._special_text.findall(text)})
         if len(written) > len(SURROGATES):
             raise InvalidRequest("the messages hold too many special tokens", field="messages")
         stand_ins = dict(zip(written, map(chr, SURROGATES), strict=False))
-        prompt = self.chat_template.render([self._with_stand_ins(m, stand_ins) for m in messages])
+        prompt = self.chat_template.render(self._with_stand_ins(chat, stand_ins))
         return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -146,9 +150,15 @@ class Tokenizer:
         in_turn = chain.from_iterable(zip_longest(of_template, of_messages, fillvalue=[]))
         return [*chain.from_iterable(in_turn)]
 
-    def _with_stand_ins(self, message: Message, stand_ins: dict[str, str]) -> Message:
-        content = self._special_text.sub(lambda match: stand_ins[match[0]], message.content)
-        return replace(message, content=content)
+    def _with_stand_ins(self, chat: Chat, stand_ins: dict[str, str]) -> Chat:
+        def stand_in(text: str) -> str:
+            return self._special_text.sub(lambda match: stand_ins[match[0]], text)
+
+        return replace(
+            chat,
+            messages=tuple(replace(message, content=stand_in(message.content)) for message in chat.messages),
+            template_kwargs=_with_texts(chat.template_kwargs, stand_in),
+        )
 
     def _special_tokens_as_text(self) -> dict[str, list[int]]:
         """What each special token's text is as ordinary text."""
@@ -176,3 +186,24 @@ def _refuse_surrogates(text: str, *, field: str) -> None:
             remedy="send the text as UTF-8, or escape both halves",
             field=field,
         ) from None
+
+
+def _texts_in(value: Any, *, field: str) -> list[str]:
+    """Return all texts of a JSON value, the keys of its objects included; raises InvalidRequest."""
+    texts: list[str] = []
+    _with_texts(value, texts.append)
+    for text in texts:
+        _refuse_surrogates(text, field=field)
+    return texts
+
+
+def _with_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Return a JSON value with each of its texts changed."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(key): _with_texts(part, change) for key, part in value.items()}
+        case list() | tuple():
+            return [_with_texts(part, change) for part in value]
+    return value

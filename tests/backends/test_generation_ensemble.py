@@ -4,7 +4,7 @@ import pytest
 
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.repository.repository import Repository
-from genserve.request import Message
+from genserve.request import Chat, Message
 from genserve.sampling_params import SamplingParams
 
 
@@ -22,7 +22,7 @@ def test_a_prompt_is_tokenised_as_the_tokenizer_does(ensemble):
 
 
 def test_a_chat_goes_through_the_template(ensemble):
-    sequence = ensemble.prepare((Message(role="user", content="hi"),), SamplingParams())
+    sequence = ensemble.prepare(Chat(messages=(Message(role="user", content="hi"),)), SamplingParams())
     assert "assistant" in ensemble.tokenizer.decode(sequence.token_ids)
 
 

@@ -5,7 +5,7 @@ import json
 import httpx2
 import pytest
 
-from genserve.request import read_messages
+from genserve.request import read_chat
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 
@@ -65,7 +65,7 @@ def test_token_ids_are_there_when_asked_for(http):
 
 
 def test_the_token_ids_of_the_prompt_are_beside_them(http, tiny_server):
-    expected = tiny_server.model.tokenizer.encode_chat(read_messages(MESSAGES))
+    expected = tiny_server.model.tokenizer.encode_chat(read_chat(MESSAGES))
     assert chat(http, return_token_ids=True).json()["prompt_token_ids"] == expected
     first, *others = chunks(chat(http, stream=True, return_token_ids=True))
     assert first["prompt_token_ids"] == expected

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.request import Message
+from genserve.request import Chat, Message
 from genserve.text.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -86,20 +88,23 @@ TEMPLATES = {
 CHATS = {
     "one question": [("user", "Why is the sky blue? <b>\u00e9\u4e16 {{ 7 * 7 }} 'quoted'")],
     "system first": [("system", "Be brief."), ("user", "  Hi \n")],
+    "an answer begun": [("user", "1+1?"), ("assistant", " It is  ")],
     "three turns": [("system", "S"), ("user", "1+1?"), ("assistant", "2"), ("user", "And 2+2?")],
 }
 
 
-def messages(name: str) -> list[Message]:
-    return [Message(role=role, content=content) for role, content in CHATS[name]]  # type: ignore[arg-type]
+def messages(name: str, **controls: Any) -> Chat:
+    turns = tuple(Message(role=role, content=content) for role, content in CHATS[name])  # type: ignore[arg-type]
+    return Chat(messages=turns, **controls)
 
 
-def reference(source: str, chat: str) -> str:
+def reference(source: str, chat: str, **controls: Any) -> str:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Backend(models.BPE()), chat_template=source, **SPECIAL_TOKENS
     )
     dicts = [{"role": role, "content": content} for role, content in CHATS[chat]]
-    return str(tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=True))
+    controls = {"add_generation_prompt": True} | controls
+    return str(tokenizer.apply_chat_template(dicts, tokenize=False, **controls))
 
 
 def template(source: str) -> ChatTemplate:
@@ -114,8 +119,57 @@ def test_a_chat_renders_as_transformers_renders_it(name: str, chat: str) -> None
     assert "S" in rendered or chat != "three turns"
 
 
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_without_a_generation_prompt_as_well(name: str, chat: str) -> None:
+    rendered = template(TEMPLATES[name]).render(messages(chat, add_generation_prompt=False))
+    assert rendered == reference(TEMPLATES[name], chat, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_last_message_is_left_open_where_transformers_leaves_it(name: str, chat: str) -> None:
+    expected = reference(TEMPLATES[name], chat, continue_final_message=True, add_generation_prompt=False)
+    expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # of a message that is shown twice
+    rendered = template(TEMPLATES[name]).render(messages(chat, continue_final_message=True))
+    assert rendered == expected
+    assert rendered.rstrip().endswith(CHATS[chat][-1][1].strip())
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_leave_it_open() -> None:
+    with pytest.raises(InvalidRequest, match="leaves out") as raised:
+        template("{{ messages[0].content }}").render(messages("three turns", continue_final_message=True))
+    assert raised.value.field == "messages"
+
+
+def test_a_message_is_either_continued_or_answered() -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        messages("one question", continue_final_message=True, add_generation_prompt=True)
+    assert raised.value.field == "continue_final_message"
+
+
+THINKING = "{{ messages[0].content }}{% if enable_thinking is defined %}{{ not enable_thinking }}{% endif %}"
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_a_request_sets_the_variables_of_the_template(kwargs: dict[str, bool]) -> None:
+    rendered = template(THINKING).render(messages("system first", template_kwargs=kwargs))
+    assert rendered == reference(THINKING, "system first", **kwargs)
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_thought", "messages", "add_generation_prompt", "bos_token", "raise_exception", "range"]
+)
+def test_a_variable_that_the_template_has_not_or_that_is_not_the_requests_is_refused(name: str) -> None:
+    source = THINKING + "{{ bos_token }}{{ add_generation_prompt }}{{ raise_exception and range }}"
+    with pytest.raises(InvalidRequest, match="its variables are: enable_thinking") as raised:
+        template(source).render(messages("one question", template_kwargs={name: 1}))
+    assert raised.value.field == f"chat_template_kwargs.{name}"
+
+
 def test_messages_that_the_template_refuses_are_the_callers_fault() -> None:
-    two_questions = [Message(role="user", content="a"), Message(role="user", content="b")]
+    question = Message(role="user", content="a")
+    two_questions = Chat(messages=(question, question))
     with pytest.raises(InvalidRequest, match="roles must alternate") as raised:
         template(TEMPLATES["mistral"]).render(two_questions)
     assert raised.value.field == "messages"

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import InvalidRequest
-from genserve.request import Completion, Delta, Message, join_choices, read_messages
+from genserve.request import Chat, Completion, Delta, join_choices, read_messages
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
@@ -58,6 +58,7 @@ class ChatBody(OpenAIBody):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
+        "chat_template": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
@@ -73,6 +74,9 @@ class ChatBody(OpenAIBody):
     }
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -93,16 +97,21 @@ class ChatBody(OpenAIBody):
             top_logprobs=self.top_logprobs or 0,
         )
 
-    def chat(self) -> tuple[Message, ...]:
-        """The messages in our words; raises InvalidRequest."""
+    def chat(self) -> Chat:
+        """The chat in our words; raises InvalidRequest."""
         for index, message in enumerate(self.messages):
             for name, value in (message.model_extra or {}).items():
                 if value not in (None, [], {}):
                     field = f"messages[{index}].{name}"
                     raise InvalidRequest(f"{field} is not supported", field=field)
         roles = {"developer": "system"}
-        return read_messages(
-            [{"role": roles.get(m.role, m.role), "content": m.text()} for m in self.messages]
+        return Chat(
+            messages=read_messages(
+                [{"role": roles.get(m.role, m.role), "content": m.text()} for m in self.messages]
+            ),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs=self.chat_template_kwargs or {},
         )
 
 

@@ -34,6 +34,10 @@ _INERT = frozenset(
         "user",
     }
 )
+_REMEDIES = {
+    "chat_template": "a template is a program, and none comes over the wire: "
+    "put chat_template.jinja into the model's tokenizer stage",
+}
 MAX_CHOICES = 128
 
 
@@ -103,7 +107,8 @@ class OpenAIBody(DecodingFields):
         """
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral and value is not None and value not in self.neutral[name]:
-                raise InvalidRequest(f"{name} is not supported", field=name, remedy="leave it out")
+                remedy = _REMEDIES.get(name, "leave it out")
+                raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:
