@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from genserve.errors import InvalidRequest
 
-__all__ = ["STAGES", "require_coherent_stages"]
+__all__ = ["STAGES", "acting", "require_coherent_stages"]
 
 # The default order, and the parameters that make each stage act, with the value at which it does not.
 STAGES: Mapping[str, Mapping[str, float]] = {
@@ -33,16 +33,24 @@ def require_coherent_stages(params: Any) -> None:
     if params.samplers:
         _require_known_names(params.samplers)
         greedy = params.temperature == 0
-        for name in () if greedy else _acting(params, [s for s in STAGES if s not in params.samplers]):
+        for name in () if greedy else acting(params, [s for s in STAGES if s not in params.samplers]):
             raise InvalidRequest(
                 f"{name} is given, and samplers leaves its stage out", field=name, remedy="name it there"
             )
     if params.mirostat_mode:
         order = ["samplers"] if params.samplers else []
-        for name in [*order, *_acting(params, [s for s in STAGES if s != "temperature"])]:
+        for name in [*order, *acting(params, [s for s in STAGES if s != "temperature"])]:
             raise InvalidRequest(
                 f"{name} cannot go with mirostat_mode, which truncates by itself", field=name
             )
+
+
+def acting(params: Any, stages: Iterable[str]) -> Iterator[str]:
+    """Return the parameters of those stages that ask for something."""
+    for stage in stages:
+        for name, neutral in STAGES[stage].items():
+            if getattr(params, name) != neutral:
+                yield name
 
 
 def _require_known_names(names: Sequence[object]) -> None:
@@ -53,11 +61,3 @@ def _require_known_names(names: Sequence[object]) -> None:
             raise InvalidRequest(f"{field} is no stage", field=field, remedy=f"the stages are {known}")
         if name in names[:index]:
             raise InvalidRequest(f"{field} names {name!r} again", field=field, remedy="name it once")
-
-
-def _acting(params: Any, stages: Sequence[str]) -> Iterator[str]:
-    """Return the parameters of those stages that ask for something."""
-    for stage in stages:
-        for name, neutral in STAGES[stage].items():
-            if getattr(params, name) != neutral:
-                yield name

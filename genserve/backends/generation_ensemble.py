@@ -124,6 +124,7 @@ class GenerationEnsemble:
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
             dry_breakers=self._dry_breakers(params),
             deadline_s=deadline_s,
+            xtc_spared_ids=self._xtc_spared_ids(params),
         )
 
     def _text(self, params: SamplingParams) -> StoppableText:
@@ -158,6 +159,11 @@ class GenerationEnsemble:
     def _dry_breakers(self, params: SamplingParams) -> list[Sequence[int]]:
         breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
         return [ids for text in breakers for ids in self._spellings_within.of(text)]
+
+    def _xtc_spared_ids(self, params: SamplingParams) -> list[int]:
+        if not params.xtc_probability:
+            return []
+        return [*self.tokenizer.eos_token_ids, *self.tokenizer.encode("\n", add_special_tokens=False)[-1:]]
 
     def _check_lengths(self, num_prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
         if num_prompt_tokens == 0:

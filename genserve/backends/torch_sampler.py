@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genserve.backends.torch_stages import left_by
+from genserve.backends.torch_truncation import exponentials, truncated
 from genserve.generation.likelihood import LOWEST, Asked
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.sampler import PickedRows, SamplingRows, uniforms
-from genserve.generation.truncation import LOWEST_EXPONENT
 from genserve.request import TokenLogprob
 
 __all__ = ["pick_rows"]
@@ -81,73 +82,20 @@ def _draw(
     columns = _columns(num_rows, num_tokens, drawing=drawing, rules=rules)
     uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
     draws, temperature, uniform, *kept = uploaded[:, :, None].unbind()
-    scaled = _truncated(shifted / temperature.float(), kept, rules=rules)
-    weights = torch.where(scaled == -torch.inf, 0.0, _exp(scaled))
+    scaled = truncated(shifted / temperature.float(), kept, rules=rules)
+    for index in np.flatnonzero(rules.stages).tolist():
+        row = slice(drawing[index], drawing[index] + 1)
+        scaled[row] = left_by(shifted[row], rules.stages[index], chance=rules.chance(index))
+    weights = torch.where(scaled == -torch.inf, 0.0, exponentials(scaled))
     cumulative = weights.cumsum(1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return torch.where(draws[:, 0] > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids), scaled
 
 
-def _truncated(scaled: torch.Tensor, kept: Sequence[torch.Tensor], *, rules: SamplingRows) -> torch.Tensor:
-    """Send what the rows do not keep to -inf; a rule that no row uses costs nothing."""
-    top_p, last, min_p, typical_p, epsilon, eta, sigma = kept
-    if rules.top_n_sigma.any():
-        scaled = _above(scaled, _sigma_level(scaled, sigma))
-    if (rules.top_k > 0).any() or (rules.top_p < 1.0).any():
-        scaled = _above(scaled, _kept_level(scaled, top_p=top_p, last=last.long()))
-    if rules.min_p.any():
-        scaled = _above(scaled, min_p.log())
-    if (rules.typical_p < 1.0).any():
-        scaled = _typical(scaled, typical_p)
-    if rules.epsilon_cutoff.any():
-        scaled = _probable(scaled, epsilon)
-    if rules.eta_cutoff.any():
-        scaled = _probable(scaled, _eta_share(scaled, eta))
-    return scaled
-
-
-def _above(scaled: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-    return torch.where(scaled >= level, scaled, -torch.inf)
-
-
-def _sigma_level(scaled: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    finite = scaled > -torch.inf
-    count = finite.sum(dim=1, keepdim=True)
-    values = torch.where(finite, scaled, 0.0).double()
-    mean = values.sum(dim=1, keepdim=True) / count
-    squares = torch.where(finite, values - mean, 0.0).square().sum(dim=1, keepdim=True)
-    return torch.where(sigma > 0, -sigma * (squares / count).sqrt(), -torch.inf)
-
-
-def _typical(scaled: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    log_shares = scaled.double().log_softmax(dim=1)
-    distance = (log_shares + _entropy(log_shares)).abs()
-    ordered, order = distance.sort(dim=1, stable=True)
-    reached = torch.searchsorted(log_shares.exp().gather(1, order).cumsum(1), share)
-    level = ordered.gather(1, reached.clamp(max=scaled.shape[1] - 1))
-    return torch.where((distance <= level) | (share >= 1.0), scaled, -torch.inf)
-
-
-def _eta_share(scaled: torch.Tensor, eta: torch.Tensor) -> torch.Tensor:
-    entropy = _entropy(scaled.double().log_softmax(dim=1))
-    return torch.minimum(eta, eta.sqrt() * (-entropy).exp())
-
-
-def _probable(scaled: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    shares = scaled.double().softmax(dim=1)
-    keep = (shares >= least) | (scaled == scaled.amax(dim=1, keepdim=True))
-    return torch.where(keep, scaled, -torch.inf)
-
-
-def _entropy(log_shares: torch.Tensor) -> torch.Tensor:
-    parts = torch.where(log_shares > -torch.inf, log_shares.exp() * log_shares, 0.0)
-    return -parts.sum(dim=1, keepdim=True)
-
-
 def _columns(
     num_rows: int, num_tokens: int, *, drawing: Sequence[int], rules: SamplingRows
 ) -> NDArray[np.float64]:
-    """Return, for all rows, what `_draw` and `_truncated` unpack; one that does not draw keeps all."""
+    """Return, for all rows, what `_draw` and `truncated` unpack; one that does not draw keeps all."""
     neutral = [0.0, 1.0, 0.0, 1.0, num_tokens - 1, 0.0, 1.0, 0.0, 0.0, 0.0]
     columns = np.repeat(np.array(neutral)[:, None], num_rows, axis=1)
     top_k = np.where((rules.top_k > 0) & (rules.top_k < num_tokens), rules.top_k, num_tokens)
@@ -158,15 +106,6 @@ def _columns(
     return columns
 
 
-def _kept_level(scaled: torch.Tensor, *, top_p: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Return the smallest value that each row keeps: [R, 1]. `last` is the rank of the last by top-k."""
-    ordered = scaled.sort(dim=1, descending=True).values
-    cumulative = _exp(ordered).cumsum(1, dtype=torch.float64)
-    reached = torch.searchsorted(cumulative, top_p * cumulative.gather(1, last))
-    rank = torch.where(top_p < 1.0, torch.minimum(reached, last), last)
-    return ordered.gather(1, rank)
-
-
 def _levels(
     rows: torch.Tensor, token_ids: torch.Tensor, asking: Sequence[Asked]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -175,7 +114,7 @@ def _levels(
     There are as many others for each row as `_num_others`, whatever it asks for.
     """
     shifted = rows - rows.amax(dim=1, keepdim=True)
-    total = _exp(shifted).sum(dim=1, keepdim=True, dtype=torch.float64).log()
+    total = exponentials(shifted).sum(dim=1, keepdim=True, dtype=torch.float64).log()
     others = torch.zeros((len(asking), _num_others(asking)), dtype=torch.int64)
     for index, asked in enumerate(asking):
         others[index, : len(asked.named)] = torch.tensor(asked.named, dtype=torch.int64)
@@ -204,7 +143,3 @@ def _logprobs(
         top.sort(key=lambda pair: (-pair[1], pair[0]))
         found.append(TokenLogprob(logprob=max(float(own[index]), LOWEST), top=tuple(top)))
     return tuple(found)
-
-
-def _exp(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled.clamp(min=LOWEST_EXPONENT).exp()

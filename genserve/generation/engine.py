@@ -231,6 +231,7 @@ class Engine:
                 failed[sequence] = _not_finite(sequence)
                 continue
             sequence.take_logprob(picked.logprob)
+            sequence.take_surprise(picked.surprise_bits)
             try:
                 self._loops.resume(sequence, picked.token_id)
             except GenserveError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,13 +12,15 @@ import numpy as np
 from genserve.generation.likelihood import Asked
 from genserve.generation.logit_edits import LogitEdits, join_edits
 from genserve.generation.sampler import PickedRows, SamplingRows
+from genserve.generation.stages import COLDEST
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
+from genserve.sampling_params import SamplingParams
 
 __all__ = ["Pick", "RowPicker", "pick"]
 
-# At this temperature and below a draw is greedy: no two float32 logits are nearer than this divides.
-COLDEST = 1e-6
+# What a row has whose stages do all of it.
+_STAGED = SamplingParams(temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class Pick:
     token_id: int
     logprob: TokenLogprob | None    # None if the request does not ask for it
     finite: bool                    # False: a NaN, or the rules leave no finite logit; the token is void
+    surprise_bits: float | None     # of the token among those it was drawn from, if its stages learn
 
 
 class RowPicker(Protocol):
@@ -53,12 +57,15 @@ def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) 
         picker: does it.
     """
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST]
-    asking = [_asked(i, s) for i, s in enumerate(sequences) if s.params.logprobs]
+    learning = [i for i in drawing if (stages := sequences[i].stages) is not None and stages.learns]
+    told = [_asked(i, s) for i, s in enumerate(sequences) if s.params.logprobs]
+    asking = [*told, *(Asked(row=i, processed=True) for i in learning)]
     rules = _rules([sequences[i] for i in drawing])
     picked = picker(logits, drawing=drawing, rules=rules, asking=asking, edits=_edits(sequences))
-    logprobs = {asked.row: found for asked, found in zip(asking, picked.logprobs, strict=True)}
+    logprobs = {asked.row: found for asked, found in zip(told, picked.logprobs, strict=False)}
+    learned = {i: _bits(found) for i, found in zip(learning, picked.logprobs[len(told) :], strict=True)}
     return [
-        Pick(token_id=token_id, logprob=logprobs.get(row), finite=finite)
+        Pick(token_id=token_id, logprob=logprobs.get(row), finite=finite, surprise_bits=learned.get(row))
         for row, (token_id, finite) in enumerate(
             zip(picked.token_ids.tolist(), picked.finite.tolist(), strict=True)
         )
@@ -75,21 +82,28 @@ def _asked(row: int, sequence: TokenSequence) -> Asked:
     )
 
 
+def _bits(found: TokenLogprob) -> float:
+    return -(found.logprob or 0.0) / math.log(2)
+
+
 def _edits(sequences: Sequence[TokenSequence]) -> LogitEdits | None:
     edits = [s.logit_rules.edits(s.token_ids, row=row) for row, s in enumerate(sequences) if s.logit_rules]
     return join_edits(edits) if edits else None
 
 
 def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:
+    stages = [s.stages for s in sequences]
+    params = [s.params if own is None else _STAGED for s, own in zip(sequences, stages, strict=True)]
     return SamplingRows(
-        temperature=np.array([s.params.temperature for s in sequences], dtype=np.float32),
-        top_k=np.array([s.params.top_k for s in sequences], dtype=np.int64),
-        top_p=np.array([s.params.top_p for s in sequences], dtype=np.float32),
-        min_p=np.array([s.params.min_p for s in sequences], dtype=np.float32),
-        typical_p=np.array([s.params.typical_p for s in sequences], dtype=np.float32),
-        epsilon_cutoff=np.array([s.params.epsilon_cutoff for s in sequences], dtype=np.float32),
-        eta_cutoff=np.array([s.params.eta_cutoff for s in sequences], dtype=np.float32),
-        top_n_sigma=np.array([s.params.top_n_sigma for s in sequences], dtype=np.float32),
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float32),
+        min_p=np.array([p.min_p for p in params], dtype=np.float32),
+        typical_p=np.array([p.typical_p for p in params], dtype=np.float32),
+        epsilon_cutoff=np.array([p.epsilon_cutoff for p in params], dtype=np.float32),
+        eta_cutoff=np.array([p.eta_cutoff for p in params], dtype=np.float32),
+        top_n_sigma=np.array([p.top_n_sigma for p in params], dtype=np.float32),
         seed=np.array([s.seed for s in sequences], dtype=np.uint64),
         step=np.array([s.num_new_tokens for s in sequences], dtype=np.uint64),
+        stages=np.array(stages, dtype=np.object_),
     )

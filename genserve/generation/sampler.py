@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from genserve.generation.likelihood import Asked, likelihood
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.stages import left_by
 from genserve.generation.truncation import BLOCK, Truncation, exponentials, kept
 from genserve.request import TokenLogprob
 
@@ -28,6 +29,9 @@ __all__ = [
     "select_rows",
     "uniforms",
 ]
+
+# Makes of a seed another one, for a second number per step.
+ASIDE = np.uint64(0xD1B54A32D192ED03)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +48,16 @@ class SamplingRows:
     top_n_sigma: FloatArray             # [R], 0: all
     seed: NDArray[np.uint64]            # [R]
     step: NDArray[np.uint64]            # [R], how many tokens the answer has
+    stages: NDArray[np.object_]         # [R] of Stages, where the rules above are off, or None
 
     def chosen(self, rows: NDArray[np.bool_]) -> SamplingRows:
         """Return the parameters of those rows alone."""
         return SamplingRows(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+    def chance(self, index: int) -> float:
+        """Return a number in [0, 1) of one row that has nothing to do with the one it draws by."""
+        one = slice(index, index + 1)
+        return float(uniforms(self.seed[one] ^ ASIDE, self.step[one])[0])
 
     def truncation(self, index: int, *, size: int) -> Truncation:
         """Return what one row keeps of its `size` tokens."""
@@ -142,6 +152,10 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     uniform = uniforms(rows.seed, rows.step)
     token_ids = np.empty(len(logits), dtype=np.int64)
     for index, row in enumerate(logits):
+        if (stages := rows.stages[index]) is not None:
+            ids, values = left_by(row, stages, chance=rows.chance(index))
+            token_ids[index] = _draw_among(ids, values, uniform[index])
+            continue
         scaled = _scaled(row, rows.temperature[index])
         token_ids[index] = _draw(scaled, rows.truncation(index, size=row.size), uniform[index])
     return token_ids
@@ -157,12 +171,16 @@ def processed(row: FloatArray, rules: SamplingRows, *, index: int | None) -> Flo
     """
     if index is None:
         return row
-    scaled = _scaled(row, rules.temperature[index])
-    ids = kept(scaled, rules.truncation(index, size=row.size))
-    if ids is None:
-        return scaled
-    left = np.full_like(scaled, -np.inf)
-    left[ids] = scaled[ids]
+    if (stages := rules.stages[index]) is not None:
+        ids, values = left_by(row, stages, chance=rules.chance(index))
+    else:
+        scaled = _scaled(row, rules.temperature[index])
+        places = kept(scaled, rules.truncation(index, size=row.size))
+        if places is None:
+            return scaled
+        ids, values = places, scaled[places]
+    left = np.full_like(row, -np.inf)
+    left[ids] = values
     return left
 
 
@@ -203,7 +221,11 @@ def _draw(scaled: FloatArray, rules: Truncation, uniform: float) -> int:
     ids = kept(scaled, rules)
     if ids is None:
         return _draw_from_all(exponentials(scaled), uniform)
-    cumulative = np.cumsum(exponentials(scaled[ids]), dtype=np.float64)
+    return _draw_among(ids, scaled[ids], uniform)
+
+
+def _draw_among(ids: NDArray[np.int64], values: FloatArray, uniform: float) -> int:
+    cumulative = np.cumsum(exponentials(values), dtype=np.float64)
     return int(ids[_invert(cumulative, uniform)])
 
 

@@ -13,6 +13,7 @@ from genserve.errors import ModelFailed
 from genserve.generation.logit_rules import logit_rules
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
+from genserve.generation.stages import stages_of
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
 
@@ -56,6 +57,7 @@ class TokenSequence:
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
+        stages: what a draw goes through that is not made in the usual way; survives a preemption.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
@@ -91,6 +93,7 @@ class TokenSequence:
         "plugins",
         "preempted",
         "seed",
+        "stages",
         "stop_reason",
         "token_ids",
     )
@@ -109,6 +112,7 @@ class TokenSequence:
         dry_breakers: Sequence[Sequence[int]] = (),
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
+        xtc_spared_ids: Sequence[int] = (),
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -134,6 +138,7 @@ class TokenSequence:
             dry_breakers=dry_breakers,
             plugins=self.plugins,
         )
+        self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
@@ -193,6 +198,11 @@ class TokenSequence:
         """Keep how likely the token is that `sample()` returns next; for the engine."""
         if picked is not None:
             self.picked_logprob, self.picked_top = picked.logprob, picked.top
+
+    def take_surprise(self, bits: float | None) -> None:
+        """Learn from how surprising the token is that `sample()` returns next; for the engine."""
+        if bits is not None and self.stages is not None:
+            self.stages = self.stages.after(bits)
 
     @property
     def num_new_tokens(self) -> int:

@@ -20,8 +20,8 @@ def sampling_rows(num: int, **columns: Any) -> SamplingRows:
         "eta_cutoff": 0.0,
         "top_n_sigma": 0.0,
     }
-    kinds = {"top_k": np.int64, "seed": np.uint64, "step": np.uint64}
-    values = {**neutral, "top_k": 0, "seed": 7, "step": np.arange(num), **columns}
+    kinds = {"top_k": np.int64, "seed": np.uint64, "step": np.uint64, "stages": np.object_}
+    values = {**neutral, "top_k": 0, "seed": 7, "step": np.arange(num), "stages": None, **columns}
     return SamplingRows(
         **{
             name: np.broadcast_to(np.asarray(value), (num,)).astype(kinds.get(name, np.float32))

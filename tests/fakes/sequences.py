@@ -42,6 +42,7 @@ def sequence_of(
     dry_breakers: Sequence[Sequence[int]] = (),
     plugins: SequencePlugins | None = None,
     deadline_s: float | None = None,
+    xtc_spared_ids: Sequence[int] = (),
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
@@ -57,6 +58,7 @@ def sequence_of(
         deadline_s=deadline_s,
         dry_breakers=dry_breakers,
         plugins=plugins,
+        xtc_spared_ids=xtc_spared_ids,
     )
 
 
