@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Generator
 from contextlib import closing
-from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 import httpx2
@@ -107,9 +106,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def _call(self, call: calls.Call[Answer]) -> Answer:
