@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.server.serve import Server, ServerInfo
+from genserve.server.serve import Server
+from genserve.server.server_info import ServerInfo
 from genserve.settings import ServerSettings
 
 

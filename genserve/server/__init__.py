@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from genserve.server.serve import ModelInfo, ServerInfo, VersionInfo, serve
+from genserve.server.serve import serve
+from genserve.server.server_info import ModelInfo, ServerInfo, VersionInfo
 
 __all__ = ["ModelInfo", "ServerInfo", "VersionInfo", "serve"]

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -25,13 +25,14 @@ from genserve.server.app import create_app
 from genserve.server.daemon_thread import start_daemon
 from genserve.server.metrics import CpuCollector, InferenceCollector
 from genserve.server.metrics_port import MetricsPort
+from genserve.server.server_info import ServerInfo
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from genserve.server.grpc.endpoint import GrpcEndpoint
 
-__all__ = ["ModelInfo", "Server", "ServerInfo", "VersionInfo", "serve"]
+__all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,39 +40,6 @@ logger = logging.getLogger(__name__)
 _FAREWELL_S = 5
 # So long the process may take to end once everything has closed, or after the second signal.
 _LAST_S = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """A model that answers."""
-
-    name: str
-    max_length: int             # tokens of prompt and answer together
-    num_slots: int
-    kv_cache_bytes: int         # at the most
-    precision: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionInfo:
-    """One version of any model; a line of the repository's index."""
-
-    name: str
-    version: int | None         # None: never loaded
-    state: str                  # "READY", "UNAVAILABLE" ...
-    reason: str                 # of an unavailable one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerInfo:
-    """A server that is ready."""
-
-    url: str
-    grpc_address: str = ""                  # host and port; empty: there is no gRPC
-    metrics_url: str = ""                   # empty: metrics are on the HTTP port alone
-    models: tuple[ModelInfo, ...]           # that generate text
-    versions: tuple[VersionInfo, ...] = ()
-    errors: tuple[GenserveError, ...]       # of models that could not be loaded
 
 
 def serve(
@@ -234,7 +202,7 @@ class Server(uvicorn.Server):
             self._fail(error)
             return
         if self._on_ready is not None:
-            self._on_ready(_describe(info, repository))
+            self._on_ready(info.filled(repository))
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -306,24 +274,6 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 def _url(listener: socket.socket) -> str:
     return f"http://{address_of(*listener.getsockname()[:2])}"
-
-
-def _describe(info: ServerInfo, repository: Repository) -> ServerInfo:
-    models = tuple(
-        ModelInfo(
-            name=model.name,
-            max_length=model.max_length,
-            num_slots=model.num_slots,
-            kv_cache_bytes=model.kv_cache_bytes,
-            precision=model.precision,
-        )
-        for model in repository.generation_models
-    )
-    versions = tuple(
-        VersionInfo(name=line.name, version=line.version, state=line.state or "", reason=line.reason)
-        for line in repository.index()
-    )
-    return replace(info, models=models, versions=versions, errors=tuple(repository.errors.values()))
 
 
 def _nothing_to_load(settings: ServerSettings) -> RepositoryError:
