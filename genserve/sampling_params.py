@@ -18,6 +18,8 @@ __all__ = ["MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_pa
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_STOP_REGEXES = 4
+MAX_STOP_REGEX_CHARS = 512
 MAX_CACHE_SALT_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 256
@@ -71,7 +73,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
 _MAY_BE_NONE = frozenset({"max_tokens", "max_time_ms", "seed", "prompt_logprobs", "beam_width"})
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
 _FLAGS = ("include_stop_str_in_output",)
-_LISTS = ("stop", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
+_LISTS = ("stop", "stop_regex", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
 _BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
 _NOT_WITH_BEAMS = (
@@ -143,6 +145,7 @@ class SamplingParams:
     suppress_tokens: tuple[int, ...] = ()       # ids that are never picked
     bad_words: tuple[str, ...] = ()             # texts whose last token is not picked after the others
     stop: tuple[str, ...] = ()              # the text ends before the first of these
+    stop_regex: tuple[str, ...] = ()        # the text ends before the first match of one of these
     stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
     include_stop_str_in_output: bool = False    # the text has what ended it
     max_time_ms: int | None = None          # the answer ends then, counted from the request's arrival
@@ -196,6 +199,9 @@ class SamplingParams:
             f"takes at most {MAX_STOP_TOKEN_IDS} ids",
         )
         _require_texts(self.stop, "stop", at_most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS)
+        _require_texts(
+            self.stop_regex, "stop_regex", at_most=MAX_STOP_REGEXES, max_chars=MAX_STOP_REGEX_CHARS
+        )
         _require_texts(self.bad_words, "bad_words", at_most=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS)
         _require_texts(
             self.dry_sequence_breakers,
@@ -272,6 +278,7 @@ class SamplingOptions(TypedDict, total=False):
     suppress_tokens: Sequence[int] | None
     bad_words: str | Sequence[str] | None
     stop: str | Sequence[str] | None
+    stop_regex: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool
     max_time_ms: int | None

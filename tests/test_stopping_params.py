@@ -12,6 +12,9 @@ from genserve.sampling_params import sampling_params
     ("options", "field"),
     [
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"stop_regex": ["a", ""]}, "stop_regex[1]"),
+        ({"stop_regex": ["a" * 513]}, "stop_regex[0]"),
+        ({"stop_regex": ["a"] * 5}, "stop_regex"),
         ({"max_time_ms": 0}, "max_time_ms"),
         ({"max_time_ms": 1.5}, "max_time_ms"),
         ({"repetition_detection": 5}, "repetition_detection"),

@@ -13,6 +13,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Chat, Prompt
 from genserve.sampling_params import SamplingParams
 from genserve.text.spellings import Spellings
+from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopStrings
 from genserve.text.stoppable_text import StopFinder, StoppableText
 from genserve.text.tokenizer import Tokenizer
@@ -129,6 +130,7 @@ class GenerationEnsemble:
 
     def _text(self, params: SamplingParams) -> StoppableText:
         finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
+        finders += map(StopRegex, params.stop_regex)
         return StoppableText(
             self.tokenizer.detokenizer(),
             finders,

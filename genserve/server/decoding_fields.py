@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from genserve.server.body import Body
@@ -17,6 +17,10 @@ class PluginFields(Body):
 
     name: str
     args: dict[str, Any] = Field(default={})
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class DecodingFields(Body):
@@ -52,6 +56,7 @@ class DecodingFields(Body):
     suppress_tokens: list[int] | None = None
     bad_words: list[str] | None = None
     min_tokens: int | None = None
+    stop_regex: Annotated[list[str] | None, BeforeValidator(_listed)] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     max_time_ms: int | None = None

@@ -96,6 +96,19 @@ def test_an_answer_that_goes_round_in_circles_ends(client, ask, stream):
     assert (finish_reason, stop_reason) == ("repetition", "repetition_detected")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_match_of_a_regex_ends_the_text(client, whole, stream):
+    stop, regex = whole.text[4:6], f"(?s:.)\\x{{{ord(whole.text[5]):x}}}"
+    first = whole.text.index(stop[1], 1) - 1
+    assert complete(client, stream=stream, stop_regex=regex) == (whole.text[:first], "stop", regex)
+
+
+def test_a_regex_that_is_none_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="unclosed group") as raised:
+        complete(client, stop_regex="(")
+    assert raised.value.param == "stop_regex"
+
+
 def test_an_answer_ends_when_its_time_is_over(client):
     extras = {"max_time_ms": 1, "max_tokens": 100}
     _, finish_reason, stop_reason = complete(client, **extras)

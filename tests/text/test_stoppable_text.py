@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from genserve.errors import InvalidRequest
+from genserve.text.stop_regex import MAX_MATCH_CHARS, StopRegex
 from genserve.text.stop_strings import StopStrings
-from genserve.text.stoppable_text import StoppableText
+from genserve.text.stoppable_text import StopFinder, StoppableText
 
 texts = st.text(alphabet="ab", max_size=24)
 stop_sets = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
 places = st.lists(st.integers(min_value=0), max_size=6)
+
+parts = st.sampled_from(["a", "b", ".", "[ab]"])
+repeats = st.sampled_from(["*", "+", "?", "{2,3}"])
+regexes = st.recursive(
+    parts,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
+        st.tuples(inner, repeats).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+    ),
+    max_leaves=5,
+)
 
 
 class Pieces:
@@ -31,8 +47,11 @@ class Pieces:
         return self._rest
 
 
-def stoppable(pieces: Sequence[str], *stops: str, rest: str = "", **options: object) -> StoppableText:
-    finders = [StopStrings(stops)] if stops else []
+def stoppable(
+    pieces: Sequence[str], *stops: str, regexes: Sequence[str] = (), rest: str = "", **options: Any
+) -> StoppableText:
+    finders: list[StopFinder] = [StopStrings(stops)] if stops else []
+    finders += map(StopRegex, regexes)
     return StoppableText(Pieces(pieces, rest), finders, **options)  # type: ignore[arg-type]
 
 
@@ -45,11 +64,17 @@ def released(text: StoppableText, num_pieces: int) -> list[str]:
     return [*shown, text.flush()]
 
 
-def first_stop(text: str, stops: Sequence[str], *, after: int = 0) -> tuple[int, str] | None:
-    """Where a text has to end, and the stop: earliest end behind `after`, then earliest start."""
-    ends = range(after + 1, len(text) + 1)
-    found = [(end, -len(stop), stop) for end in ends for stop in stops if text[:end].endswith(stop)]
-    return None if not found else (min(found)[0], min(found)[2])
+def first_stop(
+    text: str, stops: Sequence[str], regexes: Sequence[str] = (), *, after: int = 0
+) -> tuple[int, int, str] | None:
+    """Where a text has to end, the length of the stop and its name: earliest end, then earliest start."""
+    patterns = {stop: re.escape(stop) for stop in stops} | {regex: regex for regex in regexes}
+    for end in range(after + 1, len(text) + 1):
+        for start in range(end):
+            for name, pattern in patterns.items():
+                if re.fullmatch(pattern, text[start:end]):
+                    return end, end - start, name
+    return None
 
 
 def cut(text: str, at: list[int]) -> list[str]:
@@ -68,8 +93,8 @@ def test_every_way_to_cut_the_text_ends_it_where_a_search_over_the_whole_text_do
     if found is None:
         assert (shown, growing.stop) == (text, None)
     else:
-        end, stop = found
-        assert (shown, growing.stop) == (text[: end if include else end - len(stop)], stop)
+        end, length, stop = found
+        assert (shown, growing.stop) == (text[: end if include else end - length], stop)
 
 
 @given(text=texts, stops=stop_sets)
@@ -115,3 +140,54 @@ def test_the_stop_string_that_is_complete_first_wins_over_one_that_began_earlier
 @pytest.mark.parametrize("text", ["", "abc", "a" * 1000])
 def test_without_stops_the_text_passes_as_it_is(text: str) -> None:
     assert stoppable([text]).push(0) is text
+
+
+@given(
+    text=texts,
+    stops=st.lists(st.text(alphabet="ab", min_size=3, max_size=6), max_size=1).map(tuple),
+    patterns=st.lists(regexes, min_size=1, max_size=2, unique=True),
+    at=places,
+    include=st.booleans(),
+    num_passed=st.integers(0, 4),
+)
+def test_every_way_to_cut_the_text_ends_it_at_the_first_match_of_a_regex(
+    text: str, stops: tuple[str, ...], patterns: list[str], at: list[int], include: bool, num_passed: int
+) -> None:
+    assume(not any(re.fullmatch(pattern, "") for pattern in patterns))
+    pieces = cut(text, at)
+    growing = stoppable(pieces, *stops, regexes=patterns, include_stop=include, min_tokens=num_passed)
+    shown = "".join(released(growing, len(pieces)))
+    found = first_stop(text, stops, patterns, after=len("".join(pieces[:num_passed])))
+    end, length, stop = found or (len(text), 0, None)
+    assert shown == text[: end if include else end - length]
+    assert growing.stop == stop or (stop and growing.stop in {*stops, *patterns})
+
+
+def test_text_is_held_back_only_while_it_may_become_a_match() -> None:
+    growing = stoppable(["on 2024", "-1 or ", "2024-", "12", "!"], regexes=[r"\d{4}-\d\d"])
+    assert [growing.push(i) for i in range(5)] == ["on ", "2024-1 or ", "", "", ""]
+    assert growing.stop == r"\d{4}-\d\d"
+
+
+def test_characters_of_several_bytes_are_matched_whole() -> None:
+    growing = stoppable(["caf\u00e9", " \N{GRINNING FACE}x"], regexes=[r"\p{So}"])
+    assert [growing.push(i) for i in range(2)] == ["caf\u00e9", " "]
+
+
+@pytest.mark.parametrize("at", [[], [9, 18, MAX_MATCH_CHARS]])
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_match_may_be_as_long_as_what_is_held_back_and_no_longer(at: list[int], excess: int) -> None:
+    text = "x" + "a" * (MAX_MATCH_CHARS - 1 + excess) + "b"
+    pieces = cut(text, at)
+    growing = stoppable(pieces, regexes=[f"a{{{MAX_MATCH_CHARS - 1 + excess}}}b"])
+    assert "".join(released(growing, len(pieces))) == (text if excess else "x")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(", "^a", "a$", r"\ba", r"(a)\1", "a*", "", "(?=a)b", "a)|(b", r"\p{Nothing}"]
+)
+def test_an_expression_that_is_none_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match="stop_regex") as raised:
+        StopRegex(pattern)
+    assert raised.value.field == "stop_regex"
+    assert "(?s:.)" not in raised.value.message

@@ -1,0 +1,138 @@
+"""Stop regex: a regular expression at whose first match a growing text has to end."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from genserve.errors import InvalidRequest
+from genserve.text.stoppable_text import Stop
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["MAX_MATCH_CHARS", "StopRegex"]
+
+MAX_MATCH_CHARS = 256
+END_OF_TEXT = 256       # the token id behind those of the bytes
+
+
+class StopRegex:
+    r"""Finds the match that is completed first in a text that arrives in pieces; a `StopFinder`.
+
+    The text ends at the first character with which some match is complete, so that `a+` ends it at the first
+    `a`; of the matches that end there the longest counts. What is longer than MAX_MATCH_CHARS is no match.
+    Where the text is cut into pieces changes nothing. A character costs constant time, whatever the
+    expression is: llguidance runs it by derivatives, without backtracking, and tells what may still become a
+    match.
+
+    Args:
+        pattern: in the syntax of Rust's regex crate, without what looks around (`^`, `$`, `\b`).
+
+    Raises:
+        InvalidRequest: it is no such expression, or matches the empty text; `field` is `stop_regex`.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._alone = _matcher(pattern, pattern)
+        _matcher(f".(?:{pattern}).", pattern)   # alone, it may have anchors, which would mean nothing
+        self._behind_any_text = _matcher(f"(?s:.)*(?:{pattern})", pattern)
+        if self._alone.is_accepting():
+            raise _refused(pattern, "it matches the empty text")
+        self._pending = ""      # the last characters that may still become part of a match
+
+    @property
+    def num_pending(self) -> int:
+        """How many of the last characters may still become part of a match."""
+        return len(self._pending)
+
+    def find(self, text: str) -> Stop | None:
+        """Read on; return the first match that `text` completes, behind which nothing is read.
+
+        Raises:
+            InvalidRequest: on this text the expression needs too much memory.
+        """
+        for end, char in enumerate(text, start=1):
+            self._read(char)
+            if self._behind_any_text.is_accepting() and (length := self._match_length()):
+                return Stop(end=end, length=length, reason=self._pattern)
+        self._forget()
+        return None
+
+    def skip(self, text: str) -> None:
+        """Read on; what `text` completes does not count. Raises what `find` raises."""
+        for char in text:
+            self._read(char)
+        self._forget()
+
+    def _read(self, char: str) -> None:
+        self._pending += char
+        if not self._behind_any_text.consume_tokens([*char.encode()]):
+            raise _refused(self._pattern, "on this text it needs too much memory")
+
+    def _match_length(self) -> int:
+        """Return how many of the last characters are a match; 0: the match is too long."""
+        for text in _endings(self._pending[-MAX_MATCH_CHARS:]):
+            self._alone.reset()
+            ids = [*text.encode()]
+            if self._alone.try_consume_tokens(ids) == len(ids) and self._alone.is_accepting():
+                return len(text)
+        return 0
+
+    def _forget(self) -> None:
+        """Keep of the last characters what may still become part of a match."""
+        self._alone.reset()
+        self._pending = next(filter(self._may_begin, _endings(self._pending[1 - MAX_MATCH_CHARS :])), "")
+
+    def _may_begin(self, text: str) -> bool:
+        ids = [*text.encode()]
+        return bool(self._alone.validate_tokens(ids) == len(ids))
+
+
+def _endings(text: str) -> list[str]:
+    return [text[start:] for start in range(len(text))]
+
+
+def _matcher(regex: str, pattern: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(_bytes_as_tokens(), LLMatcher.grammar_from_regex(regex), log_level=0, limits=limits)
+    if matcher.is_error():
+        raise _refused(pattern, _reason(matcher.get_error()))
+    return matcher
+
+
+@cache
+def _bytes_as_tokens() -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer; its tokens are the bytes."""
+
+    eos_token_id = END_OF_TEXT
+    bos_token_id = None
+    special_token_ids = (END_OF_TEXT,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return [*(text if isinstance(text, bytes) else text.encode())]
+
+
+def _reason(error: str) -> str:
+    """Return the line of llguidance's message that says what is wrong, without our additions."""
+    lines = error.splitlines()
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    return line.removeprefix("error: ").split("(in regex): ")[-1].split(" in regex /")[0]
+
+
+def _refused(pattern: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"stop_regex {pattern!r}: {reason}",
+        field="stop_regex",
+        remedy="write it in the syntax of Rust's regex crate, without anchors and \\b",
+    )
