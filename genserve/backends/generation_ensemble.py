@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
+from genserve.generation.beam_group import BeamGroup
 from genserve.generation.loop import EngineLoop
 from genserve.generation.plugins import PluginContext
 from genserve.generation.token_sequence import TokenSequence
@@ -82,28 +83,55 @@ class GenerationEnsemble:
                 not, or not with such arguments.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
         """
-        for name in ("use_beam_search", "best_of"):
-            if name in params.changed():
-                raise InvalidRequest(f"{name} is not supported", field=name)
+        if "best_of" in params.changed():
+            raise InvalidRequest("best_of is not supported", field="best_of")
+        width = self._beam_width(params, num_choices=num_choices)
+        max_length = self.loop.longest(width) if width > 1 else self.max_length
         limit_ms = params.max_time_ms
         deadline_s = None if limit_ms is None else self.loop.now_s + limit_ms / 1000
         field, token_ids = self._encode(prompt)
-        self._check_lengths(len(token_ids), params, field=field)
+        self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         for name, named_ids in params.token_ids().items():
             if any(token_id >= self.vocab_size for token_id in named_ids):
                 raise InvalidRequest(
                     f"{name} must be below the vocabulary's size, {self.vocab_size}", field=name
                 )
-        return [
-            self._sequence(token_ids, params, choice, deadline_s=deadline_s) for choice in range(num_choices)
+        sequences = [
+            self._sequence(token_ids, params, choice, max_length=max_length, deadline_s=deadline_s)
+            for choice in range(num_choices)
         ]
+        if width > 1:
+            BeamGroup(sequences, width=width, new_text=lambda: self._text(params))
+        return sequences
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
         self.loop.close()
 
+    def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
+        """Return how many beams a request has; 1: no search."""
+        if not params.use_beam_search:
+            return 1
+        width = params.beam_width or num_choices
+        if num_choices > width:
+            raise InvalidRequest(f"n is {num_choices}, and beam_width {width}", field="n")
+        if width > self.num_slots:
+            raise InvalidRequest(
+                f"{width} beams are asked for; {self.name} runs {self.num_slots} sequences together",
+                field="beam_width" if params.beam_width else "n",
+                remedy=f"ask for {self.num_slots} at the most, or raise max_batch_size in the logits stage's "
+                "config.pbtxt",
+            )
+        return width
+
     def _sequence(
-        self, token_ids: Sequence[int], params: SamplingParams, choice: int, *, deadline_s: float | None
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        choice: int,
+        *,
+        max_length: int,
+        deadline_s: float | None,
     ) -> TokenSequence:
         seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
         context = PluginContext(
@@ -120,7 +148,7 @@ class GenerationEnsemble:
             eos_token_ids=self.tokenizer.eos_token_ids,
             text=self.plugins.parsed(self._text(params), context),
             plugins=self.plugins.for_sequence(context),
-            max_length=self.max_length,
+            max_length=max_length,
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
             dry_breakers=self._dry_breakers(params),
@@ -167,22 +195,25 @@ class GenerationEnsemble:
             return []
         return [*self.tokenizer.eos_token_ids, *self.tokenizer.encode("\n", add_special_tokens=False)[-1:]]
 
-    def _check_lengths(self, num_prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
+    def _check_lengths(
+        self, num_prompt_tokens: int, params: SamplingParams, *, max_length: int, field: str
+    ) -> None:
         if num_prompt_tokens == 0:
             raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
-        if num_prompt_tokens >= self.max_length:
+        beside = "" if max_length == self.max_length else " for each of its beams"
+        if num_prompt_tokens >= max_length:
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt_tokens} tokens; "
-                f"the context of {self.name} is {self.max_length}, answer included",
+                f"the context of {self.name} is {max_length}{beside}, answer included",
                 field=field,
                 remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
                 "kv_cache_bytes in the logits stage's config.pbtxt",
             )
-        room = self.max_length - num_prompt_tokens
+        room = max_length - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
             raise ContextLengthExceeded(
                 f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
-                f"of the context of {self.max_length}",
+                f"of the context of {max_length}{beside}",
                 field="max_tokens",
                 remedy=f"ask for {room} tokens at the most, or shorten the prompt",
             )

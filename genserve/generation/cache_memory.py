@@ -43,6 +43,13 @@ class CacheMemory:
         """Return what a sequence of so many tokens holds soon: a page more, unless its slot ends there."""
         return self.rounded(min(length + self.page_tokens, self._model.max_length))
 
+    def longest(self, num_sequences: int) -> int:
+        """Return how many tokens each of so many sequences may have, so that they can always run together."""
+        pages = self.budget // num_sequences // self.page_tokens
+        if pages * self.page_tokens >= self.rounded(self._model.max_length):
+            return self._model.max_length
+        return (pages - 1) * self.page_tokens   # a page more is what `headed_for` counts
+
     def missing(self, lengths: Mapping[int, int]) -> int:
         """Return by how much the budget would be passed if these slots held so much; 0 or less: not."""
         held = self._held

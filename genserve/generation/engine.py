@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from genserve.errors import GenserveError, ModelFailed
+from genserve.generation.beam_group import Beam
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_model import LogitsArray, LogitsModel
@@ -93,7 +94,7 @@ class Engine:
     @property
     def num_generating(self) -> int:
         """How many of those that run are ordinary token sequences."""
-        return sum(isinstance(s, TokenSequence) for s in self._slots.running)
+        return sum(not isinstance(s, LogitsRequest) for s in self._slots.running)
 
     @property
     def cache_usage(self) -> float:
@@ -102,16 +103,28 @@ class Engine:
         return sum(memory.rounded(s.num_computed) for s in self._slots.running) / memory.budget
 
     def add(self, occupant: Occupant) -> None:
-        """Put it at the end of the waiting line, or where all but the last of its tokens are known."""
-        self._roster.add(occupant)
+        """Put it at the end of the waiting line, or where all but the last of its tokens are known.
+
+        Of the answers of a beam search the first one brings its beams.
+        """
+        beams = occupant.beams if isinstance(occupant, TokenSequence) else None
+        if beams is None:
+            self._roster.add(occupant)
+        elif occupant is beams.answers[0]:
+            self._roster.add(beams.lead)
         if isinstance(occupant, TokenSequence) and occupant.deadline_s is not None:
             self._timed.add(occupant)
 
     def remove(self, occupants: Iterable[Occupant]) -> None:
-        """Drop token sequences and logits requests, wherever they are; their slots are free at once."""
+        """Drop token sequences and logits requests, wherever they are; their slots are free at once.
+
+        A beam search leaves with the first of its answers that does.
+        """
         leaving = set(occupants)
         if not leaving:
             return
+        for beams in {s.beams for s in leaving if isinstance(s, TokenSequence) and s.beams}:
+            leaving.update(beams.beams)
         self._roster.remove(leaving)
         self._timed -= leaving
         for occupant in leaving:
@@ -127,6 +140,10 @@ class Engine:
         now_s = self.clock()
         since_s = [parked.since_s for parked in self._slots.expected(now_s, within_s=within_s)]
         return len(since_s), max(since_s, default=now_s) + within_s - now_s
+
+    def longest(self, num_sequences: int) -> int:
+        """Return how many tokens each of so many sequences that need each other may have; from any thread."""
+        return self._slots.memory.longest(num_sequences)
 
     @property
     def held_s(self) -> float:
@@ -144,7 +161,7 @@ class Engine:
         except Exception as error:
             logger.exception("forward failed")
             failure = ModelFailed(f"the model's forward failed: {type(error).__name__}")
-            return self._leave((), (), dict.fromkeys(plan.sequences, failure), plan)
+            return self._leave((), (), dict.fromkeys(_answering(plan.sequences), failure), plan)
         return self._commit(plan, logits, rows)
 
     def check_integrity(self) -> None:
@@ -207,7 +224,26 @@ class Engine:
             except GenserveError as error:
                 failed[sequence] = error
         self._sample(logits, sampling, failed)
-        return self._leave([s for _, s in generating], answered, failed, plan)
+        searched = self._search(logits, {s: row for row, s in ready if isinstance(s, Beam)}, failed)
+        return self._leave([*(s for _, s in generating), *searched], answered, failed, plan)
+
+    def _search(
+        self, logits: LogitsArray, row_of: Mapping[Beam, int], failed: dict[Occupant, GenserveError]
+    ) -> list[TokenSequence]:
+        """Move each beam search by one token; returns the answers."""
+        advanced: list[TokenSequence] = []
+        for group in dict.fromkeys(beam.group for beam in row_of):
+            rows = logits[[row_of[beam] for beam in group.beams if beam in row_of]]
+            copies = group.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
+            if copies is None:
+                failed.update(dict.fromkeys(group.answers, _not_finite(group.answers[0])))
+            elif group.done and self._prefix_cache:
+                self._slots.park(group.lead, now_s=self.clock())
+            elif group.together:
+                for copy in copies:
+                    self._slots.copy(source=copy.source, target=copy.target)
+            advanced += group.answers
+        return advanced
 
     def _sample(
         self,
@@ -252,11 +288,15 @@ class Engine:
         now_s = self.clock()
         late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
         for sequence in late:
-            sequence.finish(FinishReason.LENGTH, stop_reason="deadline")
+            if sequence.beams is not None:
+                sequence.beams.settle()
+            if not sequence.finished:
+                sequence.finish(FinishReason.LENGTH, stop_reason="deadline")
         finished = [s for s in advanced if s.finished]
         if self._prefix_cache:
             for sequence in finished:
-                self._slots.park(sequence, now_s=now_s)
+                if sequence.beams is None:
+                    self._slots.park(sequence, now_s=now_s)
         self.remove([*failed, *finished, *late])
         for request, _ in answered:
             held_s = hold_s(request.pause_s, step_s=now_s - self._step_started_s)
@@ -269,6 +309,15 @@ class Engine:
             num_prompt_tokens=prompt_tokens,
             num_preempted=self._roster.num_preempted,
         )
+
+
+def _answering(occupants: Iterable[Occupant]) -> Iterator[Occupant]:
+    """Replace beams by the answers of their search."""
+    for occupant in occupants:
+        if isinstance(occupant, Beam):
+            yield from occupant.group.answers
+        else:
+            yield occupant
 
 
 def _score(logits: LogitsArray, rows: Iterable[tuple[int, Occupant]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ class LogitsRequest:
         submitted_s: when it was handed to the engine, by its clock.
         pause_s: how long its caller took to come back with one token more; infinite: it is the first.
     """
+
+    num_slots: ClassVar[int] = 1
 
     __slots__ = ("_on_logits", "num_computed", "num_prefilled", "pause_s", "submitted_s", "token_ids")
 

@@ -111,6 +111,10 @@ class EngineLoop:
         """Forwards run so far."""
         return self._num_steps
 
+    def longest(self, num_sequences: int) -> int:
+        """Return how many tokens each of so many sequences that need each other may have."""
+        return self._engine.longest(num_sequences)
+
     def submit(self, *sequences: TokenSequence, outbox: Outbox) -> None:
         """Accept token sequences, all of them or none; their parcels go to `outbox`.
 
@@ -332,7 +336,7 @@ class EngineLoop:
     def _end(self, occupant: Occupant) -> None:
         if isinstance(occupant, LogitsRequest):
             self._unanswered.remove(occupant)
-        else:
+        elif isinstance(occupant, TokenSequence):
             del self._tickets[occupant]
         self._ended_s.append(time.monotonic())
         with self._idle:

@@ -39,9 +39,9 @@ class Room:
     tokens: int                             # memory
     headed_for: Callable[[int], int]        # how much of it one of so many tokens takes
 
-    def fits(self, num_sequences: int, *, longest: int) -> bool:
-        """Whether so many sequences, padded to the longest, can begin."""
-        return num_sequences <= self.slots and num_sequences * self.headed_for(longest) <= self.tokens
+    def fits(self, num_slots: int, *, longest: int) -> bool:
+        """Whether sequences that need so many slots, padded to the longest, can begin."""
+        return num_slots <= self.slots and num_slots * self.headed_for(longest) <= self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +154,15 @@ def _whole_prompts(
     tokens one of `computing` or of the group is about to compute waits for these; None: nobody waits.
     """
     group: list[Occupant] = []
-    longest = 0
+    longest = num_slots = 0
     for sequence in waiting:
         if computing is not None and awaited(sequence, (*computing, *group)):
             continue
         longest = max(longest, sequence.num_to_prefill)
         if group and longest * (len(group) + 1) > max_tokens:
             break
-        if not room.fits(len(group) + 1, longest=max(longest, len(sequence.token_ids))):
+        num_slots += sequence.num_slots
+        if not room.fits(num_slots, longest=max(longest, len(sequence.token_ids))):
             break
         group.append(sequence)
     return tuple(group)

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Collection
 from itertools import islice
 
+from genserve.generation.beam_group import Beam
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.planner import Prefill, PrefillBudget, Room, StepPlan, plan_step
 from genserve.generation.prefixes import awaited, worth_reusing
 from genserve.generation.slots import Occupant, Slots
-from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Roster"]
 
@@ -57,6 +57,7 @@ class Roster:
         while True:
             self._pack()
             self._admit_with_prefixes()
+            self._complete_searches()
             plan = plan_step(
                 self._slots.running,
                 waiting=list(islice(self._waiting, self._slots.num_slots)),
@@ -95,10 +96,32 @@ class Roster:
         """Close the gaps between those that run, if need be without some of them."""
         while leaving := self._slots.pack(self._now_s):
             for occupant in leaving:
-                self._preempt(occupant)
+                if self._slots.runs(occupant):
+                    self._preempt(occupant)
+
+    def _complete_searches(self) -> None:
+        """Give the other beams their slots where the first one has computed the prompt."""
+        leads = [s for s in self._slots.running if isinstance(s, Beam) and s.num_slots > 1]
+        for lead in leads:
+            if self._slots.runs(lead) and not lead.in_prompt:
+                self._seat_others(lead)
+
+    def _seat_others(self, lead: Beam) -> None:
+        """Seat the other beams of a search, if need be instead of those that came last."""
+        for beam in lead.group.beams[1:]:
+            lead.num_slots -= 1     # it is not promised any more, but taken
+            while not self._slots.branch(beam, lead, now_s=self._now_s):
+                self._preempt(self._slots.youngest)
+                self._pack()
+                if not self._slots.runs(lead):
+                    return
 
     def _preempt(self, occupant: Occupant) -> None:
-        """Send one that runs back to the head of the line."""
+        """Send one that runs back to the head of the line; of a beam search all."""
+        if isinstance(occupant, Beam):
+            group, occupant = occupant.group, occupant.group.lead
+            self._slots.release(group.beams[1:])
+            group.preempt()
         self._slots.park(occupant, now_s=self._now_s)
         occupant.preempt()
         self._waiting.appendleft(occupant)
@@ -117,7 +140,7 @@ class Roster:
     def _admit_with_prefixes(self) -> None:
         """Admit those at the head of the line whose first tokens lie in some slot, while they can go on."""
         for occupant in list(islice(self._waiting, self._slots.num_slots)):
-            if not self._slots.room:
+            if self._slots.room < occupant.num_slots:
                 return
             if not (self._prefix_cache or isinstance(occupant, LogitsRequest)):
                 return
@@ -139,7 +162,7 @@ class Roster:
         if not self._slots.reuse(occupant, prefix, now_s=self._now_s):
             return False
         self._waiting.remove(occupant)
-        if isinstance(occupant, TokenSequence) and not occupant.preempted:
+        if not isinstance(occupant, LogitsRequest) and not occupant.preempted:
             occupant.num_cached_tokens = prefix.length
         self._pack()
         return True

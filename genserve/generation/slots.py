@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from genserve.generation.beam_group import Beam
 from genserve.generation.cache_memory import CacheMemory
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.logits_request import LogitsRequest
@@ -16,7 +17,7 @@ from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Move", "Occupant", "Prefix", "Resident", "Slots", "compaction"]
 
-Occupant: TypeAlias = TokenSequence | LogitsRequest     # has something to compute
+Occupant: TypeAlias = TokenSequence | LogitsRequest | Beam      # has something to compute
 Resident: TypeAlias = Occupant | Parked
 
 
@@ -83,8 +84,9 @@ class Slots:
 
     @property
     def room(self) -> int:
-        """How many `take` would accept, right after `pack`."""
-        return len(self._residents) - self._num_front
+        """How many slots are free for others, right after `pack`."""
+        promised = sum(s.num_slots - 1 for s in self._by_age)
+        return len(self._residents) - self._num_front - promised
 
     @property
     def memory(self) -> CacheMemory:
@@ -94,7 +96,8 @@ class Slots:
     @property
     def room_tokens(self) -> int:
         """How many tokens of memory those may take that wait, so that it will do for those that run too."""
-        return self._memory.budget - sum(self._memory.headed_for(len(s.token_ids)) for s in self._by_age)
+        memory = self._memory
+        return memory.budget - sum(memory.headed_for(len(s.token_ids)) * s.num_slots for s in self._by_age)
 
     @property
     def youngest(self) -> Occupant:
@@ -118,7 +121,7 @@ class Slots:
         return leaving
 
     def take(self, occupants: Iterable[Occupant], *, now_s: float) -> None:
-        """Give each the next slot behind the front; `room` says how many fit."""
+        """Give each the next slot behind the front; `room` says how many there are."""
         arriving = list(occupants)
         first, self._num_front = self._num_front, self._num_front + len(arriving)
         for slot, occupant in enumerate(arriving, start=first):
@@ -163,6 +166,7 @@ class Slots:
 
         For a token sequence those do not count that a prefill has computed where it would decode, or the
         other way round: the last bits of these two differ, and its text must not depend on the cache.
+        A beam takes the prompt alone, since it is to step with the others.
         """
         prefixes = (
             _prefix(occupant, resident, slot=slot)
@@ -176,7 +180,7 @@ class Slots:
 
         Needs `room`. What belongs to somebody who may go on with it is copied, not taken.
         """
-        if self._memory.headed_for(len(occupant.token_ids)) > self.room_tokens:
+        if self._memory.headed_for(len(occupant.token_ids)) * occupant.num_slots > self.room_tokens:
             return False
         resident = self._residents[prefix.slot]
         assert resident is not None
@@ -194,6 +198,22 @@ class Slots:
         occupant.num_prefilled = min(prefix.length, resident.num_prefilled)
         self._seat(target, occupant)
         return True
+
+    def branch(self, occupant: Occupant, source: Occupant, *, now_s: float) -> bool:
+        """Give one a slot with the prompt of another that runs; False if there is no room or memory."""
+        if self.room < 1:
+            return False
+        [slot] = self.of([source])
+        return self.reuse(occupant, Prefix(slot=slot, length=source.num_prompt_tokens), now_s=now_s)
+
+    def runs(self, occupant: Occupant) -> bool:
+        """Whether it has a slot."""
+        return occupant in self._by_age
+
+    def copy(self, *, source: Occupant, target: Occupant) -> None:
+        """Have the slot of one that runs hold what another's holds, which is as much as it held."""
+        source_slot, target_slot = self.of([source, target])
+        self._model.move(source=source_slot, target=target_slot, length=source.num_computed)
 
     def park(self, occupant: Occupant, *, now_s: float, held_s: float = 0.0) -> None:
         """Keep what one that leaves has computed, for whoever begins with it; its slot is held for `held_s`.
@@ -326,7 +346,9 @@ def _prefix(occupant: Occupant, resident: Resident, *, slot: int) -> Prefix:
     num_prompt_tokens = occupant.num_prompt_tokens
     if isinstance(occupant, TokenSequence) and occupant.params.prompt_logprobs is not None:
         common = 0  # it wants the logits after every token
-    elif isinstance(occupant, TokenSequence) and resident.num_prefilled != num_prompt_tokens:
+    elif isinstance(occupant, Beam) or (
+        isinstance(occupant, TokenSequence) and resident.num_prefilled != num_prompt_tokens
+    ):
         common = min(common, resident.num_prefilled, num_prompt_tokens)
     return Prefix(slot=slot, length=common, is_whole=is_whole)
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum, auto
+from functools import partial
 from types import coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from genserve.errors import ModelFailed
-from genserve.generation.logit_rules import logit_rules
+from genserve.generation.logit_rules import LogitRules, logit_rules
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
 from genserve.generation.stages import stages_of
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from genserve.generation.beam_group import BeamGroup
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
 
@@ -58,13 +62,17 @@ class TokenSequence:
         seed: the request's own, or one drawn for it.
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
         stages: what a draw goes through that is not made in the usual way; survives a preemption.
+        fresh_rules: makes the same, before any token is read.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
         plugins: what the repository adds to its decoding.
+        beams: the search that it is an answer of; None: it runs by itself. Written by `BeamGroup`.
     """
+
+    num_slots: ClassVar[int] = 1    # of the cache, which it needs to run
 
     __slots__ = (
         "_delta_logprobs",
@@ -80,8 +88,10 @@ class TokenSequence:
         "_text_delta",
         "_vocab_size",
         "_wants_top",
+        "beams",
         "deadline_s",
         "finish_reason",
+        "fresh_rules",
         "logit_rules",
         "num_cached_tokens",
         "num_computed",
@@ -130,15 +140,18 @@ class TokenSequence:
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self.plugins = plugins or SequencePlugins()
-        self.logit_rules = logit_rules(
+        self.beams: BeamGroup | None = None
+        self.fresh_rules: Callable[[], LogitRules | None] = partial(
+            logit_rules,
             params,
             num_prompt_tokens=self.num_prompt_tokens,
-            ending_ids=frozenset(i for i in self._eos_token_ids | self._stop_token_ids if i < vocab_size),
+            ending_ids=frozenset(i for i in self.ending_ids if i < vocab_size),
             bad_words=bad_words,
             dry_breakers=dry_breakers,
             plugins=self.plugins,
         )
         self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
+        self.logit_rules = self.fresh_rules()
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
@@ -203,6 +216,16 @@ class TokenSequence:
         """Learn from how surprising the token is that `sample()` returns next; for the engine."""
         if bits is not None and self.stages is not None:
             self.stages = self.stages.after(bits)
+
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """The tokens that end the answer."""
+        return self._eos_token_ids | self._stop_token_ids
+
+    @property
+    def max_new_tokens(self) -> int:
+        """How many tokens the answer can have."""
+        return self._max_length - self.num_prompt_tokens
 
     @property
     def num_new_tokens(self) -> int:

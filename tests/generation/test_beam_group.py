@@ -1,0 +1,284 @@
+"""Beam searches in an engine: their company, their slots, and what is said before the end."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from genserve.errors import ModelFailed
+from genserve.generation.beam_group import BeamGroup
+from genserve.generation.engine import Engine
+from genserve.generation.planner import PrefillBudget
+from genserve.generation.token_sequence import TokenSequence
+from genserve.request import Delta, FinishReason, join_deltas
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
+
+BUDGET = PrefillBudget(alone=8, beside_decoding=4)
+
+
+def group_of(prompt, *, width=3, n=1, stop_at=None, **options) -> BeamGroup:
+    if stop_at is not None:
+        options["stop"] = (f"<{stop_at}>",)
+    answers = [sequence_of(prompt, use_beam_search=True, stop_at=stop_at, **options) for _ in range(n)]
+    return BeamGroup(answers, width=width, new_text=lambda: IdText(stop_at))
+
+
+def add(engine: Engine, group: BeamGroup) -> None:
+    for answer in group.answers:
+        engine.add(answer)
+
+
+def run(engine: Engine) -> int:
+    """Run to the end; returns how many had to leave their slots meanwhile."""
+    num_preempted = 0
+    while (result := engine.step()) is not None:
+        engine.check_integrity()
+        assert not result.failed
+        num_preempted += result.num_preempted
+    assert engine.num_running == engine.num_waiting == 0
+    return num_preempted
+
+
+def answers_of(group: BeamGroup) -> list[list[int]]:
+    return [answer.token_ids[answer.num_prompt_tokens :] for answer in group.answers]
+
+
+def alone(prompt, **options) -> list[list[int]]:
+    """The answers of a search that has an engine for itself."""
+    engine, group = Engine(CachedLogits(num_slots=8), decode=sample_loop), group_of(prompt, **options)
+    add(engine, group)
+    run(engine)
+    return answers_of(group)
+
+
+def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("seed", range(15))
+def test_company_arrivals_departures_and_short_memory_never_change_an_answer(seed, prefix_cache):
+    """Searches and ordinary sequences over few slots and a cache that cannot hold them all."""
+    rng = random.Random(seed)
+    model = CachedLogits(num_slots=rng.choice([3, 4, 7, 8]), max_cached_tokens=rng.choice([120, 160, 400]))
+    engine = Engine(model, decode=sample_loop, budget=BUDGET, prefix_cache=prefix_cache)
+    arrivals = sorted(rng.randrange(30) for _ in range(10))
+    groups: list[tuple[BeamGroup, dict]] = []
+    others: list[TokenSequence] = []
+    cancelled: set[BeamGroup | TokenSequence] = set()
+    step = 0
+    while arrivals or engine.num_running or engine.num_waiting:
+        while arrivals and arrivals[0] <= step:
+            arrivals.pop(0)
+            prompt = random_prompt(rng)
+            if rng.random() < 0.5:
+                width = rng.choice([2, 3])
+                options = {"width": width, "n": rng.randint(1, width), "max_tokens": rng.randint(1, 15)}
+                options |= {"eos_token_ids": [1, 2, 3], "repetition_penalty": 1.1}
+                groups.append((group_of(prompt, **options), {"prompt": prompt} | options))
+                add(engine, groups[-1][0])
+            else:
+                others.append(sequence_of(prompt, max_tokens=rng.randint(1, 15)))
+                engine.add(others[-1])
+        if groups and rng.random() < 0.03:
+            victim = rng.choice(groups)[0]
+            if not victim.done:
+                cancelled.add(victim)
+                engine.remove([victim.answers[-1]])
+        result = engine.step()
+        engine.check_integrity()
+        assert result is None or not result.failed
+        step += 1
+    for group, options in groups:
+        if group not in cancelled:
+            assert answers_of(group) == alone(**options)
+    for other in others:
+        prompt = other.token_ids[: other.num_prompt_tokens]
+        assert other.token_ids[len(prompt) :] == greedy_answer(prompt, num_tokens=other.params.max_tokens)
+
+
+def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_same():
+    model = CachedLogits(num_slots=6, max_length=32, page_tokens=4, max_cached_tokens=64)
+    engine = Engine(model, decode=sample_loop)
+    groups = [group_of([i, 9, 9], max_tokens=13, max_length=32) for i in (1, 2)]
+    for group in groups:
+        add(engine, group)
+    assert run(engine) > 0
+    assert [answers_of(g) for g in groups] == [alone([i, 9, 9], max_tokens=13) for i in (1, 2)]
+
+
+def test_all_beams_share_one_prefill_and_a_step_is_one_forward():
+    model = CachedLogits(num_slots=4)
+    engine = Engine(model, decode=sample_loop)
+    add(engine, group_of(range(20), width=4, max_tokens=5))
+    run(engine)
+    assert model.forwards == ["prefill 1x20", *["decode 4"] * 4]
+
+
+def test_only_a_beam_that_goes_on_twice_is_copied():
+    model = CachedLogits(num_slots=4)
+    engine = Engine(model, decode=sample_loop)
+    group = group_of(range(20), width=4, max_tokens=8)
+    add(engine, group)
+    engine.step()
+    engine.step()
+    assert [target for _, target in model.moves[:3]] == [1, 2, 3], "the prompt, into the others' slots"
+    while not group.done:
+        before, num_moves = [b.token_ids for b in group.beams], len(model.moves)
+        engine.step()
+        if not group.done:
+            parents = {tuple(b.token_ids[:-1]) for b in group.beams}
+            assert len(model.moves) - num_moves == len(before) - len(parents)
+
+
+def test_a_search_waits_until_all_its_slots_are_free_and_is_not_overtaken():
+    engine = Engine(CachedLogits(num_slots=3), decode=sample_loop)
+    engine.add(first := sequence_of([1], max_tokens=6))
+    engine.step()
+    add(engine, group := group_of([5, 6], max_tokens=4))
+    engine.add(late := sequence_of([7], max_tokens=4))
+    while not first.finished:
+        engine.step()
+        assert not group.lead.num_computed
+        assert not late.num_computed
+    run(engine)
+    assert answers_of(group) == alone([5, 6], max_tokens=4)
+
+
+def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
+    """Nothing is ever taken back: each delta only adds, and there are some before the last."""
+    num_early = 0
+    for seed in range(30):
+        prompt = random_prompt(random.Random(seed))
+        engine = Engine(CachedLogits(), decode=sample_loop)
+        group = group_of(prompt, n=2, max_tokens=12, eos_token_ids=[1, 2])
+        add(engine, group)
+        deltas: list[list[Delta]] = [[], []]
+        while (result := engine.step()) is not None:
+            for answer in result.advanced:
+                if (delta := answer.take_delta()) is not None:
+                    deltas[group.answers.index(answer)].append(delta)
+        for parts, answer in zip(deltas, answers_of(group), strict=True):
+            whole = join_deltas(parts)
+            assert list(whole.token_ids) == answer
+            num_early += len(parts) > 1
+    assert num_early > 10
+
+
+def test_log_probabilities_are_those_of_the_winning_beam_before_any_rule():
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    group = group_of(
+        [4, 5], n=2, max_tokens=8, logprobs=True, top_logprobs=2, repetition_penalty=1.5, eos_token_ids=[1]
+    )
+    add(engine, group)
+    run(engine)
+    for answer in group.answers:
+        delta = answer.take_delta()
+        assert delta is not None
+        history = [4, 5]
+        for token_id, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
+            expected = torch.from_numpy(logits_after(history).copy()).log_softmax(0)
+            assert logprob == pytest.approx(expected[token_id].item(), abs=1e-5)
+            assert [one for one, _ in top] == expected.topk(2).indices.tolist()
+            history.append(token_id)
+
+
+def test_a_stop_string_completes_an_answer_as_an_ending_token_does():
+    """A stop string of one token is the same as that token, but for the text."""
+    by_token, by_text = (
+        alone([8, 9], n=3, max_tokens=10, length_penalty=0.0, **stop)
+        for stop in ({"stop_token_ids": (17,)}, {"stop_at": 17})
+    )
+    assert by_token == by_text
+    assert any(17 in answer for answer in by_text)
+
+
+def test_fewer_tokens_than_beams_leave_as_many_beams_as_there_can_be():
+    """Two tokens are allowed: at the first step there are two beams, then four, of which three go on."""
+    group_options = {"n": 3, "max_tokens": 4, "allowed_token_ids": (6, 7), "length_penalty": 0.0}
+    answers = alone([1, 2], **group_options)
+    scored = []
+    for code in range(16):
+        history = [1, 2]
+        score = 0.0
+        for bit in range(4):
+            token_id = 6 + (code >> bit & 1)
+            row = logits_after(history).astype(np.float64)
+            score += row[token_id] - np.log(np.exp(row).sum())
+            history.append(token_id)
+        scored.append((score, history[2:]))
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert answers[0] in [history for _, history in sorted(scored)[-4:]]
+
+
+def test_rules_that_leave_no_token_fail_the_search_and_no_other():
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    group = group_of([1, 2], n=2, max_tokens=9, allowed_token_ids=(6,), no_repeat_ngram_size=1)
+    other = sequence_of([3], max_tokens=9)
+    add(engine, group)
+    engine.add(other)
+    failed = {}
+    while (result := engine.step()) is not None:
+        engine.check_integrity()
+        failed |= result.failed
+    assert set(failed) == set(group.answers)
+    assert all(isinstance(error, ModelFailed) and "forbid" in error.remedy for error in failed.values())
+    assert other.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("effect", ["nan", "raise"])
+def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
+    model = CachedLogits()
+    model.poison[5] = effect
+    engine = Engine(model, decode=sample_loop)
+    group = group_of([5, 6], n=2, max_tokens=4)
+    add(engine, group)
+    result = engine.step()
+    assert result is not None
+    assert set(result.failed) == set(group.answers)
+    assert engine.num_running == engine.num_waiting == 0
+    engine.check_integrity()
+
+
+def test_logits_on_another_device_come_to_the_same_answers():
+    class TorchLogits(CachedLogits):
+        def prefill(self, *args, **options):
+            return torch.from_numpy(super().prefill(*args, **options))
+
+        def decode(self, *args, **options):
+            return torch.from_numpy(super().decode(*args, **options))
+
+    engine, group = Engine(TorchLogits(), decode=sample_loop), group_of([3, 4], n=2, max_tokens=8)
+    add(engine, group)
+    run(engine)
+    assert answers_of(group) == alone([3, 4], n=2, max_tokens=8)
+
+
+def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
+    engine = Engine(CachedLogits(num_slots=8), decode=sample_loop)
+    prompt = list(range(30))
+    groups = [group_of(prompt, max_tokens=5) for _ in range(2)]
+    for group in groups:
+        add(engine, group)
+        run(engine)
+    assert [group.answers[0].num_cached_tokens for group in groups] == [0, 29]
+    assert answers_of(groups[0]) == answers_of(groups[1])
+
+
+def test_a_search_whose_time_is_over_gives_the_best_it_has():
+    clock = Clock()
+    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock)
+    group = group_of([3, 4], n=2, max_tokens=20, deadline_s=5.0)
+    add(engine, group)
+    for _ in range(4):
+        engine.step()
+    clock.now_s = 6.0
+    engine.step()
+    assert [answer.stop_reason for answer in group.answers] == ["deadline"] * 2
+    assert answers_of(group) == alone([3, 4], n=2, max_tokens=5)
+    assert engine.num_running == 0
+    engine.check_integrity()
