@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray
-from genserve.generation.truncation import BLOCK, LOWEST_EXPONENT
+from genserve.generation.truncation import exponentials, level_of_best
 from genserve.request import TokenLogprob
 
 __all__ = ["LOWEST", "Asked", "likelihood"]
 
 LOWEST = -9999.0    # of a token that cannot be, since JSON has no infinity; vLLM's figure
+_LOWEST_LOGIT = float(np.finfo(np.float32).min)     # of one that can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ def likelihood(
     """
     row: FloatArray = np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
     shifted = row - row.max()
-    total = np.exp(np.maximum(shifted, LOWEST_EXPONENT)).sum(dtype=np.float64)
+    total = exponentials(shifted).sum(dtype=np.float64)
     ids: Iterable[int] = named
     if num_top:
         ids = _best(shifted, num_top).tolist()
@@ -52,12 +53,6 @@ def _best(row: FloatArray, count: int) -> TokenArray:
     """Return the ids of the `count` highest values, or of fewer where the rest is -inf."""
     if count == 1:  # what scoring asks for
         return np.array([row.argmax()])
-    starts = np.arange(0, row.size, BLOCK)
-    level = float(np.finfo(np.float32).min)
-    if count < len(starts):
-        # So many blocks have a value that reaches this.
-        maxima = np.maximum.reduceat(row, starts)
-        level = max(level, float(np.partition(maxima, len(starts) - count)[len(starts) - count]))
-    ids = np.flatnonzero(row >= level)
+    ids = np.flatnonzero(row >= max(level_of_best(row, count), _LOWEST_LOGIT))
     best: TokenArray = ids[np.argsort(-row[ids], kind="stable")][:count]
     return best

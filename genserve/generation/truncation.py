@@ -1,26 +1,30 @@
 """Truncation: which tokens of a row a draw is made from; pure.
 
 Nearly always these are the ones above some level of the row's logits. Top-k finds it among the tokens that
-block maxima leave, top-p in the one bin of a histogram where the mass reaches p; no row is sorted.
+block maxima leave, top-p and typical in the one bin of a histogram that reaches the mass; no row is sorted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
 
-__all__ = ["BLOCK", "LOWEST_EXPONENT", "Truncation", "exponentials", "kept"]
+__all__ = ["BLOCK", "LOWEST_EXPONENT", "Truncation", "exponentials", "kept", "level_of_best"]
 
 BLOCK = 64              # tokens, whose maxima or sums are looked at first
-NEAR = 8.0              # from the best logit: nearly always, what top-p keeps is not further away
+NEAR = 8.0              # from the best logit, or the mean: nearly always, what is kept is not further away
+FARTHER = 12.0          # the same for a top-p near 1
+SMALL = 4               # part of a row, one by so many: worth to be taken out
+FEW = 1024              # values that are sorted rather than counted into bins
 BINS_PER_UNIT = 32      # of a row's logits by their distance from the best
 NUM_BINS = 2560
+PART = 8192             # values that are counted at once: what is made of more is asked of the system anew
 # exp of less underflows to a denormal float32, and arithmetic on those is a hundred times slower.
 LOWEST_EXPONENT = -80.0
 # What is below was ruled out before.
@@ -58,7 +62,8 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
         return None
     level = _LOWEST
     if rules.top_n_sigma:
-        level = -rules.top_n_sigma * float(scaled[scaled >= _LOWEST].std(dtype=np.float64))
+        finite = scaled if scaled.min() >= _LOWEST else scaled[scaled >= _LOWEST]
+        level = -rules.top_n_sigma * float(finite.std(dtype=np.float64))
         scaled = np.where(scaled >= level, scaled, np.float32(-np.inf))
     if rules.top_k:
         level = max(level, _kept_level(_best(scaled, rules.top_k), top_p=rules.top_p))
@@ -68,81 +73,119 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
         level = max(level, math.log(rules.min_p))
     ids = np.flatnonzero(scaled >= level)
     if rules.typical_p < 1.0:
-        ids = ids[_typical(scaled[ids], share=rules.typical_p)]
+        ids = ids[_typical(_among(scaled, ids), share=rules.typical_p)]
     if rules.epsilon_cutoff:
-        ids = ids[_probable(scaled[ids], lambda _: rules.epsilon_cutoff)]
+        ids = ids[_probable(_among(scaled, ids), cutoff=rules.epsilon_cutoff)]
     if rules.eta_cutoff:
-        ids = ids[_probable(scaled[ids], lambda entropy: _eta(rules.eta_cutoff, entropy))]
+        ids = ids[_probable(_among(scaled, ids), cutoff=rules.eta_cutoff, by_entropy=True)]
     return ids
+
+
+def _among(scaled: FloatArray, ids: NDArray[np.int64]) -> FloatArray:
+    return scaled if ids.size == scaled.size else scaled[ids]
 
 
 def _best(scaled: FloatArray, count: int) -> FloatArray:
     """Return the `count` highest values of a row, sorted downwards."""
-    starts = np.arange(0, scaled.size, BLOCK)
-    if count < len(starts):
-        maxima = np.maximum.reduceat(scaled, starts)
-        # So many blocks have a value that reaches this.
-        scaled = scaled[scaled >= np.partition(maxima, len(starts) - count)[len(starts) - count]]
-    return np.sort(scaled)[::-1][:count]
+    level = level_of_best(scaled, count)
+    return np.sort(scaled if level == -np.inf else scaled[scaled >= level])[::-1][:count]
 
 
-def _kept_level(best: FloatArray, *, top_p: float, before: float = 0.0, total: float | None = None) -> float:
-    """Return the value with which the mass of sorted ones, after a mass of `before`, reaches its share.
+def level_of_best(row: FloatArray, count: int) -> float:
+    """Return a value that at least `count` of a row [V] reach, and seldom many more; -inf: all do."""
+    num_blocks = row.size // BLOCK
+    if count > num_blocks:
+        return -math.inf
+    # A block is every so-manieth value. So many blocks have a value that reaches this.
+    maxima = row[: num_blocks * BLOCK].reshape(BLOCK, num_blocks).max(axis=0)
+    return float(np.partition(maxima, num_blocks - count)[num_blocks - count])
 
-    `total` is what the share is of; None: of the mass of `best`.
-    """
-    cumulative = before + np.cumsum(exponentials(best), dtype=np.float64)
-    wanted = top_p * (cumulative[-1] if total is None else total)
-    count = int(np.searchsorted(cumulative, wanted, side="left")) if top_p < 1.0 else len(best)
-    return float(best[min(count, len(best) - 1)])
+
+def _kept_level(best: FloatArray, *, top_p: float) -> float:
+    """Return the value with which the mass of sorted ones reaches its share of all of theirs."""
+    if top_p == 1.0:
+        return float(best[-1])
+    cumulative = np.cumsum(exponentials(best), dtype=np.float64)
+    return float(best[min(int(np.searchsorted(cumulative, top_p * cumulative[-1])), len(best) - 1)])
 
 
 def _nucleus_level(scaled: FloatArray, *, top_p: float) -> float:
     """Return the smallest value that top-p keeps of a whole row."""
-    total = float(exponentials(scaled).sum())
-    near = scaled[scaled >= -NEAR]
-    if exponentials(near).sum() < top_p * total:
-        near = scaled
-    bins = np.minimum(near * -BINS_PER_UNIT, NUM_BINS - 1).astype(np.int64)  # the highest values first
-    cumulative = np.cumsum(np.bincount(bins, weights=exponentials(near), minlength=NUM_BINS))
-    # The total was rounded in another order: a share near 1 may lie behind the last.
-    reaching = min(int(np.searchsorted(cumulative, top_p * total, side="left")), int(bins.max()))
-    return _kept_level(
-        np.sort(near[bins == reaching])[::-1],
-        top_p=top_p,
-        before=float(cumulative[reaching - 1]) if reaching else 0.0,
-        total=total,
-    )
+    weights = exponentials(scaled)
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    near = _few(scaled >= -NEAR, weights, wanted)
+    if near is None:
+        near = _few(scaled >= -FARTHER, weights, wanted)
+    if near is not None:
+        scaled, weights = scaled[near], weights[near]
+    return -_reaching(-scaled, weights, wanted)
+
+
+def _few(near: NDArray[np.bool_], weights: FloatArray, wanted: float) -> NDArray[np.int64] | None:
+    """Return where a row is near, if that is a small part of it and has the weight that is wanted."""
+    if np.count_nonzero(near) * SMALL > near.size:
+        return None
+    places = np.flatnonzero(near)
+    return places if weights[places].sum(dtype=np.float64) >= wanted else None
 
 
 def _typical(scaled: FloatArray, *, share: float) -> NDArray[np.bool_]:
     """Return whether each is among those nearest to the entropy that reach the share."""
-    log_shares = _log_shares(scaled)
-    shares = np.exp(log_shares)
-    distance = np.abs(log_shares - (shares * log_shares).sum())
-    order = np.argsort(distance, kind="stable")
-    reached = int(np.searchsorted(np.cumsum(shares[order]), share, side="left"))
-    keep: NDArray[np.bool_] = distance <= distance[order[min(reached, len(order) - 1)]]
+    weights = exponentials(scaled)
+    total = float(weights.sum(dtype=np.float64))
+    # How far the log of a share is from its mean, the entropy, is how far its logit is from the logits' mean.
+    mean = float((weights * scaled).sum(dtype=np.float64)) / total
+    near = _few((scaled >= mean - NEAR) & (scaled <= mean + NEAR), weights, share * total)
+    if near is None:
+        distance = np.abs(scaled - np.float64(mean))
+        kept: NDArray[np.bool_] = distance <= _reaching(distance, weights, share * total)
+        return kept
+    distance = np.abs(scaled[near] - np.float64(mean))
+    keep = np.zeros(scaled.size, dtype=np.bool_)
+    keep[near[distance <= _reaching(distance, weights[near], share * total)]] = True
     return keep
 
 
-def _probable(scaled: FloatArray, least: Callable[[float], float]) -> NDArray[np.bool_]:
-    """Return whether each has the least probability, which may depend on the entropy, or is the best."""
-    log_shares = _log_shares(scaled)
-    shares = np.exp(log_shares)
-    keep: NDArray[np.bool_] = shares >= least(-float((shares * log_shares).sum()))
-    keep |= scaled == scaled.max()
+def _reaching(keys: NDArray[Any], weights: FloatArray, wanted: float) -> float:
+    """Return the smallest key that, with all smaller ones, has the weight that is wanted.
+
+    Args:
+        keys: 0 or more.
+        weights: of each.
+        wanted: at most all of it, but for the rounding of a sum in another order.
+    """
+    before = 0.0
+    if keys.size > FEW:
+        bins, masses = _histogram(keys, weights)
+        sums = np.cumsum(masses)
+        reaching = min(int(np.searchsorted(sums, wanted)), int(bins.max()))
+        before = float(sums[reaching - 1]) if reaching else 0.0
+        keys, weights = keys[bins == reaching], weights[bins == reaching]
+    order = np.argsort(keys)
+    cumulative = before + np.cumsum(weights[order], dtype=np.float64)
+    return float(keys[order[min(int(np.searchsorted(cumulative, wanted)), order.size - 1)]])
+
+
+def _histogram(keys: NDArray[Any], weights: FloatArray) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Return the bin of each key, and the weight of each bin."""
+    bins = np.empty(keys.size, dtype=np.int16)
+    masses = np.zeros(NUM_BINS)
+    for first in range(0, keys.size, PART):
+        part = slice(first, first + PART)
+        bins[part] = np.minimum(keys[part] * BINS_PER_UNIT, NUM_BINS - 1)
+        masses += np.bincount(bins[part], weights=weights[part], minlength=NUM_BINS)
+    return bins, masses
+
+
+def _probable(scaled: FloatArray, *, cutoff: float, by_entropy: bool = False) -> NDArray[np.bool_]:
+    """Return whether each has the least probability, or is the best. A high entropy may lower the cutoff."""
+    weights = exponentials(scaled)
+    total = float(weights.sum(dtype=np.float64))
+    if by_entropy:
+        entropy = math.log(total) - float((weights * scaled).sum(dtype=np.float64)) / total
+        cutoff = min(cutoff, math.sqrt(cutoff) * math.exp(-entropy))
+    keep: NDArray[np.bool_] = scaled >= min(math.log(cutoff * total), float(scaled.max()))
     return keep
-
-
-def _eta(cutoff: float, entropy: float) -> float:
-    return min(cutoff, math.sqrt(cutoff) * math.exp(-entropy))
-
-
-def _log_shares(scaled: FloatArray) -> NDArray[np.float64]:
-    values = scaled.astype(np.float64)
-    shifted: NDArray[np.float64] = values - values.max()
-    return shifted - math.log(np.exp(shifted).sum())
 
 
 def exponentials(scaled: FloatArray) -> FloatArray:
