@@ -29,6 +29,8 @@ WARPERS = {
 RULES = [
     {"min_p": 0.02},
     {"min_p": 1.0},
+    {"top_p": 0.9},
+    {"top_p": 0.995},
     {"typical_p": 0.3},
     {"typical_p": 0.95},
     {"epsilon_cutoff": 3e-3},
@@ -58,7 +60,7 @@ def reference(logits: np.ndarray, rules: dict) -> np.ndarray:
 def test_the_distribution_that_is_left_is_that_of_transformers(rules):
     rng = np.random.default_rng(6)
     for spread in (0.3, 1.0, 4.0):
-        for size in (30, 1000):
+        for size in (30, 1000, 20_000):
             row = (rng.standard_normal(size) * spread).astype(np.float32)
             row[rng.random(size) < 0.1] = -np.inf
             scaled = row - row.max()
