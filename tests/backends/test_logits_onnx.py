@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from genserve.backends.device_memory import DeviceMemory
@@ -12,7 +15,10 @@ from genserve.backends.logits_memory import HostMemory
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.row_picker import pick_rows
 from genserve.errors import RepositoryError
+from genserve.export.report import Precision
 from genserve.generation.engine import Engine
+from tests.checkpoints import tiny_llama_checkpoint
+from tests.export.graphs import write_graph
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 TOLERANCE = 1e-4
@@ -143,3 +149,30 @@ def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"not a model")
     with pytest.raises(RepositoryError, match=r"model\.onnx cannot be loaded"):
         OnnxLogits(tmp_path / "model.onnx", num_slots=1)
+
+
+@pytest.fixture(scope="module", params=get_args(Precision))
+def spoiled(request, tmp_path_factory):
+    """A model to which some of the numbers of token 7, and not its first, are none."""
+    folder = tmp_path_factory.mktemp(request.param)
+    source = tiny_llama_checkpoint(folder / "checkpoint", hidden_size=128, tie_word_embeddings=False)
+    weights = load_file(source / "model.safetensors")
+    weights["model.embed_tokens.weight"][7, 100] = np.nan
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with np.errstate(invalid="ignore"):     # to round it
+        file = write_graph(source, folder / "graph", precision=request.param).folder / "model.onnx"
+    return OnnxLogits(file, num_slots=2, max_length=32)
+
+
+def test_what_is_no_number_spoils_its_own_row_alone_and_is_gone_with_it(spoiled):
+    def run(first: list[int]) -> list[np.ndarray]:
+        rows = [first, [5, 6, 9, 8]]
+        prefill = np.array(spoiled.prefill(rows, first_slot=0, past=0))
+        return [prefill, np.array(spoiled.decode(np.array([9, 9]), np.array([len(row) for row in rows])))]
+
+    sound = run([5, 6])
+    for found, expected in zip(run([5, 6, 7, 8, 9, 7]), sound, strict=True):
+        assert np.isnan(found[0]).all()
+        np.testing.assert_allclose(found[1], expected[1], atol=TOLERANCE)
+    for found, expected in zip(run([5, 6]), sound, strict=True):
+        np.testing.assert_array_equal(found, expected)
