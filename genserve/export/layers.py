@@ -115,7 +115,7 @@ class Layers:
         x / max|x| of its row, in steps of 1/127, times the integers of the weight, times the scales.
         A row of zeros is 0/0 on its way, and some integer times zero in the end.
         ONNX Runtime's ReduceMax passes over a NaN that is not the first of its row. None comes so: rows come
-        from a norm, or from attention over what a norm has made, and a NaN before it is one in all of the row.
+        from a norm, or from attention over what one has made, and a NaN before it is one in all of the row.
         """
         rows, name = quantize_rows(weight), f"{output}.weight"
         values = self.graph.weight(name, rows.values.T)
