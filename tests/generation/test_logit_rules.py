@@ -17,6 +17,7 @@ from genserve.backends.row_picker import pick_rows
 from genserve.generation.pick import pick
 from genserve.request import FinishReason
 from tests.fakes.sequences import sequence_of
+from tests.llama_cpp import recorded
 
 VOCAB_SIZE = 50
 END = 2
@@ -135,6 +136,19 @@ def test_what_would_go_on_with_a_repetition_is_lowered_with_the_counted(place):
     expected[0, [6, 7]] = -0.5
     expected[0, 8] = -2.0  # three tokens, one more than the first that counts
     np.testing.assert_allclose(edited(logits, [repeating], place=place), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [host, device])
+def test_windows_and_repetitions_cost_what_they_cost_in_llama_cpp(place):
+    for case in recorded("penalty_window", "dry_multiplier"):
+        first, *history = case["history"]
+        options = case["options"]
+        breakers = [[3], [4, 5]] if "dry_base" in options else []  # those of the recording
+        growing = sequence_of([first], vocab_size=200, max_length=300, dry_breakers=breakers, **options)
+        for token_id in history:
+            growing.append(token_id)
+        found = edited(case["row"][None].copy(), [growing], place=place)[0]
+        np.testing.assert_allclose(found, case["left"], rtol=1e-4, atol=1e-4, err_msg=str(options))
 
 
 @pytest.mark.parametrize("place", [host, device])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from genserve.backends import torch_stages
 from genserve.generation import stages as host_stages
 from genserve.generation.stages import Stages, stages_of
 from genserve.sampling_params import SamplingParams
+from tests.llama_cpp import recorded
 
 VOCAB_SIZE = 300
 WARPERS = {
@@ -104,3 +106,87 @@ def test_top_h_alone_stands_in_its_place_of_the_default_order(share, place):
     expected = LogitsProcessorList(in_turn)(None, torch.from_numpy(row[None].astype(np.float64)))[0].numpy()
     left = left_by(row, place=place, temperature=0.8, top_h=share, top_p=0.7)
     np.testing.assert_allclose(left, softmax(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_temperatures_xtc_and_orders_leave_what_llama_cpp_leaves(place):
+    for case in recorded("dynatemp_range", "xtc_probability", "samplers"):
+        options = {**case["options"], "samplers": tuple(case["options"].get("samplers", ()))}
+        left = left_by(case["row"], place=place, **options)
+        np.testing.assert_allclose(left, softmax(case["left"]), atol=1e-5, err_msg=str(case["options"]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_mirostat_cuts_step_after_step_where_llama_cpp_does(place):
+    stages: dict[str, Stages | None] = {}
+    for case in recorded("mirostat_mode"):
+        options = json.dumps(case["options"])
+        params = SamplingParams(temperature=1.0, **case["options"])
+        now = stages.get(options) or stages_of(params, spared_ids=())
+        left = softmax(place(case["row"], now, 0.0))
+        np.testing.assert_allclose(left, softmax(case["left"]), atol=1e-5)
+        stages[options] = now.after(-np.log2(left[case["selected"]]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_xtc_acts_by_chance_and_never_where_it_would_take_an_end_away(place):
+    row = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
+    options = {"place": place, "xtc_probability": 0.5, "xtc_threshold": 0.15}
+    whole = [0.4, 0.3, 0.2, 0.1]
+    cut = [0, 0, 2 / 3, 1 / 3]
+    for chance, spared, expected in [
+        (0.49, (), cut),
+        (0.5, (), whole),
+        (0.0, (1,), whole),
+        (0.0, (0, 3), whole),
+        (0.0, (2, 3), cut),
+    ]:
+        np.testing.assert_allclose(left_by(row, chance=chance, spared=spared, **options), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("threshold", [0.0, 0.45, 0.6])
+def test_xtc_takes_nothing_where_less_than_two_are_likely_and_all_but_one_where_all_are(threshold, place):
+    row = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
+    left = left_by(row, place=place, xtc_probability=1.0, xtc_threshold=threshold)
+    np.testing.assert_allclose(left, [0.4, 0.3, 0.2, 0.1] if threshold else [0, 0, 0, 1], atol=1e-6)
+
+
+ODD_ROWS = {
+    "one token": np.array([-np.inf, 2.0, -np.inf], dtype=np.float32),
+    "all equal": np.zeros(5, dtype=np.float32),
+    "a penalty of DRY": np.array([3.0, 1.0, -1e30, 0.0], dtype=np.float32),
+    "one far above": np.array([500.0, 0.0, 1.0, -np.inf], dtype=np.float32),
+}
+ODD_OPTIONS = [
+    {"mirostat_mode": 1},
+    {"mirostat_mode": 1, "mirostat_tau": 0.0},
+    {"mirostat_mode": 2, "temperature": 1e-5},
+    {"top_h": 1.0},
+    {"dynatemp_range": 100.0, "xtc_probability": 1.0, "xtc_threshold": 0.01},
+    {"samplers": ("top_k", "temperature"), "top_k": 10_000, "temperature": 1e-5},
+]
+
+
+@pytest.mark.parametrize("options", ODD_OPTIONS, ids=str)
+@pytest.mark.parametrize("row", ODD_ROWS.values(), ids=ODD_ROWS)
+def test_odd_rows_keep_their_best_and_are_the_same_on_a_device(row, options):
+    left = left_by(row, place=host, **options)
+    np.testing.assert_allclose(left_by(row, place=device, **options), left, atol=1e-6)
+    assert left.sum() == pytest.approx(1)
+    assert left[~np.isfinite(row)].sum() == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_learned_cut_may_become_as_wide_or_as_narrow_as_it_likes(place):
+    row = np.random.default_rng(3).standard_normal(50).astype(np.float32)
+    for mode in (1, 2):
+        params = SamplingParams(temperature=1.0, mirostat_mode=mode, mirostat_eta=1.0)
+        start = stages_of(params, spared_ids=())
+        assert np.isfinite(place(row, start.after(-1e9), 0.0)).all()
+        assert np.isfinite(place(row, start.after(1e9), 0.0)).sum() == 1
+
+
+def test_the_usual_order_needs_no_stages():
+    usual = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, top_n_sigma=2.0)
+    assert stages_of(usual, spared_ids=()) is None
