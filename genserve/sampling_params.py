@@ -72,7 +72,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
 }
 _MAY_BE_NONE = frozenset({"max_tokens", "max_time_ms", "seed", "prompt_logprobs", "beam_width"})
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
-_FLAGS = ("include_stop_str_in_output",)
+_FLAGS = ("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 _LISTS = ("stop", "stop_regex", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
 _BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
@@ -148,6 +148,8 @@ class SamplingParams:
     stop_regex: tuple[str, ...] = ()        # the text ends before the first match of one of these
     stop_token_ids: tuple[int, ...] = ()    # ends the text like the end-of-sequence token does
     include_stop_str_in_output: bool = False    # the text has what ended it
+    skip_special_tokens: bool = True        # the text is without them
+    spaces_between_special_tokens: bool = True  # or with them, and with what the tokenizer puts between them
     max_time_ms: int | None = None          # the answer ends then, counted from the request's arrival
     repetition_detection: RepetitionDetection | None = None     # ends what goes round in circles
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
@@ -188,6 +190,11 @@ class SamplingParams:
         stopping = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(stopping, "early_stopping", 'must be true, false or "never"')
         self._check_beams()
+        _require(
+            self.spaces_between_special_tokens or not self.skip_special_tokens,
+            "spaces_between_special_tokens",
+            "needs skip_special_tokens: false",
+        )
         _require(self.best_of == 1 or self.temperature > 0, "best_of", "needs a temperature above 0")
         _require_logprobs(self)
         for name in _TOKEN_IDS:
@@ -281,6 +288,8 @@ class SamplingOptions(TypedDict, total=False):
     stop_regex: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     max_time_ms: int | None
     repetition_detection: RepetitionDetection | Mapping[str, int] | None
     ignore_eos: bool

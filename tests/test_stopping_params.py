@@ -15,6 +15,8 @@ from genserve.sampling_params import sampling_params
         ({"stop_regex": ["a", ""]}, "stop_regex[1]"),
         ({"stop_regex": ["a" * 513]}, "stop_regex[0]"),
         ({"stop_regex": ["a"] * 5}, "stop_regex"),
+        ({"skip_special_tokens": None}, "skip_special_tokens"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
         ({"max_time_ms": 0}, "max_time_ms"),
         ({"max_time_ms": 1.5}, "max_time_ms"),
         ({"repetition_detection": 5}, "repetition_detection"),

@@ -160,7 +160,10 @@ class GenerationEnsemble:
         finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
         finders += map(StopRegex, params.stop_regex)
         return StoppableText(
-            self.tokenizer.detokenizer(),
+            self.tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
             finders,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,

@@ -59,6 +59,8 @@ class DecodingFields(Body):
     stop_regex: Annotated[list[str] | None, BeforeValidator(_listed)] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     max_time_ms: int | None = None
     repetition_detection: dict[str, int] | None = None
     ignore_eos: bool | None = None

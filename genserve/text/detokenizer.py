@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 __all__ = ["Detokenizer", "Vocabulary"]
 
+NOTHING: Mapping[int, str] = MappingProxyType({})
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # A character has at most 4 bytes, so an unfinished one lies within the last 3 tokens.
@@ -18,11 +20,11 @@ class Vocabulary(Protocol):
     """What a detokenizer asks of a tokenizer."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         ...
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether the token never adds to a text: it is special, or not in the vocabulary."""
+        """Whether the token never adds to a text, as one that is not in the vocabulary."""
         ...
 
     def is_byte_fallback(self, token_id: int) -> bool:
@@ -41,8 +43,11 @@ class Detokenizer:
     invalid byte turns the characters before it into U+FFFD too.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, bare: Mapping[int, str] = NOTHING) -> None:
+        """Begin a text; of the tokens in `bare`, one behind another adds this and no space before it."""
         self._vocabulary = vocabulary
+        self._bare = bare
+        self._is_behind_bare = False
         self._window: list[int] = []        # the latest ids: enough to decode the next one
         self._num_sent = 0                  # leading characters of the window's text that are out already
         self._byte_run: list[int] = []      # not in the window yet
@@ -54,7 +59,8 @@ class Detokenizer:
         if self._vocabulary.is_byte_fallback(token_id):
             self._byte_run.append(token_id)
             return ""
-        return self._extend(token_id)
+        piece = self._extend(token_id)
+        return self._without_space(token_id, piece) if self._bare else piece
 
     def peek(self, token_id: int) -> str:
         """The text that there would be behind what is out already, if this id came next and were the last."""
@@ -66,6 +72,11 @@ class Detokenizer:
         rest = self._vocabulary.decode(self._window)[self._num_sent :]
         self._window, self._num_sent, self._byte_run = [], 0, []
         return rest
+
+    def _without_space(self, token_id: int, piece: str) -> str:
+        text = self._bare.get(token_id)
+        is_behind, self._is_behind_bare = self._is_behind_bare, text is not None
+        return piece if text is None or not is_behind else text
 
     def _extend(self, token_id: int) -> str:
         self._window += [*self._byte_run, token_id]

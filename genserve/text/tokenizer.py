@@ -49,6 +49,7 @@ class Tokenizer:
         bos_id = self._backend.token_to_id(self.bos_token) if self.bos_token else None
         self._bos_id: int | None = bos_id if files.add_bos_token else None
         added = self._backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._as_text = self._special_tokens_as_text()
         longest_first = sorted(self._as_text, key=len, reverse=True)
@@ -114,9 +115,9 @@ class Tokenizer:
         prompt = self.chat_template.render(self._with_stand_ins(chat, stand_ins))
         return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        [text] = self._backend.decode_batch([token_ids], skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_texts(self) -> list[str]:
@@ -124,13 +125,27 @@ class Tokenizer:
         alone = [[token_id] for token_id in range(self.vocab_size)]
         return list(self._backend.decode_batch(alone, skip_special_tokens=True))
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer for one token sequence."""
-        return Detokenizer(self)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A fresh detokenizer for one token sequence.
+
+        Args:
+            skip_special_tokens: they have no text.
+            spaces_between_special_tokens: what the decoder puts between two added tokens stays there.
+        """
+        if skip_special_tokens:
+            return Detokenizer(self)
+        bare = {} if spaces_between_special_tokens else self._added
+        return Detokenizer(_WithSpecialTokens(self), bare=bare)
 
     def is_silent(self, token_id: int) -> bool:
         """Whether the token never adds to a text: it is special, or not in the vocabulary."""
-        return token_id in self._special or self._backend.id_to_token(token_id) is None
+        return token_id in self._special or self.is_unknown(token_id)
+
+    def is_unknown(self, token_id: int) -> bool:
+        """Whether the vocabulary has no such id."""
+        return self._backend.id_to_token(token_id) is None
 
     def is_byte_fallback(self, token_id: int) -> bool:
         """Whether the token stands for one byte (`<0x0A>`) and is decoded with the bytes around it."""
@@ -175,6 +190,18 @@ class Tokenizer:
         if self._special.keys().isdisjoint(ids):
             return ids
         return [*chain.from_iterable(self._encode(list(text)))]
+
+
+class _WithSpecialTokens:
+    """The vocabulary of a detokenizer that shows special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.is_silent = tokenizer.is_unknown
+        self.is_byte_fallback = tokenizer.is_byte_fallback
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _refuse_surrogates(text: str, *, field: str) -> None:

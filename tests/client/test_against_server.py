@@ -36,6 +36,9 @@ OPTIONS = [
         logit_bias={270: 100.0},
         repetition_detection={"max_pattern_size": 3, "min_count": 4},
         max_time_ms=600_000,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        stop_regex=["[^ -~]{9}"],
         include_stop_str_in_output=True,
     ),
     SamplingOptions(

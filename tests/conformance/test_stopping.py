@@ -109,6 +109,24 @@ def test_a_regex_that_is_none_is_refused(client):
     assert raised.value.param == "stop_regex"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_are_shown_where_that_is_asked_for(client, tiny_server, stream):
+    ids = range(tiny_server.model.tokenizer.vocab_size)
+    special = next(i for i in ids if not tiny_server.model.tokenizer.decode([i]))
+    name = tiny_server.model.tokenizer.decode([special], skip_special_tokens=False)
+    extras = {"logit_bias": {str(special): 100}, "max_tokens": 3}
+    assert complete(client, stream=stream, **extras)[0] == ""
+    assert complete(client, stream=stream, **extras, skip_special_tokens=False)[0] == name * 3
+
+
+def test_the_tokens_of_the_logprobs_are_those_of_the_text(client, tiny_server):
+    extras = EXTRAS | {"logit_bias": {"2": 5.0}, "skip_special_tokens": False}
+    choice = client.completions.create(**OPTIONS, prompt=PROMPT, logprobs=1, extra_body=extras).choices[0]
+    name = tiny_server.model.tokenizer.decode([2], skip_special_tokens=False)
+    assert name in choice.text
+    assert "".join(choice.logprobs.tokens) == choice.text
+
+
 def test_an_answer_ends_when_its_time_is_over(client):
     extras = {"max_time_ms": 1, "max_tokens": 100}
     _, finish_reason, stop_reason = complete(client, **extras)

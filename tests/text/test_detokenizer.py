@@ -7,25 +7,35 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.decoders import DecodeStream
 
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
-from tests.text.vocabularies import FAMILIES, tokenizer_of
+from tests.text.vocabularies import FAMILIES, TEXTS, tokenizer_of
 
 TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}
 NUM_UNKNOWN_IDS = 5  # as in a model whose embedding has more rows than the vocabulary
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    detokenizer = tokenizer.detokenizer()
+def pieces(tokenizer: Tokenizer, ids: Sequence[int], **options: bool) -> list[str]:
+    detokenizer = tokenizer.detokenizer(**options)
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
-@given(data=st.data())
-def test_the_joined_pieces_are_the_full_decode(family: str, data: st.DataObject) -> None:
+@given(data=st.data(), skip=st.booleans())
+def test_the_joined_pieces_are_the_full_decode(family: str, skip: bool, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[family]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1 + NUM_UNKNOWN_IDS), max_size=60))
+    joined = "".join(pieces(tokenizer, ids, skip_special_tokens=skip))
+    assert joined == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_emoji_cjk_and_combining_marks_come_as_a_full_decode_has_them(family: str, text: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    ids = tokenizer.encode(text)
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
@@ -36,7 +46,9 @@ def test_no_order_of_few_difficult_tokens_breaks_the_pieces(family: str, data: s
     texts = ["\N{GRINNING FACE}", "\u20ac", "a", " a", "  ", "\N{REPLACEMENT CHARACTER}", "\n"]
     usual = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
     ids = data.draw(st.lists(st.sampled_from(sorted(usual | {0, 2})), max_size=60))
-    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    skip = data.draw(st.booleans())
+    joined = "".join(pieces(tokenizer, ids, skip_special_tokens=skip))
+    assert joined == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
@@ -71,6 +83,39 @@ def test_a_run_of_byte_tokens_waits_for_its_end_because_a_bad_byte_spoils_it_who
     newline, bad_byte, a = (tokenizer._backend.token_to_id(token) for token in ("<0x0A>", "<0xFF>", "a"))
     assert pieces(tokenizer, [newline, newline, a]) == ["", "", "\n\na", ""]
     assert pieces(tokenizer, [newline, bad_byte, a]) == ["", "", "\N{REPLACEMENT CHARACTER}" * 2 + "a", ""]
+
+
+def test_special_tokens_are_shown_where_that_is_asked_for() -> None:
+    tokenizer = TOKENIZERS["byte_level_bpe"]
+    ids = tokenizer.encode("a<|im_end|><|im_start|>b")
+    assert "".join(pieces(tokenizer, ids)) == "ab"
+    assert "".join(pieces(tokenizer, ids, skip_special_tokens=False)) == "a<|im_end|><|im_start|>b"
+
+
+def test_the_spaces_between_special_tokens_can_be_left_out() -> None:
+    tokenizer = TOKENIZERS["word_piece"]
+    the, begin, end = (tokenizer._backend.token_to_id(token) for token in ("The", "<s>", "</s>"))
+    ids = [begin, the, end, end, begin, the]
+
+    def text(**options: bool) -> str:
+        return "".join(pieces(tokenizer, ids, skip_special_tokens=False, **options))
+
+    assert text() == "<s> The </s> </s> <s> The"
+    assert text(spaces_between_special_tokens=False) == "<s> The </s></s><s> The"
+
+
+def test_the_librarys_own_stream_loses_text_and_raises() -> None:
+    """Why there is a detokenizer of our own; where this fails, the library may do."""
+    tokenizer = TOKENIZERS["byte_level_bpe"]
+    stream = DecodeStream(skip_special_tokens=True)
+    ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]
+    assert "".join(filter(None, (stream.step(tokenizer._backend, i) for i in ids))) == "a"  # and has no end
+    assert tokenizer.decode(ids) == "a\N{REPLACEMENT CHARACTER}"
+    tokenizer = TOKENIZERS["sentencepiece_bpe"]
+    newline, bad_byte, a = (tokenizer._backend.token_to_id(token) for token in ("<0x0A>", "<0xFF>", "a"))
+    stream = DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(tokenizer._backend, i) for i in (newline, bad_byte, a, newline, bad_byte, a)]
 
 
 class CountingVocabulary:

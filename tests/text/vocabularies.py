@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import TokenizerFiles
 from tests.checkpoints import tiny_tokenizer
 
-__all__ = ["FAMILIES", "byte_level_bpe", "sentencepiece_bpe", "tokenizer_of", "unigram"]
+__all__ = [
+    "FAMILIES",
+    "TEXTS",
+    "bloom",
+    "byte_level_bpe",
+    "sentencepiece_bpe",
+    "tokenizer_of",
+    "unigram",
+    "word_piece",
+]
 
+TEXTS = [
+    "The quick brown fox doesn't jump, does it? Yes: 12 times.",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u0939\u093f\u0928\u094d\u0926\u0940 \u0964",
+    "cafe\u0301 na\u0308ive \u00e9t\u00e9 \N{GRINNING FACE}\N{WAVING HAND SIGN}\U0001f3fd family",
+]
 CONTROL = ["<unk>", "<s>", "</s>"]
 WORDS = ["\u2581", "a", "b", "\u2581a", "\u2581b", "\u2581ab", "\u00e9", "\N{REPLACEMENT CHARACTER}"]
 
@@ -57,7 +71,35 @@ def byte_level_bpe() -> Backend:
     return tiny_tokenizer(vocab_size=320)
 
 
-FAMILIES = [byte_level_bpe, sentencepiece_bpe, unigram]
+def word_piece() -> Backend:
+    """As BERT has it: pieces inside a word begin with ##, and the decoder puts a space before all others."""
+    backend = Backend(models.WordPiece(unk_token="<unk>"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##")
+    backend.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=160, special_tokens=CONTROL))
+    return backend
+
+
+def bloom() -> Backend:
+    """As BLOOM has it: bytes, behind a splitter of its own."""
+    backend = Backend(models.BPE())
+    no_word = "(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])"
+    splitter = pre_tokenizers.Split(Regex(f" ?[^{no_word}]+"), behavior="isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([splitter, bytes_of])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=CONTROL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    return backend
+
+
+FAMILIES = [byte_level_bpe, sentencepiece_bpe, unigram, word_piece, bloom]
 
 
 def tokenizer_of(backend: Backend) -> Tokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from genserve.request import Completion, Delta
 from genserve.server.routes.scored_tokens import ScoredToken, TokenScores
-from genserve.text.tokenizer import Tokenizer
+from genserve.text.detokenizer import Detokenizer
 
 __all__ = ["LegacyLogprobs"]
 
@@ -16,17 +16,20 @@ __all__ = ["LegacyLogprobs"]
 class LegacyLogprobs:
     """The `logprobs` of one choice, as its tokens come, behind those of the prompt if that is echoed."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, by_id: bool = False) -> None:
+    def __init__(
+        self, prompt: Detokenizer, prompt_ids: Sequence[int], *, answer: Detokenizer, by_id: bool = False
+    ) -> None:
         """Begin.
 
         Args:
-            tokenizer: of the model.
+            prompt: a fresh detokenizer for it.
             prompt_ids: what is echoed.
+            answer: a fresh detokenizer for it.
             by_id: whether tokens are called by their ids.
         """
         self._prompt_ids = prompt_ids
-        self._prompt_scores = TokenScores(tokenizer, by_id=by_id)
-        self._answer_scores = TokenScores(tokenizer, by_id=by_id)
+        self._prompt_scores = TokenScores(prompt, by_id=by_id)
+        self._answer_scores = TokenScores(answer, by_id=by_id)
         self._offset = 0
 
     def part(self, part: Delta | Completion) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) ->
 
 def _scores(opened: Open, body: ChatBody) -> TokenScores | None:
     by_id = bool(body.return_tokens_as_token_ids)
-    return TokenScores(opened.model.tokenizer, by_id=by_id) if body.logprobs else None
+    return TokenScores(body.detokenizer(opened.model.tokenizer), by_id=by_id) if body.logprobs else None
 
 
 def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:

@@ -146,8 +146,12 @@ class Choice:
         self._scored = tokenizer if body.prompt_logprobs is not None else None
         self._logprobs = None
         if body.logprobs is not None:
-            by_id = bool(body.return_tokens_as_token_ids)
-            self._logprobs = LegacyLogprobs(tokenizer, prompt_ids if body.echo else (), by_id=by_id)
+            self._logprobs = LegacyLogprobs(
+                tokenizer.detokenizer(),
+                prompt_ids if body.echo else (),
+                answer=body.detokenizer(tokenizer),
+                by_id=bool(body.return_tokens_as_token_ids),
+            )
 
     def part(self, part: Delta | Completion) -> dict[str, Any]:
         """Return the fields of a part, or of the whole, but its index."""

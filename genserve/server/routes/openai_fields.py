@@ -16,6 +16,8 @@ from genserve.errors import InvalidRequest
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, sampling_params
 from genserve.server.body import Body
 from genserve.server.decoding_fields import DecodingFields
+from genserve.text.detokenizer import Detokenizer
+from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["OpenAIBody", "StreamOptions"]
 
@@ -87,6 +89,13 @@ class OpenAIBody(DecodingFields):
                 "prompt_logprobs": self.prompt_logprobs,
                 **others,
             }
+        )
+
+    def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        """A fresh detokenizer for an answer, as the request wants its text."""
+        return tokenizer.detokenizer(
+            skip_special_tokens=self.skip_special_tokens is not False,
+            spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
         )
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from genserve.request import Completion, Delta, TopTokens
-from genserve.text.tokenizer import Tokenizer
+from genserve.text.detokenizer import Detokenizer
 
 __all__ = ["NAMELESS", "ScoredToken", "TokenScores"]
 
@@ -32,9 +32,9 @@ class ScoredToken:
 class TokenScores:
     """Reads the tokens of one text, in their order."""
 
-    def __init__(self, tokenizer: Tokenizer, *, by_id: bool = False) -> None:
+    def __init__(self, detokenizer: Detokenizer, *, by_id: bool = False) -> None:
         """Begin a text; `by_id`: all tokens are called by their ids."""
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = detokenizer
         self._by_id = by_id
 
     def answer(self, part: Delta | Completion) -> list[ScoredToken]:
