@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Temperature, Url
+from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
 from genserve.sampling_params import SamplingOptions
 
 __all__ = ["chat"]
@@ -26,13 +26,16 @@ def chat(
     temperature: Temperature = 0.7,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
+    set_: Set = [],  # noqa: B006  # typer copies it
 ) -> None:
     """Chat with a model. Reads one message per line if stdin is not a terminal."""
     from genserve.cli.chat_session import ChatSession
     from genserve.cli.conversation import Conversation
     from genserve.cli.model_access import open_model
+    from genserve.cli.typed_options import with_assignments
 
     options = SamplingOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    options = with_assignments(options, set_)
     with open_model(model, repository=model_repository, url=url) as opened:
         session = ChatSession(opened, conversation=Conversation(system=system), options=options)
         if sys.stdin.isatty():

@@ -18,6 +18,7 @@ __all__ = [
     "Overwrite",
     "Precision",
     "Seed",
+    "Set",
     "Temperature",
     "Url",
 ]
@@ -40,7 +41,7 @@ Url = Annotated[
     str | None,
     typer.Option(
         envvar="GENSERVE_BASE_URL",
-        help="Ask the server at this URL instead of loading the model here; its key is GENSERVE_API_KEY.",
+        help="Ask the server at this URL, with the key GENSERVE_API_KEY; else no server is needed.",
     ),
 ]
 MaxTokens = Annotated[
@@ -51,6 +52,15 @@ Temperature = Annotated[
 ]
 Seed = Annotated[
     int | None, typer.Option(envvar="GENSERVE_SEED", help="The same seed gives the same text.")
+]
+Set = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other sampling parameter, such as repetition_penalty=1.2; may be given again. Lists and "
+        "the like are JSON. docs/sampling.md has them all.",
+    ),
 ]
 Precision = Annotated[
     Literal["int8", "int4", "fp16", "fp32"] | None,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Temperature, Url
+from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
 from genserve.sampling_params import SamplingOptions
 
 __all__ = ["generate"]
@@ -34,15 +34,18 @@ def generate(
         list[str] | None, typer.Option(help="End before this text; may be given again.")
     ] = None,
     seed: Seed = None,
+    set_: Set = [],  # noqa: B006  # typer copies it
     json_: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
 ) -> None:
     """Go on from a prompt, and print the text as it comes."""
     from genserve.cli.model_access import open_model
     from genserve.cli.render import make_console, write_text
+    from genserve.cli.typed_options import with_assignments
 
     options = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or (), seed=seed
     )
+    options = with_assignments(options, set_)
     if prompt == "-":
         # A pipe's last line end belongs to the line, not to the prompt: it would change the answer.
         prompt = sys.stdin.read().removesuffix("\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from genserve.cli.chat_session import ChatSession
+from genserve.cli.typed_options import read_value
 from genserve.errors import InvalidRequest
 from genserve.sampling_params import SamplingOptions, sampling_params
 
@@ -50,10 +51,13 @@ def _help(session: ChatSession, _argument: str) -> None:
 def _set(session: ChatSession, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        for known, current in asdict(sampling_params(session.options)).items():
+        changed = sampling_params(session.options).changed()
+        for known, current in changed.items():
             session.note(f"{known} = {json.dumps(current)}")
+        others = (known for known in SamplingOptions.__annotations__ if known not in changed)
+        session.note(f"as usual: {', '.join(others)}")
         return
-    options = {**session.options, name: _read_value(value.strip())}
+    options = {**session.options, name: read_value(value.strip())}
     try:
         sampling_params(options)
     except InvalidRequest as error:
@@ -61,13 +65,6 @@ def _set(session: ChatSession, argument: str) -> None:
     else:
         session.options = cast(SamplingOptions, options)
         session.note(f"{name} = {json.dumps(options[name])}")
-
-
-def _read_value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None if text in ("", "none") else text
 
 
 def _system(session: ChatSession, argument: str) -> None:

@@ -38,8 +38,10 @@ def test_the_flags_go_into_the_request() -> None:
     with scripted(MODELS, answer("Hello.")) as server:
         CliRunner().invoke(
             app,
-            ["chat", "m", "--url", server.url, "--temperature", "0", "--max-tokens", "3", "--seed", "7"],
+            ["chat", "m", "--url", server.url, "--temperature", "0", "--max-tokens", "3", "--seed", "7",
+             "--set", "min_p=0.1"],
             input="Hi",
         )
     body = server.received[-1].body
     assert (body["model"], body["temperature"], body["max_tokens"], body["seed"]) == ("m", 0, 3, 7)
+    assert body["min_p"] == 0.1

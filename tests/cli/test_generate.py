@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from genserve.cli.main import app
-from genserve.errors import ModelNotFound
+from genserve.errors import InvalidRequest, ModelNotFound
 from tests.client.scripted_server import Reply, event_reply, json_reply, scripted
 
 MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
@@ -55,12 +55,37 @@ def test_flags_go_into_the_request_and_the_only_model_is_named() -> None:
     }
 
 
+def test_any_other_parameter_can_be_set() -> None:
+    flags = '--set repetition_penalty=1.2 --set bad_words=["a"] --set stop=b'
+    _, body = generate("Tea", *flags.split())
+    parameters = body["parameters"]
+    assert (parameters["repetition_penalty"], parameters["bad_words"]) == (1.2, ["a"])
+    assert parameters["stop"] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("min_p", "--set min_p gives no value"),
+        ("min_p=2", "min_p must be between"),
+        ("minp=0.1", "no sampling parameter 'minp'"),
+    ],
+)
+def test_what_cannot_be_set_is_refused_before_the_model_is_asked(assignment: str, words: str) -> None:
+    with scripted(MODELS) as server:
+        result = CliRunner().invoke(app, ["generate", "Tea", "--url", server.url, "--set", assignment])
+        assert not server.received
+    assert isinstance(result.exception, InvalidRequest)
+    assert words in result.exception.message
+
+
 def test_json_is_one_object_with_the_whole_answer() -> None:
     result, _ = generate("Tea", "--json")
     assert json.loads(result.stdout) == {
         "text": " is\x1b[2J hot",
         "token_ids": [1, 2],
         "finish_reason": "length",
+        "stop_reason": None,
         "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 0},
         "logprobs": [],
         "top_logprobs": [],
