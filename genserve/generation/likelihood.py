@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,25 +28,40 @@ class Asked:
 
 
 def likelihood(
-    logits: LogitsArray, token_id: int, *, num_top: int = 0, named: Sequence[int] = ()
+    logits: LogitsArray,
+    token_id: int,
+    *,
+    num_top: int = 0,
+    named: Sequence[int] = (),
+    ids: TokenArray | None = None,
 ) -> TokenLogprob:
     """Return the log-probability of a token, and of others: the best first, of equals the lowest id.
 
     Args:
         logits: [V] float32, on any device; not modified. With a NaN in it, so has what is returned.
-        token_id: below V.
+        token_id: below V, or one of `ids`.
         num_top: so many of the most likely ones; one that cannot be is not among them.
         named: these, instead.
+        ids: [V], ascending, of which tokens the logits are: no other can be. None: of 0 to V - 1.
     """
     row: FloatArray = np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
     shifted = row - row.max()
     total = exponentials(shifted).sum(dtype=np.float64)
-    ids: Iterable[int] = named
+    others = list(named)
     if num_top:
-        ids = _best(shifted, num_top).tolist()
-    level, *levels = np.maximum(shifted[[token_id, *ids]] - np.float32(np.log(total)), LOWEST).tolist()
-    top = sorted(zip(ids, levels, strict=True), key=lambda one: (-one[1], one[0]))
+        best = _best(shifted, num_top)
+        others = (best if ids is None else ids[best]).tolist()
+    found = _at(shifted, [token_id, *others], ids)
+    level, *levels = np.maximum(found - np.float32(np.log(total)), LOWEST).tolist()
+    top = sorted(zip(others, levels, strict=True), key=lambda one: (-one[1], one[0]))
     return TokenLogprob(logprob=level, top=tuple(top))
+
+
+def _at(row: FloatArray, token_ids: Sequence[int], ids: TokenArray | None) -> FloatArray:
+    if ids is None:
+        return row[token_ids]
+    places = np.searchsorted(ids, token_ids).clip(max=ids.size - 1)
+    return np.where(ids[places] == token_ids, row[places], np.float32(-np.inf))
 
 
 def _best(row: FloatArray, count: int) -> TokenArray:

@@ -30,8 +30,14 @@ class Entries:
     def of(token_ids: Iterable[int] | TokenArray, values: float | FloatArray = 0.0, *, row: int) -> Entries:
         """Return places of one row."""
         ids = token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, dtype=np.int64)
+        if not ids.size:
+            return _NONE
         filled = np.full(ids.shape, values, dtype=np.float32)
         return Entries(rows=np.full(ids.shape, row, dtype=np.int64), token_ids=ids, values=filled)
+
+
+_NO_IDS: TokenArray = np.empty(0, dtype=np.int64)
+_NONE = Entries(rows=_NO_IDS, token_ids=_NO_IDS, values=np.empty(0, dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

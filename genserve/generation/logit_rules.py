@@ -58,6 +58,7 @@ class LogitRules:
         self._num_read = 0
         self._num_forgotten = 0
         self._seen: Counter[int] = Counter()        # how often a token is there
+        self._seen_ids: TokenArray = np.empty(0, dtype=np.int64)
         self._generated: Counter[int] = Counter()   # how often the answer has it
         self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
 
@@ -69,7 +70,7 @@ class LogitRules:
             before=self._plugins.edits("pre", token_ids, row=row),
             allowed=Entries.of(self._allowed, row=row),
             biased=Entries.of(self._biased, self._bias, row=row),
-            repeated=Entries.of(self._seen, self._repetition, row=row),
+            repeated=Entries.of(self._repeated(), self._repetition, row=row),
             lowered=Entries.of(lowered, amounts, row=row),
             banned=Entries.of(self._banned(token_ids), row=row),
             after=self._plugins.edits("post_penalty", token_ids, row=row),
@@ -98,6 +99,12 @@ class LogitRules:
             change(self._seen, token_ids[first:last])
         if self._frequency or self._presence:
             change(self._generated, token_ids[max(first, self._num_prompt_tokens) : last])
+
+    def _repeated(self) -> TokenArray:
+        # A long prompt has most tokens already: it seldom grows by one. A window may lose one as it does.
+        if self._window or len(self._seen) != self._seen_ids.size:
+            self._seen_ids = np.fromiter(self._seen, dtype=np.int64)
+        return self._seen_ids
 
     def _lowered(self, token_ids: Sequence[int]) -> tuple[TokenArray, FloatArray]:
         """Return the tokens from whose logits something is taken, and how much."""

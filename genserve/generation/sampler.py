@@ -98,9 +98,9 @@ def pick_rows(
         asking: which log-probabilities are wanted.
         edits: what is to be changed of the logits first.
     """
-    raw = logits
+    raw = {asked.row: logits[asked.row] for asked in asking if not asked.processed}
     if edits is not None:
-        raw = logits.copy() if any(not asked.processed for asked in asking) else logits
+        raw = {row: own.copy() for row, own in raw.items()}
         apply_edits(logits, edits)
     # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
     token_ids = greedy(logits)
@@ -113,11 +113,13 @@ def pick_rows(
     logprobs = []
     with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
         for asked in asking:
-            row = raw[asked.row]
             if asked.processed:
-                row = processed(logits[asked.row], rules, index=_index(drawn, asked.row))
+                row, ids = processed(logits[asked.row], rules, index=_index(drawn, asked.row))
+            else:
+                row, ids = raw[asked.row], None
             token_id = int(token_ids[asked.row])
-            logprobs.append(likelihood(row, token_id, num_top=asked.num_top, named=asked.named))
+            found = likelihood(row, token_id, num_top=asked.num_top, named=asked.named, ids=ids)
+            logprobs.append(found)
     return PickedRows(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
 
@@ -161,8 +163,10 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     return token_ids
 
 
-def processed(row: FloatArray, rules: SamplingRows, *, index: int | None) -> FloatArray:
-    """Return what a token is drawn from: the logits after temperature, -inf where they are not kept.
+def processed(
+    row: FloatArray, rules: SamplingRows, *, index: int | None
+) -> tuple[FloatArray, TokenArray | None]:
+    """Return what a token is drawn from: logits after all rules, and of which ids; None: of all.
 
     Args:
         row: [V] float32; not modified.
@@ -170,18 +174,13 @@ def processed(row: FloatArray, rules: SamplingRows, *, index: int | None) -> Flo
         index: of the row among these; None: it does not draw, and is left as it is.
     """
     if index is None:
-        return row
+        return row, None
     if (stages := rules.stages[index]) is not None:
         ids, values = left_by(row, stages, chance=rules.chance(index))
-    else:
-        scaled = _scaled(row, rules.temperature[index])
-        places = kept(scaled, rules.truncation(index, size=row.size))
-        if places is None:
-            return scaled
-        ids, values = places, scaled[places]
-    left = np.full_like(row, -np.inf)
-    left[ids] = values
-    return left
+        return values, ids
+    scaled = _scaled(row, rules.temperature[index])
+    places = kept(scaled, rules.truncation(index, size=row.size))
+    return (scaled, None) if places is None else (scaled[places], places)
 
 
 def _scaled(row: FloatArray, temperature: np.float32) -> FloatArray:
