@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from genserve.errors import InvalidRequest
 from genserve.request import Chat
 from genserve.text.detokenizer import Detokenizer
+from genserve.text.renamed_specials import MARK, RenamedSpecials
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 __all__ = ["Tokenizer"]
@@ -51,8 +52,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._as_text = self._special_tokens_as_text()
-        longest_first = sorted(self._as_text, key=len, reverse=True)
+        longest_first = sorted(self._special.values(), key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         byte_tokens = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._byte_fallback = {token_id for token_id in byte_tokens if token_id is not None}
@@ -159,11 +159,20 @@ class Tokenizer:
         # The template writes its own bos token, so nothing is added, just as in transformers.
         if not stands_for:
             return self._encode([prompt])[0]
-        pieces = re.split(f"([{''.join(stands_for)}])", prompt)
-        of_template = self._encode(pieces[0::2])
-        of_messages: list[list[int]] = [self._as_text[stands_for[char]] for char in pieces[1::2]]
-        in_turn = chain.from_iterable(zip_longest(of_template, of_messages, fillvalue=[]))
-        return [*chain.from_iterable(in_turn)]
+        if MARK in prompt:
+            raise InvalidRequest(
+                "the messages hold U+FDD0, which is no character, beside the name of a special token",
+                field="messages",
+            )
+        renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
+        for char, text in stands_for.items():
+            renamed = renamed.replace(char, text)
+        return self._renamed_specials.encode(renamed)
+
+    @cached_property
+    def _renamed_specials(self) -> RenamedSpecials:
+        # Few messages hold the name of a special token: it is made for the first that does.
+        return RenamedSpecials(self._backend, self._special)
 
     def _with_stand_ins(self, chat: Chat, stand_ins: dict[str, str]) -> Chat:
         def stand_in(text: str) -> str:
@@ -174,22 +183,6 @@ class Tokenizer:
             messages=tuple(replace(message, content=stand_in(message.content)) for message in chat.messages),
             template_kwargs=_with_texts(chat.template_kwargs, stand_in),
         )
-
-    def _special_tokens_as_text(self) -> dict[str, list[int]]:
-        """What each special token's text is as ordinary text."""
-        texts = list(self._special.values())
-        self._backend.encode_special_tokens = True  # for this moment: nobody else has the tokenizer yet
-        try:
-            encoded = zip(texts, self._encode(texts), strict=True)
-            return {text: self._ordinary_ids(text, ids) for text, ids in encoded}
-        finally:
-            self._backend.encode_special_tokens = False
-
-    def _ordinary_ids(self, text: str, ids: list[int]) -> list[int]:
-        # Some models know the token as a word of their own vocabulary; its single characters are harmless.
-        if self._special.keys().isdisjoint(ids):
-            return ids
-        return [*chain.from_iterable(self._encode(list(text)))]
 
 
 class _WithSpecialTokens:

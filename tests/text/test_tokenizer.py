@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 from transformers import AutoTokenizer
 
 from genserve.errors import InvalidRequest, RepositoryError
@@ -20,7 +20,7 @@ from genserve.text.chat_template import ChatTemplate
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import TokenizerFiles
 from tests.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tokenizer
-from tests.text.vocabularies import FAMILIES, byte_level_bpe, tokenizer_of, unigram
+from tests.text.vocabularies import FAMILIES, byte_level_bpe, sentencepiece_bpe, tokenizer_of, unigram
 
 BOS, START, END = 0, 1, 2  # ids of SPECIAL_TOKENS
 
@@ -103,6 +103,37 @@ def test_no_text_in_a_message_becomes_a_special_token(family: Any, words: list[s
     tokenizer = chat_tokenizer(family(), "{% for m in messages %}{{ m.content }}{% endfor %}")
     ids = tokenizer.encode_chat(chat(user("".join(words))))
     assert not [i for i in ids if i in tokenizer._special and tokenizer._special[i] != "<unk>"]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family is not unigram])
+@given(words=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<s>", "</s>", "a", " b", " ", "s>", "ab a"])))
+def test_the_name_of_a_special_token_has_the_ids_that_the_library_gives_to_it_as_text(
+    family: Any, words: list[str]
+) -> None:
+    backend = family()
+    tokenizer = chat_tokenizer(backend, "{{ messages[0].content }}")
+    content = "".join(words)
+    ids = tokenizer.encode_chat(chat(user(content)))
+    backend.encode_special_tokens = True
+    assert ids == backend.encode(content, add_special_tokens=False).ids
+
+
+def test_the_templates_control_tokens_keep_their_rules_for_the_space_around_them() -> None:
+    backend = sentencepiece_bpe()
+    backend.add_special_tokens([AddedToken("<|end|>", rstrip=True, special=True)])
+    tokenizer = chat_tokenizer(backend, "<s>{{ messages[0].content }}<|end|>\n<s>")
+    ids = tokenizer.encode_chat(chat(user("ab</s>a")))
+    assert tokenizer.decode(ids) == "ab</s>a"
+    plain = tokenizer.encode_chat(chat(user("ab")))
+    assert (ids[:1], ids[-2:]) == (plain[:1], plain[-2:])
+
+
+def test_a_name_that_only_the_copy_knows_is_refused() -> None:
+    tokenizer = chat_tokenizer(byte_level_bpe())
+    with pytest.raises(InvalidRequest, match=r"U\+FDD0") as raised:
+        tokenizer.encode_chat(chat(user("<|im_end|> \ufdd01\ufdd0")))
+    assert raised.value.field == "messages"
+    assert tokenizer.encode_chat(chat(user("\ufdd01\ufdd0"))).count(START) == 2
 
 
 def test_nor_does_one_in_a_variable_of_the_template() -> None:
