@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
 from genserve.generation.streams import ThreadStream
+from genserve.generation.token_sequence import TokenSequence
 from genserve.repository.repository import Repository
-from genserve.request import Completion, Messages, read_chat
-from genserve.sampling_params import SamplingOptions, sampling_params
+from genserve.request import Completion, Messages, Prompt, likeliest, read_chat
+from genserve.sampling_params import SamplingOptions, SamplingParams, sampling_params
 from genserve.stream import Stream
 
 __all__ = ["LLM"]
@@ -59,31 +62,39 @@ class LLM:
             Overloaded: too many requests wait.
             ModelFailed: the model could not go on.
         """
-        with self.stream(prompt, **options) as stream:
-            return stream.final()
+        return self._complete(prompt, sampling_params(options))
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta. Raises what `generate` raises."""
-        params = sampling_params(options)
-        return Stream(ThreadStream(self._model.loop, self._model.prepare(prompt, params)))
+        return self._stream(self._model.prepare(prompt, sampling_params(options)))
 
     def chat(
         self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user. Raises what `generate` raises."""
-        with self.chat_stream(messages, **options) as stream:
-            return stream.final()
+        return self._complete(read_chat(messages), sampling_params(options))
 
     def chat_stream(
         self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Answer a chat, delta by delta. Raises what `generate` raises."""
-        params = sampling_params(options)
-        return Stream(ThreadStream(self._model.loop, self._model.prepare(read_chat(messages), params)))
+        return self._stream(self._model.prepare(read_chat(messages), sampling_params(options)))
 
     def close(self) -> None:
         """Unload the model; a second call does nothing."""
         self._repository.close()
+
+    def _complete(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        if params.best_of > 1:
+            params = replace(params, logprobs=True)
+        with ExitStack() as stack:
+            sequences = self._model.prepare_choices(prompt, params, num_choices=params.best_of)
+            streams = [stack.enter_context(self._stream(sequence)) for sequence in sequences]
+            completions = [stream.final() for stream in streams]
+        return completions[likeliest(completions)[0]]
+
+    def _stream(self, sequence: TokenSequence) -> Stream:
+        return Stream(ThreadStream(self._model.loop, sequence))
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ The small frozen records that every face (HTTP, SDK, command line, decoding loop
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ __all__ = [
     "Usage",
     "join_choices",
     "join_deltas",
+    "likeliest",
     "read_chat",
     "read_messages",
 ]
@@ -214,6 +216,20 @@ def join_choices(deltas: Iterable[Delta]) -> tuple[Completion, ...]:
     for delta in deltas:
         by_choice[delta.choice].append(delta)
     return tuple(join_deltas(by_choice[choice]) for choice in sorted(by_choice))
+
+
+def likeliest(completions: Sequence[Completion]) -> list[int]:
+    """Return the places of the answers, the one with the highest mean log-probability of its tokens first.
+
+    One whose decoding loop picked a token by itself, of which no probability is known, comes last.
+    """
+    means = [_mean(completion.logprobs) for completion in completions]
+    return sorted(range(len(means)), key=lambda place: -means[place])
+
+
+def _mean(logprobs: Sequence[float]) -> float:
+    mean = math.fsum(logprobs) / len(logprobs) if logprobs else -math.inf
+    return -math.inf if math.isnan(mean) else mean
 
 
 def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence

@@ -13,7 +13,7 @@ from genserve.refused_methods import without_refused_methods
 from genserve.repetition_detection import RepetitionDetection, repetition_detection
 from genserve.sampling_stages import require_coherent_stages
 
-__all__ = ["MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_params"]
+__all__ = ["MAX_BEST_OF", "MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_params"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256

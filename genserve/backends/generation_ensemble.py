@@ -66,6 +66,8 @@ class GenerationEnsemble:
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
         """Turn a prompt into a token sequence; see `prepare_choices`."""
+        if params.best_of > 1:
+            raise InvalidRequest("best_of cannot be streamed", field="best_of")
         [sequence] = self.prepare_choices(prompt, params, num_choices=1)
         return sequence
 
@@ -83,8 +85,6 @@ class GenerationEnsemble:
                 not, or not with such arguments.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
         """
-        if "best_of" in params.changed():
-            raise InvalidRequest("best_of is not supported", field="best_of")
         width = self._beam_width(params, num_choices=num_choices)
         max_length = self.loop.longest(width) if width > 1 else self.max_length
         limit_ms = params.max_time_ms

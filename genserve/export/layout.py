@@ -153,6 +153,9 @@ _PARAMETERS = {
     "presence_penalty": ("TYPE_FP32", 1),
     "min_tokens": ("TYPE_INT32", 1),
     "bad_words": ("TYPE_STRING", -1),
+    "beam_width": ("TYPE_INT32", 1),
+    "length_penalty": ("TYPE_FP32", 1),
+    "early_stopping": ("TYPE_BOOL", 1),
     "stream": ("TYPE_BOOL", 1),
 }
 

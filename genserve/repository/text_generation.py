@@ -32,6 +32,9 @@ _PARAMETERS = {
     "frequency_penalty": "frequency_penalty",
     "presence_penalty": "presence_penalty",
     "min_tokens": "min_tokens",
+    "beam_width": "beam_width",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
 }
 # Parameters of a request whose values are JSON, since they are no tensors.
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
@@ -173,6 +176,9 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
+    width = options.pop("beam_width", None) or 1    # how Triton's clients say that they want no search
+    if width > 1:
+        options |= {"use_beam_search": True, "beam_width": width}
     return sampling_params(options)
 
 

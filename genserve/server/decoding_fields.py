@@ -67,7 +67,7 @@ class DecodingFields(Body):
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    early_stopping: Literal[True, False, "never"] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     cache_salt: str | None = None
     # Here for their refusal, which says why: `refused_methods`.

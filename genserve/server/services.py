@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -37,7 +37,7 @@ class Open:
     model: GenerationEnsemble
     stream: AsyncStream
     prompts: tuple[tuple[int, ...], ...]    # the token ids of each
-    seed: int                               # of the first choice
+    seeds: tuple[int, ...]                  # of the choices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +81,8 @@ class Services:
     ) -> Open:
         """Check a request and hand it to the engine: all that can be wrong with it is raised here.
 
-        Its choices are `n` to each prompt, in the order of the prompts.
+        Its choices are `n` to each prompt, or `params.best_of` if that is more, in the order of the prompts;
+        of more the log-probabilities are told too.
 
         Raises:
             InvalidRequest: it has more choices than may run and wait; otherwise, see
@@ -91,6 +92,8 @@ class Services:
         if self.draining:
             raise Overloaded("the server is stopping", retry_after_s=5, remedy="try again on another server")
         ensemble = self.repository.get(model)
+        if params.best_of > n:
+            n, params = params.best_of, replace(params, logprobs=True)
         _check_count(len(prompts), n=n, limit=ensemble.loop.capacity)
         sequences = await run_in_threadpool(_prepare, ensemble, prompts, params, n)
         # Before the engine's thread has them.
@@ -103,7 +106,7 @@ class Services:
             if self.repository.get(model) is ensemble:
                 raise
             return await self.open(model, prompts, params, n=n)  # another has taken its place meanwhile
-        return Open(model=ensemble, stream=stream, prompts=prompt_ids, seed=sequences[0].seed)
+        return Open(model=ensemble, stream=stream, prompts=prompt_ids, seeds=tuple(s.seed for s in sequences))
 
 
 def _check_count(num_prompts: int, *, n: int, limit: int) -> None:

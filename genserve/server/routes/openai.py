@@ -16,7 +16,7 @@ from genserve.request import Chat, Completion, Delta, join_choices, read_message
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
-from genserve.server.routes.openai_answer import FINISH, Chunks, head, respond, usage
+from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
@@ -189,9 +189,10 @@ class ChatFrames(Chunks):
 
 
 def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
-    completions = join_choices(deltas)
+    drawn = join_choices(deltas)
+    completions = best_choices(drawn, n=body.n or 1, num_drawn=body.num_drawn)
     choices = [_choice(index, completion, opened, body) for index, completion in enumerate(completions)]
-    total = usage([completion.usage for completion in completions], n=len(completions))
+    total = usage([completion.usage for completion in drawn], n=len(drawn))
     answer = head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
     if body.prompt_logprobs is not None:
         scores = completions[0].prompt_logprobs

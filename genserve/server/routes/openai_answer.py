@@ -12,13 +12,13 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from genserve.errors import GenserveError
-from genserve.request import Delta, FinishReason, Usage
+from genserve.request import Completion, Delta, FinishReason, Usage, likeliest
 from genserve.server.faults import openai_error
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.services import Open
 from genserve.server.sse import EventStream, Frames, event, read_all
 
-__all__ = ["FINISH", "Chunks", "head", "respond", "usage"]
+__all__ = ["FINISH", "Chunks", "best_choices", "head", "respond", "usage"]
 
 _Asked = TypeVar("_Asked", bound=OpenAIBody)
 
@@ -51,6 +51,14 @@ def usage(usages: Sequence[Usage], *, n: int) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in usages[::n])},
     }
+
+
+def best_choices(completions: Sequence[Completion], *, n: int, num_drawn: int) -> list[Completion]:
+    """Return, of so many answers to each prompt, the `n` likeliest, the best first; if `n`, all in order."""
+    if num_drawn == n:
+        return list(completions)
+    blocks = [completions[start : start + num_drawn] for start in range(0, len(completions), num_drawn)]
+    return [block[place] for block in blocks for place in likeliest(block)[:n]]
 
 
 async def respond(

@@ -20,7 +20,7 @@ from genserve.request import Completion, Delta, FinishReason, join_choices
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import StrictRoute
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs
-from genserve.server.routes.openai_answer import FINISH, Chunks, head, respond, usage
+from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.services import Open, SharedServices
@@ -45,7 +45,6 @@ class CompletionBody(OpenAIBody):
     """Body of `POST /v1/completions`."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "best_of": (1,),
         "suffix": ("",),
     }
 
@@ -184,10 +183,11 @@ def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
 
 
 def _answer(opened: Open, body: CompletionBody, deltas: list[Delta]) -> dict[str, Any]:
-    completions = join_choices(map(body.wanted, deltas))
+    drawn = join_choices(map(body.wanted, deltas))
+    completions = best_choices(drawn, n=body.n or 1, num_drawn=body.num_drawn)
     choices = [
         {"index": index} | choice.part(completion)
         for index, (choice, completion) in enumerate(zip(_choices(opened, body), completions, strict=True))
     ]
-    total = usage([completion.usage for completion in completions], n=body.n or 1)
+    total = usage([completion.usage for completion in drawn], n=body.num_drawn)
     return head(opened, "text_completion", id_prefix="cmpl") | {"choices": choices, "usage": total}

@@ -13,7 +13,7 @@ from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.errors import InvalidRequest
-from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, sampling_params
+from genserve.sampling_params import MAX_BEST_OF, MAX_TOP_LOGPROBS, SamplingParams, sampling_params
 from genserve.server.body import Body
 from genserve.server.decoding_fields import DecodingFields
 from genserve.text.detokenizer import Detokenizer
@@ -64,6 +64,7 @@ class OpenAIBody(DecodingFields):
     max_tokens: int | None = None
     temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_BEST_OF)
     stop: Annotated[list[str] | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
     seed: int | None = None
     stream: bool | None = None
@@ -80,7 +81,8 @@ class OpenAIBody(DecodingFields):
             {
                 **self.said(),
                 "max_tokens": max_tokens,
-                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "temperature": self._default_temperature if self.temperature is None else self.temperature,
+                "best_of": self.num_drawn if self.num_drawn > (self.n or 1) else 1,
                 "top_k": max(0, self.top_k or 0),
                 "stop": self.stop,
                 # OpenAI's seeds are signed.
@@ -97,6 +99,15 @@ class OpenAIBody(DecodingFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
         )
+
+    @property
+    def _default_temperature(self) -> float:
+        return 0.0 if self.use_beam_search else 1.0
+
+    @property
+    def num_drawn(self) -> int:
+        """How many answers to each prompt are made; `n` of them, the likeliest, are returned."""
+        return self.best_of or self.n or 1
 
     @property
     def model_name(self) -> str | None:
@@ -118,6 +129,10 @@ class OpenAIBody(DecodingFields):
             if name in self.neutral and value is not None and value not in self.neutral[name]:
                 remedy = _REMEDIES.get(name, "leave it out")
                 raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
+        if self.num_drawn < (self.n or 1):
+            raise InvalidRequest("best_of must be at least n", field="best_of")
+        if self.stream and self.num_drawn > (self.n or 1):
+            raise InvalidRequest("best_of cannot be streamed", field="best_of", remedy="leave stream out")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:

@@ -18,8 +18,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Delta, FinishReason, join_deltas
-from genserve.sampling_params import SamplingParams, sampling_params
+from genserve.request import Completion, Delta, FinishReason, join_choices, likeliest
+from genserve.sampling_params import MAX_BEST_OF, SamplingParams, sampling_params
 from genserve.server.body import Body, StrictRoute
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
@@ -40,7 +40,6 @@ _NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | 
 # Known and not honoured: the values with which a client asks for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": (None,),
-    "best_of": (None, 1),
     "decoder_input_details": (None, False),
     "grammar": (None,),
     "top_n_tokens": (None, 0),
@@ -99,6 +98,7 @@ class Parameters(DecodingFields):
                 "stop": self.stop,
                 "seed": self.seed,
                 "logprobs": logprobs,
+                "best_of": self.best_of or 1,
             }
         )
 
@@ -126,6 +126,9 @@ async def generate(body: GenerateBody, services: SharedServices, request: Reques
 @router.post("/generate_stream")
 async def generate_stream(body: GenerateBody, services: SharedServices) -> Response:
     """Complete a prompt and answer token by token, as server-sent events."""
+    if (body.parameters.best_of or 1) > 1:
+        field = "parameters.best_of"
+        raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
     opened = await _open(body, services, logprobs=True)
     return EventStream(opened.stream, TokenFrames(opened, body))
 
@@ -147,7 +150,7 @@ async def info(services: SharedServices) -> dict[str, Any]:
         "model_id": model.name if model else None,
         "max_concurrent_requests": (model.num_slots if model else 0) + services.settings.max_queue,
         "max_stop_sequences": 16,
-        "max_best_of": 1,
+        "max_best_of": MAX_BEST_OF,
         "max_input_tokens": model.max_length - 1 if model else 0,
         "max_total_tokens": model.max_length if model else 0,
         "max_batch_size": model.num_slots if model else 0,
@@ -197,7 +200,7 @@ class TokenFrames:
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
             "input_length": len(self._opened.prompts[0]),
             "cached_tokens": delta.usage.cached_tokens if delta.usage else 0,
-            "seed": self._opened.seed if self._sampling else None,
+            "seed": self._opened.seeds[0] if self._sampling else None,
         }
         return f'"generated_text": {json.dumps("".join(self._text))}, "details": {json.dumps(details)}'
 
@@ -216,18 +219,22 @@ async def _generate(
     details = bool(body.parameters.details)
     opened = await _open(body, services, logprobs=details)
     deltas = await read_all(opened.stream, request)
-    completion = join_deltas(deltas)
+    completions = join_choices(deltas)
+    best, *others = likeliest(completions)
+    completion = completions[best]
     prefix = body.inputs if body.parameters.return_full_text else ""
     answer: dict[str, Any] = {"generated_text": prefix + completion.text}
     if details:
-        answer["details"] = {
-            "finish_reason": FINISH[completion.finish_reason],
-            "stop_reason": completion.stop_reason,
-            "generated_tokens": completion.usage.completion_tokens,
-            "seed": opened.seed if body.parameters.sampling() else None,
-            "prefill": [],
-            "tokens": [token for delta in deltas for token in _tokens(delta, opened)],
-        }
+        seeds: tuple[int | None, ...] = opened.seeds if body.parameters.sampling() else (None,)
+        told = [
+            _details(one, [d for d in deltas if d.choice == choice], opened) | {"seed": seed}
+            for choice, (one, seed) in enumerate(zip(completions, seeds, strict=True))
+        ]
+        answer["details"] = told[best]
+        if others:
+            texts = [{"generated_text": prefix + completions[place].text} for place in others]
+            rest = [text | told[place] for text, place in zip(texts, others, strict=True)]
+            answer["details"] = told[best] | {"best_of_sequences": rest}
     headers = {
         "x-compute-type": "cpu",
         "x-total-time": str(round((time.monotonic() - started_s) * 1000)),
@@ -236,6 +243,16 @@ async def _generate(
         "x-generated-tokens": str(completion.usage.completion_tokens),
     }
     return answer, 200, headers
+
+
+def _details(completion: Completion, deltas: list[Delta], opened: Open) -> dict[str, Any]:
+    return {
+        "finish_reason": FINISH[completion.finish_reason],
+        "stop_reason": completion.stop_reason,
+        "generated_tokens": completion.usage.completion_tokens,
+        "prefill": [],
+        "tokens": [token for delta in deltas for token in _tokens(delta, opened)],
+    }
 
 
 def _tokens(delta: Delta, opened: Open) -> list[dict[str, Any]]:
