@@ -44,6 +44,18 @@ class Metrics:
         self.generation_tokens = Counter(
             "genserve_generation_tokens", "Tokens generated.", model, registry=self.registry
         )
+        self.draft_tokens = Counter(
+            "genserve_spec_decode_num_draft_tokens",
+            "Tokens that a draft proposed, and the model looked at.",
+            model,
+            registry=self.registry,
+        )
+        self.accepted_tokens = Counter(
+            "genserve_spec_decode_num_accepted_tokens",
+            "Drafted tokens that the model would have picked too.",
+            model,
+            registry=self.registry,
+        )
         self.preemptions = Counter(
             "genserve_num_preemptions",
             "Times that a request had to leave its slot for want of memory.",
@@ -132,6 +144,8 @@ class GenerationMetrics:
         self._prompt_tokens = metrics.prompt_tokens.labels(model)
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._preemptions = metrics.preemptions.labels(model)
+        self._draft_tokens = metrics.draft_tokens.labels(model)
+        self._accepted_tokens = metrics.accepted_tokens.labels(model)
         self._prefix_cache_queries = metrics.prefix_cache_queries.labels(model)
         self._prefix_cache_hits = metrics.prefix_cache_hits.labels(model)
         self._cache_usage = metrics.cache_usage.labels(model)
@@ -148,6 +162,12 @@ class GenerationMetrics:
         self._preemptions.inc(preempted)
         (self._prefill_seconds if prompt_tokens else self._decode_seconds).observe(seconds)
         self._prompt_tokens.inc(prompt_tokens)
+
+    def speculated(self, *, drafted: int, accepted: int) -> None:
+        """Report how many tokens were drafted in one step, and how many of them were right."""
+        if drafted:
+            self._draft_tokens.inc(drafted)
+            self._accepted_tokens.inc(accepted)
 
     def occupancy(self, *, running: int, waiting: int, cache_usage: float) -> None:
         """Report who holds a slot and who waits for one, and the share of the cache that the former hold."""

@@ -20,7 +20,7 @@ from genserve.backends.onnx_session import SPIN_US, Provider, exact_products, on
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import LogitsArray, TokenArray
 
-__all__ = ["OnnxLogits", "cache_layer"]
+__all__ = ["GraphCall", "OnnxLogits", "cache_layer", "open_logits_session"]
 
 _GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
@@ -60,7 +60,7 @@ class OnnxLogits(CachedLogits):
             RepositoryError: the file cannot be loaded, or is not such a graph.
         """
         self._memory = memory or HostMemory()
-        self._session = _open_session(path, num_threads=num_threads, providers=self._memory.providers)
+        self._session = open_logits_session(path, num_threads=num_threads, providers=self._memory.providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         inputs = {i.name: i for i in self._session.get_inputs()}
         past = [name for name in inputs if name.startswith("past_key_values.")]
@@ -82,7 +82,7 @@ class OnnxLogits(CachedLogits):
             cache_bytes=cache_bytes,
         )
         self._logits = self._memory.logits(self.num_slots, self.vocab_size)
-        self._decode_bindings: dict[int, _Call] = {}
+        self._decode_bindings: dict[int, GraphCall] = {}
         if not self._memory.is_host:
             self._check_cache(path)
 
@@ -143,9 +143,9 @@ class OnnxLogits(CachedLogits):
         call.total_len[()] = past.max() + 1
         return self._run(call)
 
-    def _bind(self, *, num_rows: int, width: int, first_slot: int) -> _Call:
+    def _bind(self, *, num_rows: int, width: int, first_slot: int) -> GraphCall:
         """Bind a call over `num_rows` slots; to bind some hundred buffers takes a quarter millisecond."""
-        call = _Call(self._session, num_rows=num_rows, width=width)
+        call = GraphCall(self._session, num_rows=num_rows, width=width, num_logits=num_rows)
         for name, slots in self.cache.slots(first_slot, num_slots=num_rows):
             place = self._place(slots)
             call.binding.bind_input(name, *place)
@@ -159,7 +159,7 @@ class OnnxLogits(CachedLogits):
         memory = self._memory
         return memory.device, memory.device_id, dtype.type, tuple(buffer.shape), memory.address(buffer)
 
-    def _run(self, call: _Call) -> LogitsArray:
+    def _run(self, call: GraphCall) -> LogitsArray:
         if not self._memory.is_host:
             call.bind_inputs()
         self._memory.settle()
@@ -167,15 +167,15 @@ class OnnxLogits(CachedLogits):
         return self._logits[: len(call.rows)]
 
 
-class _Call:
+class GraphCall:
     """The bound arrays of one shape of call. Shapes: R rows of S tokens."""
 
-    def __init__(self, session: Any, *, num_rows: int, width: int) -> None:
+    def __init__(self, session: Any, *, num_rows: int, width: int, num_logits: int) -> None:
         self.binding = session.io_binding()
         self.input_ids = np.zeros((num_rows, width), dtype=np.int64)
         self.seqlens_k = np.zeros(num_rows, dtype=np.int32)     # past + S - 1, per row
         self.total_len = np.zeros((), dtype=np.int32)           # the largest past + S
-        self.rows = np.zeros(num_rows, dtype=np.int64)          # of the R*S hidden states, which get logits
+        self.rows = np.zeros(num_logits, dtype=np.int64)        # of the R*S hidden states, which get logits
         self.bind_inputs()
 
     def bind_inputs(self) -> None:
@@ -196,7 +196,13 @@ def cache_layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
     return kv_heads, head_dim, np.dtype(_CACHE_TYPES[past.type])
 
 
-def _open_session(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
+def open_logits_session(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
+    """Open a session of a logits graph; `num_threads` None or 0: one per core that this process may use.
+
+    Raises:
+        MissingDependency: ONNX Runtime is not installed.
+        RepositoryError: the graph cannot be loaded.
+    """
     onnxruntime = onnxruntime_module()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads or len(os.sched_getaffinity(0))

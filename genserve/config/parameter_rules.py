@@ -12,11 +12,13 @@ __all__ = ["parameters"]
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _BYTES = "number of bytes above 0"
+_METHOD = "method of speculation"
 # Of genserve's own, for a stage that gives logits.
 _LOGITS = {
     "max_sequence_length": _POSITIVE,     # how many tokens a slot of the KV cache holds
     "kv_cache_bytes": _BYTES,             # what the KV cache of all slots may take together
     "prefix_cache": _SWITCH,              # whether token sequences share what they begin with
+    "speculation": _METHOD,               # how tokens are drafted
 }
 _ONNXRUNTIME = _LOGITS | {
     "intra_op_thread_count": _NUMBER,
@@ -110,10 +112,15 @@ def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterato
         _POSITIVE: value.isdecimal() and int(value) > 0,
         _SWITCH: value.lower() in ("true", "false", "1", "0"),
         _BYTES: bool(byte_size(value)),
+        _METHOD: value == "prompt_lookup",
         _TEXT: True,
     }
     if not is_right[kind]:
-        remedies = {_SWITCH: 'write "true" or "false"', _BYTES: 'write an amount such as "2GiB"'}
+        remedies = {
+            _SWITCH: 'write "true" or "false"',
+            _BYTES: 'write an amount such as "2GiB"',
+            _METHOD: 'write "prompt_lookup", or leave it out',
+        }
         remedy = remedies.get(kind, "write a whole number, in quotes")
         message = f"failed to convert {name} '{value}' to {kind}"
         yield config.error("parameters", message, remedy=remedy, key=name)

@@ -28,6 +28,7 @@ from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
 from genserve.export.torchscript import write_torchscript
 from genserve.export.traced import TracedConversion
+from genserve.export.verification_graph import write_verification
 from genserve.export.weights import parts_of
 
 __all__ = ["Conversion", "convert"]
@@ -105,6 +106,8 @@ class Conversion:
         if folders.kv_cache == "int8":
             with progress.stage("rounding the KV cache to int8"):
                 round_cache(version, self.decoder, ids=reference.calibration)
+        if folders.form is Form.ONNX:
+            write_verification(version)
         return version
 
     def _write(

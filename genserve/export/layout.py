@@ -71,7 +71,7 @@ parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequenc
 # A prompt that begins as another did goes on behind what that one left in the cache; "false": it does not.
 # parameters [ {{ key: "prefix_cache" value: {{ string_value: "false" }} }} ]
 
-# Threads of one forward; without it, one for each core.
+{speculation}# Threads of one forward; without it, one for each core.
 # parameters [ {{ key: "{threads}" value: {{ string_value: "2" }} }} ]
 
 # A request comes back for each of its tokens, and may share every step with others: continuous batching.
@@ -83,6 +83,13 @@ sequence_batching {{
 {states}
   ]
 }}
+"""
+
+_SPECULATION = """\
+# Tokens that came after the same words before are drafted, and several looked at in one step: the same text,
+# sooner where an answer repeats what is there. Takes the memory of the weights a second time.
+# parameters [ { key: "speculation" value: { string_value: "prompt_lookup" } } ]
+
 """
 
 _STATE = """\
@@ -168,18 +175,21 @@ _RUNTIMES: Mapping[Form, Mapping[str, str]] = MappingProxyType(
             "runtime": "ONNX Runtime",
             "threads": "intra_op_thread_count",
             "cache": "written where it lies",
+            "speculation": _SPECULATION,
         },
         Form.TORCHSCRIPT: {
             "backend": "pytorch",
             "runtime": "TorchScript",
             "threads": "INTRA_OP_THREAD_COUNT",
             "cache": "all layers in one tensor, written where it lies",
+            "speculation": "",
         },
         Form.TRACED: {
             "backend": "onnxruntime",
             "runtime": "ONNX Runtime",
             "threads": "intra_op_thread_count",
             "cache": "copied at each step, with one token more",
+            "speculation": "",
         },
     }
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,14 +13,15 @@ from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.beam_group import Beam
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.likelihood import likelihood
-from genserve.generation.logits_model import LogitsArray, LogitsModel
+from genserve.generation.logits_model import LogitsArray, LogitsModel, TokenArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
 from genserve.generation.pick import RowPicker, pick
-from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan
+from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan, Verify
 from genserve.generation.roster import Roster
 from genserve.generation.sampler import pick_rows, select_rows
 from genserve.generation.slots import Occupant, Slots
+from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence, Want
 from genserve.request import FinishReason
 
@@ -38,6 +39,19 @@ class StepResult:
     failed: dict[Occupant, GenserveError]               # these have left without finishing
     num_prompt_tokens: int                              # tokens that a prefill ran; 0: it was a decode
     num_preempted: int                                  # so many had to leave their slots and wait again
+    num_drafted: int                                    # tokens that a draft proposed
+    num_accepted: int                                   # so many of them were right
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What a step has done so far."""
+
+    generating: dict[TokenSequence, None] = field(default_factory=dict)
+    answered: list[tuple[LogitsRequest, LogitsArray]] = field(default_factory=list)
+    failed: dict[Occupant, GenserveError] = field(default_factory=dict)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Engine:
@@ -59,6 +73,7 @@ class Engine:
         budget: PrefillBudget | None = None,
         picker: RowPicker = pick_rows,
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing to do.
@@ -69,12 +84,19 @@ class Engine:
             budget: of a prefill.
             picker: of the model's logits.
             prefix_cache: whether token sequences share what they begin with; logits requests always do.
+            speculation: several tokens of a sequence in one step; None: never.
             clock: seconds.
         """
         self._model = model
         self.clock = clock
         self._slots = Slots(model)
-        self._roster = Roster(self._slots, budget=budget or PrefillBudget(), prefix_cache=prefix_cache)
+        self._speculation = speculation
+        self._roster = Roster(
+            self._slots,
+            budget=budget or PrefillBudget(),
+            prefix_cache=prefix_cache,
+            speculation=speculation,
+        )
         self._prefix_cache = prefix_cache
         self._loops = DecodingLoops(decode)
         self._picker = picker
@@ -130,6 +152,8 @@ class Engine:
         for occupant in leaving:
             if isinstance(occupant, TokenSequence):
                 self._loops.drop(occupant)
+                if self._speculation is not None:
+                    self._speculation.drop(occupant)
 
     def expected_back(self, *, within_s: float) -> tuple[int, float]:
         """Return how many loops over the logits should ask again soon, and for how long to expect them.
@@ -161,7 +185,9 @@ class Engine:
         except Exception as error:
             logger.exception("forward failed")
             failure = ModelFailed(f"the model's forward failed: {type(error).__name__}")
-            return self._leave((), (), dict.fromkeys(_answering(plan.sequences), failure), plan)
+            outcome = _Outcome()
+            outcome.failed.update(dict.fromkeys(_answering(plan.sequences), failure))
+            return self._leave(plan, outcome)
         return self._commit(plan, logits, rows)
 
     def check_integrity(self) -> None:
@@ -184,6 +210,11 @@ class Engine:
             case Decode():
                 logits = self._decode(plan.sequences, slots)
                 counts, rows = (1,) * len(slots), slots
+            case Verify():
+                logits = self._verify(plan, slots)
+                # What is behind the first token of each is known to be right when it is committed.
+                counts, rows = (1,) * len(slots), [slot * plan.width for slot in slots]
+        self._note_seconds(plan, slots)
         for sequence, count in zip(plan.sequences, counts, strict=True):
             if isinstance(plan, Prefill) and sequence.num_prefilled == sequence.num_computed:
                 sequence.num_prefilled += count
@@ -195,22 +226,75 @@ class Engine:
 
         An idle row writes behind what its slot holds, where the next tokens overwrite it.
         """
-        residents = self._slots.residents[: max(slots) + 1]
-        past_lengths = np.array([r.num_computed if r else 0 for r in residents], dtype=np.int64)
-        token_ids = np.zeros(len(residents), dtype=np.int64)
+        past_lengths = self._past_lengths(slots)
+        token_ids = np.zeros(len(past_lengths), dtype=np.int64)
         token_ids[slots] = [s.token_ids[s.num_computed] for s in sequences]
         return self._model.decode(token_ids, past_lengths)
 
+    def _verify(self, plan: Verify, slots: Sequence[int]) -> LogitsArray:
+        """Run several tokens of each sequence; padding is written where the next tokens overwrite it."""
+        assert self._speculation is not None
+        past_lengths = self._past_lengths(slots)
+        token_ids = np.zeros((len(past_lengths), plan.width), dtype=np.int64)
+        for slot, tokens in zip(slots, plan.tokens, strict=True):
+            token_ids[slot, : len(tokens)] = tokens
+        return self._speculation.verifier.verify(token_ids, past_lengths)
+
+    def _past_lengths(self, slots: Sequence[int]) -> TokenArray:
+        residents = self._slots.residents[: max(slots) + 1]
+        return np.array([r.num_computed if r else 0 for r in residents], dtype=np.int64)
+
+    def _note_seconds(self, plan: StepPlan, slots: Sequence[int]) -> None:
+        """Tell the speculation what the step took so far, drafts included."""
+        if self._speculation is not None and not isinstance(plan, Prefill):
+            seconds = self.clock() - self._step_started_s
+            verified = isinstance(plan, Verify)
+            self._speculation.note_step(num_rows=max(slots) + 1, seconds=seconds, verified=verified)
+
     def _commit(self, plan: StepPlan, logits: LogitsArray, rows: Sequence[int]) -> StepResult:
-        """Give each that is fully computed its token or its row."""
-        ready = [(row, s) for row, s in zip(rows, plan.sequences, strict=True) if s.num_pending == 0]
+        """Give each that is fully computed its token or its row, and after a verification the next ones."""
+        outcome = _Outcome()
+        self._commit_rows(logits, list(zip(rows, plan.sequences, strict=True)), outcome)
+        if isinstance(plan, Verify):
+            self._follow(plan, logits, rows, outcome)
+        return self._leave(plan, outcome)
+
+    def _follow(self, plan: Verify, logits: LogitsArray, rows: Sequence[int], outcome: _Outcome) -> None:
+        """Go on with each sequence as long as its tokens are those that were run."""
+        assert self._speculation is not None
+        following = list(zip(rows, plan.sequences, plan.tokens, strict=True))
+        num_right = dict.fromkeys(plan.sequences, 1)
+        for position in range(1, plan.width):
+            following = [
+                (row, s, tokens)
+                for row, s, tokens in following
+                if s not in outcome.failed and _has_next(s, tokens[position:])
+            ]
+            for _, sequence, _ in following:
+                sequence.num_computed += 1
+                num_right[sequence] += 1
+            self._commit_rows(logits, [(row + position, s) for row, s, _ in following], outcome)
+        for sequence, num_known, tokens in zip(plan.sequences, plan.num_known, plan.tokens, strict=True):
+            if isinstance(sequence, TokenSequence) and num_known < len(tokens):
+                accepted = max(0, num_right[sequence] - num_known)
+                outcome.num_drafted += len(tokens) - num_known
+                outcome.num_accepted += accepted
+                refused = num_right[sequence] < len(tokens) and not sequence.finished
+                self._speculation.note_outcome(sequence, accepted=accepted, refused=refused)
+
+    def _commit_rows(
+        self, logits: LogitsArray, rows: Sequence[tuple[int, Occupant]], outcome: _Outcome
+    ) -> None:
+        """Give each of those that is fully computed its token or its row."""
+        ready = [(row, s) for row, s in rows if s.num_pending == 0]
         asking = [(row, s) for row, s in ready if isinstance(s, LogitsRequest)]
         # To index with a list is to copy, for numpy and for torch: the buffer is the next step's.
         rows_asked = logits[[row for row, _ in asking]] if asking else ()
-        answered = [(s, row) for (_, s), row in zip(asking, rows_asked, strict=True)]
-        _score(logits, zip(rows, plan.sequences, strict=True))
+        outcome.answered += [(s, row) for (_, s), row in zip(asking, rows_asked, strict=True)]
+        _score(logits, rows)
         generating = [(row, s) for row, s in ready if isinstance(s, TokenSequence)]
-        failed: dict[Occupant, GenserveError] = {}
+        outcome.generating |= dict.fromkeys(s for _, s in generating)
+        failed = outcome.failed
         sampling: list[tuple[int, TokenSequence]] = []
         for row, sequence in generating:
             try:
@@ -225,7 +309,7 @@ class Engine:
                 failed[sequence] = error
         self._sample(logits, sampling, failed)
         searched = self._search(logits, {s: row for row, s in ready if isinstance(s, Beam)}, failed)
-        return self._leave([*(s for _, s in generating), *searched], answered, failed, plan)
+        outcome.generating |= dict.fromkeys(searched)
 
     def _search(
         self, logits: LogitsArray, row_of: Mapping[Beam, int], failed: dict[Occupant, GenserveError]
@@ -273,18 +357,13 @@ class Engine:
             except GenserveError as error:
                 failed[sequence] = error
 
-    def _leave(
-        self,
-        ready: Iterable[TokenSequence],
-        answered: Iterable[tuple[LogitsRequest, LogitsArray]],
-        failed: dict[Occupant, GenserveError],
-        plan: StepPlan,
-    ) -> StepResult:
+    def _leave(self, plan: StepPlan, outcome: _Outcome) -> StepResult:
         """Let go of those that failed, and park what those have computed that finished or are answered.
 
         Those whose time is over end here, even if they still wait.
         """
-        advanced = tuple(s for s in ready if s not in failed)
+        failed = outcome.failed
+        advanced = tuple(s for s in outcome.generating if s not in failed)
         now_s = self.clock()
         late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
         for sequence in late:
@@ -298,16 +377,18 @@ class Engine:
                 if sequence.beams is None:
                     self._slots.park(sequence, now_s=now_s)
         self.remove([*failed, *finished, *late])
-        for request, _ in answered:
+        for request, _ in outcome.answered:
             held_s = hold_s(request.pause_s, step_s=now_s - self._step_started_s)
             self._slots.park(request, now_s=now_s, held_s=held_s)
         prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
         return StepResult(
             advanced=(*advanced, *(s for s in late if s not in advanced)),
-            answered=tuple(answered),
+            answered=tuple(outcome.answered),
             failed=failed,
             num_prompt_tokens=prompt_tokens,
             num_preempted=self._roster.num_preempted,
+            num_drafted=outcome.num_drafted,
+            num_accepted=outcome.num_accepted,
         )
 
 
@@ -326,6 +407,13 @@ def _score(logits: LogitsArray, rows: Iterable[tuple[int, Occupant]]) -> None:
         if isinstance(sequence, TokenSequence) and (token_id := sequence.unscored) is not None:
             num_top = sequence.params.prompt_logprobs or 0
             sequence.add_score(likelihood(logits[row], token_id, num_top=num_top))
+
+
+def _has_next(sequence: Occupant, tokens: Sequence[int]) -> bool:
+    """Whether the first of its tokens that are not computed is the first of these."""
+    if isinstance(sequence, TokenSequence) and sequence.finished:
+        return False
+    return sequence.num_pending > 0 and sequence.token_ids[sequence.num_computed] == next(iter(tokens), None)
 
 
 def _not_finite(sequence: TokenSequence) -> GenserveError:

@@ -269,6 +269,7 @@ class EngineLoop:
             prompt_tokens=result.num_prompt_tokens,
             preempted=result.num_preempted,
         )
+        self._metrics.speculated(drafted=result.num_drafted, accepted=result.num_accepted)
         self._hand_over(self._parcels(result), now=now)
         for request, logits in result.answered:
             self._answer(request, logits)

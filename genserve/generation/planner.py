@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from genserve.generation.prefixes import awaited
 from genserve.generation.slots import Occupant
 
-__all__ = ["Decode", "Prefill", "PrefillBudget", "Room", "StepPlan", "plan_step"]
+__all__ = ["Decode", "Prefill", "PrefillBudget", "Room", "StepPlan", "Verify", "plan_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,17 @@ class Decode:
     sequences: tuple[Occupant, ...]
 
 
-StepPlan = Prefill | Decode
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Run the tokens `tokens[i]` of `sequences[i]`, those that it has and drafted ones, instead of one."""
+
+    sequences: tuple[Occupant, ...]
+    tokens: tuple[tuple[int, ...], ...]     # of each 1 to `width`, the first is its own
+    num_known: tuple[int, ...]              # so many of them are its own, the others drafted
+    width: int                              # so many are run, padding included
+
+
+StepPlan = Prefill | Decode | Verify
 
 
 def plan_step(
@@ -77,7 +87,7 @@ def plan_step(
     num_prefilled: int,
     budget: PrefillBudget,
     share_prefixes: bool,
-) -> StepPlan | None:
+) -> Prefill | Decode | None:
     """Choose the next forward; None if there is nothing to do.
 
     Args:

@@ -8,9 +8,10 @@ from itertools import islice
 
 from genserve.generation.beam_group import Beam
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.planner import Prefill, PrefillBudget, Room, StepPlan, plan_step
+from genserve.generation.planner import Decode, Prefill, PrefillBudget, Room, StepPlan, Verify, plan_step
 from genserve.generation.prefixes import awaited, worth_reusing
 from genserve.generation.slots import Occupant, Slots
+from genserve.generation.speculation import Speculation
 
 __all__ = ["Roster"]
 
@@ -24,12 +25,15 @@ class Roster:
         num_preempted: how many had to leave their slots and wait again, by the last `plan`.
     """
 
-    def __init__(self, slots: Slots, *, budget: PrefillBudget, prefix_cache: bool) -> None:
+    def __init__(
+        self, slots: Slots, *, budget: PrefillBudget, prefix_cache: bool, speculation: Speculation | None
+    ) -> None:
         """Begin with an empty line; see `Engine`."""
         self.num_preempted = 0
         self._slots = slots
         self._budget = budget
         self._prefix_cache = prefix_cache
+        self._speculation = speculation
         self._waiting: deque[Occupant] = deque()
         self._last_prefill: Prefill | None = None
         self._num_prefilled = 0     # tokens, padding included, since the last decode
@@ -81,7 +85,21 @@ class Roster:
                 break
             self._preempt(self._slots.youngest)
         self._note(plan)
-        return plan
+        return self._with_drafts(plan) if isinstance(plan, Decode) else plan
+
+    def _with_drafts(self, decode: Decode) -> Decode | Verify:
+        """Return a verification in the place of a decode where that is likely to be faster, and has room."""
+        if self._speculation is None:
+            return decode
+        num_tokens = self._speculation.verifier.num_tokens
+        rows = self._slots.residents[: max(self._slots.of(decode.sequences)) + 1]
+        if any(r and r.num_computed + num_tokens > self._slots.max_length for r in rows):
+            return decode
+        verify = self._speculation.plan(decode.sequences, num_rows=len(rows))
+        if verify is None or self._slots.hold(self._lengths(verify)):
+            return verify or decode
+        self._slots.hold(self._lengths(decode))     # an idle row may be empty now, and writes somewhere
+        return decode
 
     def _note(self, plan: StepPlan) -> None:
         """Keep what the next plan depends on."""
@@ -134,8 +152,9 @@ class Roster:
             # One more: a single token is padded.
             length = plan.sequences[0].num_computed + max(plan.num_tokens) + 1
             return dict.fromkeys(slots, min(length, self._slots.max_length))
+        width = plan.width if isinstance(plan, Verify) else 1
         residents = self._slots.residents[: max(slots) + 1]
-        return {slot: r.num_computed + 1 if r else 1 for slot, r in enumerate(residents)}
+        return {slot: (r.num_computed if r else 0) + width for slot, r in enumerate(residents)}
 
     def _admit_with_prefixes(self) -> None:
         """Admit those at the head of the line whose first tokens lie in some slot, while they can go on."""

@@ -22,7 +22,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
 from genserve.repository.index import ModelEntry
 
-__all__ = ["ON_CPU", "LoadedLogits", "is_logits_stage", "load_logits"]
+__all__ = ["ON_CPU", "LoadedLogits", "is_logits_stage", "load_logits", "logits_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,8 @@ def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLo
         RepositoryError: its file cannot be loaded, or does not fit the config.
         MissingDependency: the runtime that its config names is not installed.
     """
-    config = entry.config
+    config, path = entry.config, logits_file(entry)
     assert config is not None  # or it would have an error
-    path = model_file(
-        entry.latest_version(),
-        filename=config.default_model_filename,
-        default=_FILES[config.backend],
-        model=entry.name,
-    )
     if _cache(config) is _Cache.NONE:
         return _whole(path, config, placement)
     if _cache(config) is _Cache.GROWING:
@@ -83,6 +77,21 @@ def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLo
         return TorchLogits(path, memory=memory, **sizes)
     num_threads = integer_parameter(config.parameters, "intra_op_thread_count", default=0)
     return OnnxLogits(path, num_threads=num_threads, memory=memory, **sizes)
+
+
+def logits_file(entry: ModelEntry) -> Path:
+    """Return the file of the latest version of a logits stage, whose config has no error.
+
+    Raises:
+        RepositoryError: it is not there.
+    """
+    assert entry.config is not None  # or it would have an error
+    return model_file(
+        entry.latest_version(),
+        filename=entry.config.default_model_filename,
+        default=_FILES[entry.config.backend],
+        model=entry.name,
+    )
 
 
 class _Sizes(TypedDict):

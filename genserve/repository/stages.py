@@ -18,11 +18,13 @@ from genserve.errors import InferenceError, Status
 from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
+from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.check import accept, model_faults
 from genserve.repository.devices import num_gpus
+from genserve.repository.drafting import load_drafting
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import ON_CPU, LoadedLogits, load_logits
@@ -169,7 +171,13 @@ def _ensemble(
     decoding = load_decoding(decoder.latest_version() / "model.py", name=decoder.name)
     logits = load_logits(stages["logits"], placement=placement)
     loop = _start(
-        logits, decode=decoding.decode, entry=entry, stage=stages["logits"], options=options, metrics=metrics
+        logits,
+        decode=decoding.decode,
+        entry=entry,
+        stage=stages["logits"],
+        options=options,
+        metrics=metrics,
+        speculation=load_drafting(stages["logits"], logits, placement=placement),
     )
     return GenerationEnsemble(
         name=entry.name,
@@ -193,6 +201,7 @@ def _start(
     stage: ModelEntry,
     options: RepositoryOptions,
     metrics: Metrics,
+    speculation: Speculation | None = None,
 ) -> EngineLoop:
     """Start the engine of a model, `entry`, whose logits stage is `stage`."""
     assert stage.config is not None  # or it would have an error
@@ -203,6 +212,7 @@ def _start(
             decode=decode,
             picker=pick_rows,
             prefix_cache=prefix_cache and logits.kv_cache_bytes > 0,
+            speculation=speculation,
         ),
         name=entry.name,
         num_slots=logits.num_slots,

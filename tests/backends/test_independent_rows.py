@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.backends.onnx_verifier import OnnxVerifier
 from genserve.export import CacheType, export_model
 from genserve.export.progress import SilentProgress
 from genserve.generation.engine import Engine
 from genserve.generation.planner import PrefillBudget
+from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from tests.checkpoints import tiny_llama_checkpoint
+from tests.fakes.drafts import Foreseen
 from tests.fakes.sequences import sample_loop, sequence_of
 
 NUM_SCHEDULES = 500
@@ -29,15 +32,15 @@ def logits_of(file: Path) -> OnnxLogits:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> OnnxLogits:
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
     return exported(tiny_checkpoint, tmp_path_factory.mktemp("default"), kv_cache="float")
 
 
-def exported(checkpoint: Path, repository: Path, *, kv_cache: CacheType) -> OnnxLogits:
+def exported(checkpoint: Path, repository: Path, *, kv_cache: CacheType) -> Path:
     export_model(
         str(checkpoint), repository=repository, name="tiny", kv_cache=kv_cache, progress=SilentProgress()
     )
-    return logits_of(repository / "tiny_logits" / "1" / "model.onnx")
+    return repository / "tiny_logits" / "1" / "model.onnx"
 
 
 def prompts() -> list[list[int]]:
@@ -54,16 +57,22 @@ def sequence(prompt: Sequence[int], *, logits: OnnxLogits, max_tokens: int = MAX
     return sequence_of(prompt, max_length=MAX_LENGTH, vocab_size=logits.vocab_size, max_tokens=max_tokens)
 
 
-def run(engine: Engine, arrivals: Sequence[TokenSequence], *, rng: random.Random) -> int:
-    """Let them come at random between the steps; returns how often one was preempted."""
-    coming, num_preempted = list(arrivals), 0
+def run(engine: Engine, arrivals: Sequence[TokenSequence], *, rng: random.Random) -> tuple[int, int]:
+    """Let them come at random between the steps.
+
+    Returns:
+        How often one was preempted, and how many drafted tokens were accepted.
+    """
+    coming, num_preempted, num_accepted = list(arrivals), 0, 0
     while coming or engine.num_running or engine.num_waiting:
         while coming and rng.random() < 0.4:
             engine.add(coming.pop())
         result = engine.step()
         assert result is None or not result.failed
-        num_preempted += result.num_preempted if result else 0
-    return num_preempted
+        if result:
+            num_preempted += result.num_preempted
+            num_accepted += result.num_accepted
+    return num_preempted, num_accepted
 
 
 def answered_alone(logits: OnnxLogits, prompt: Sequence[int]) -> TokenSequence:
@@ -73,9 +82,12 @@ def answered_alone(logits: OnnxLogits, prompt: Sequence[int]) -> TokenSequence:
     return one
 
 
-def compare(logits: OnnxLogits, alone: Sequence[TokenSequence], seeds: range) -> None:
-    """Run a schedule for each seed: some of those that were `alone`, now together."""
-    num_preempted = num_cached = 0
+def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
+    """Run a schedule for each seed: some of those that were alone, now together, with and without drafts."""
+    logits = logits_of(file)
+    verifier = OnnxVerifier(logits, file)
+    alone = [answered_alone(logits, prompt) for prompt in prompts]
+    num_preempted = num_cached = num_accepted = 0
     for seed in seeds:
         rng = random.Random(seed)
         budget = PrefillBudget(alone=rng.choice([64, 512]), beside_decoding=rng.choice([16, 256]))
@@ -87,32 +99,35 @@ def compare(logits: OnnxLogits, alone: Sequence[TokenSequence], seeds: range) ->
             ): expected
             for expected in rng.sample(alone, rng.randint(2, 8))
         }
-        engine = Engine(logits, decode=sample_loop, budget=budget)
-        num_preempted += run(engine, list(together), rng=rng)
+        draft = Foreseen(alone, error_rate=0.2)
+        speculation = Speculation(verifier, draft) if rng.random() < 0.5 else None
+        engine = Engine(logits, decode=sample_loop, budget=budget, speculation=speculation)
+        preempted, accepted = run(engine, list(together), rng=rng)
+        num_preempted += preempted
+        num_accepted += accepted
         for found, expected in together.items():
             assert found.token_ids == expected.token_ids[: len(found.token_ids)], f"schedule {seed}"
         num_cached += sum(found.num_cached_tokens for found in together)
     assert num_preempted > 0
     assert num_cached > 0
+    assert num_accepted > 0
 
 
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, NUM_SCHEDULES), marks=pytest.mark.slow)], ids=str
 )
-def test_a_sequences_tokens_are_the_same_alone_and_in_every_company(tiny: OnnxLogits, seeds: range) -> None:
-    compare(tiny, [answered_alone(tiny, prompt) for prompt in prompts()], seeds)
+def test_a_sequences_tokens_are_the_same_alone_and_in_every_company(tiny: Path, seeds: range) -> None:
+    compare(tiny, prompts(), seeds)
 
 
 def test_so_are_they_over_a_cache_in_int8(tmp_path: Path) -> None:
     # A page of memory holds 64 tokens of such heads, and 256 of the smaller ones of the other tests.
     checkpoint = tiny_llama_checkpoint(tmp_path / "tiny", head_dim=64)
-    logits = exported(checkpoint, tmp_path / "repository", kv_cache="int8")
-    compare(logits, [answered_alone(logits, prompt) for prompt in prompts()], range(0, 100, 10))
+    compare(exported(checkpoint, tmp_path / "repository", kv_cache="int8"), prompts(), range(0, 100, 10))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_so_are_those_of_the_default_model(smollm2_repository: Path) -> None:
     """Its 30 layers make a rounding that differs a wide difference of logits; two layers do not."""
-    logits = logits_of(smollm2_repository / "smollm2_logits" / "1" / "model.onnx")
-    compare(logits, [answered_alone(logits, prompt) for prompt in prompts()[:8]], range(0, 12, 2))
+    compare(smollm2_repository / "smollm2_logits" / "1" / "model.onnx", prompts()[:8], range(0, 12, 2))

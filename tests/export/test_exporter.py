@@ -256,7 +256,7 @@ def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, t
     before = contents(tmp_path)
     report = export(tiny_checkpoint, tmp_path, precision="fp16", beside="half")
     added = contents(tmp_path).items() - before.items()
-    names = {"model.onnx", "model.onnx.data", "parity.json"}
+    names = {"model.onnx", "model.onnx.data", "parity.json", "verification.onnx"}
     assert {path for path, _ in added} == {f"tiny_logits/1/half/{name}" for name in names}
     assert before.items() <= contents(tmp_path).items()
     assert report.precision == "fp16"

@@ -60,6 +60,9 @@ class CachedLogits:
         self.prefilled = np.zeros((num_slots, slot_tokens), dtype=bool)  # positions that a prefill wrote
         self._taken = np.zeros((num_slots, slot_tokens // page_tokens), dtype=bool)  # pages
         self._buffer = np.zeros((num_slots, VOCAB_SIZE), dtype=np.float32)
+        self.num_tokens = 4  # of a row of a verification
+        self.max_rows = num_slots
+        self._verified = np.zeros((num_slots * self.num_tokens, VOCAB_SIZE), dtype=np.float32)
 
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
         assert len(chunks) == 1 or past == 0, "GroupQueryAttention refuses this"
@@ -82,6 +85,19 @@ class CachedLogits:
             self.prefilled[slot, length] = False
             self._buffer[slot] = self._row(slot, length + 1)
         return self._buffer[: len(token_ids)]
+
+    def verify(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
+        self.forwards.append(f"verify {len(token_ids)}")
+        for slot, (ids, length) in enumerate(zip(token_ids, past, strict=True)):
+            end = length + self.num_tokens
+            assert end <= self.max_length, "it writes behind the slot"
+            self._touch(slot, end)
+            self._cache[slot, length:end] = ids
+            self.prefilled[slot, length:end] = False
+            for token in range(self.num_tokens):
+                row = slot * self.num_tokens + token
+                self._verified[row] = self._row(slot, length + token + 1)
+        return self._verified[: token_ids.size]
 
     def move(self, *, source: int, target: int, length: int) -> None:
         self.moves.append((source, target))

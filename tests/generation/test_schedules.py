@@ -11,8 +11,10 @@ from genserve.generation.engine import Engine
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.planner import PrefillBudget
+from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
+from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
@@ -36,11 +38,13 @@ class Schedule:
             max_cached_tokens=rng.randint(slot_tokens // pages, num_slots * slot_tokens // pages) * pages,
         )
         self.clock = Clock()
+        self.oracle = Oracle(error_rate=rng.choice([0, 0.3]), seed=seed)
         self.engine = Engine(
             self.model,
             decode=sample_loop,
             budget=PrefillBudget(alone=rng.choice([16, 64]), beside_decoding=rng.choice([8, 32])),
             prefix_cache=rng.random() < 0.9,
+            speculation=Speculation(self.model, self.oracle) if rng.random() < 0.5 else None,
             clock=self.clock,
         )
         self.stems = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
@@ -50,6 +54,8 @@ class Schedule:
         self.ended: list[TokenSequence] = []
         self.scores: dict[TokenSequence, tuple[TokenLogprob, ...]] = {}
         self.num_preempted = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     def prompt(self) -> list[int]:
         stem = self.rng.choice(self.stems)[: self.rng.randint(1, 60)]
@@ -94,6 +100,8 @@ class Schedule:
                 prefilled = self.model.prefilled[slot, : resident.num_computed]
                 assert prefilled.tolist() == [i < num_prefilled for i in range(resident.num_computed)]
         self.num_preempted += result.num_preempted
+        self.num_drafted += result.num_drafted
+        self.num_accepted += result.num_accepted
         for request, row in result.answered:
             np.testing.assert_array_equal(row, logits_after(request.token_ids))
             caller = next(c for c, r in self.asking.items() if r is request)
@@ -137,3 +145,5 @@ def test_no_schedule_changes_an_answer_loses_a_request_or_passes_the_budget(firs
         schedule.run(num_steps=25)
     assert sum(schedule.num_preempted for schedule in schedules) > 5
     assert sum(s.num_cached_tokens for schedule in schedules for s in schedule.ended) > 500
+    num_accepted = sum(schedule.num_accepted for schedule in schedules)
+    assert 100 < num_accepted < sum(schedule.num_drafted for schedule in schedules)

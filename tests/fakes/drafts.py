@@ -1,0 +1,43 @@
+"""Drafts that know the answer, and err as often as they are told to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from genserve.generation.token_sequence import TokenSequence
+from tests.fakes.logits import VOCAB_SIZE, greedy_answer
+
+
+class Foreseen:
+    """Implements `Draft` by answers that were given before, to the same prompts."""
+
+    def __init__(self, answered: Sequence[TokenSequence], *, error_rate: float) -> None:
+        self._answers = {tuple(s.token_ids[: s.num_prompt_tokens]): s.token_ids for s in answered}
+        self._error_rate = error_rate
+        self._rng = random.Random(0)
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        length = len(sequence.token_ids)
+        answer = self._answers[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
+        return [i + (self._rng.random() < self._error_rate) for i in answer[length : length + count]]
+
+    def drop(self, sequence: TokenSequence) -> None:
+        pass
+
+
+class Oracle:
+    """Implements `Draft` for greedy answers of `CachedLogits`."""
+
+    def __init__(self, *, error_rate: float = 0.0, seed: int = 0) -> None:
+        self._error_rate = error_rate
+        self._rng = random.Random(seed)
+        self.dropped: list[TokenSequence] = []
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        right = greedy_answer(sequence.token_ids, num_tokens=self._rng.randint(0, count))
+        wrong = [self._rng.random() < self._error_rate for _ in right]
+        return [(i + 1) % VOCAB_SIZE if errs else i for i, errs in zip(right, wrong, strict=True)]
+
+    def drop(self, sequence: TokenSequence) -> None:
+        self.dropped.append(sequence)
