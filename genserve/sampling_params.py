@@ -62,6 +62,7 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "prompt_logprobs": (lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"must be between 0 and {MAX_TOP_LOGPROBS}"),
     "min_tokens": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
+    "stream_interval": (lambda x: 1 <= x <= 1024, "must be between 1 and 1024"),
     "max_time_ms": (lambda x: 1 <= x < 2**31, "must be between 1 and 2^31 - 1"),
     "beam_width": (lambda x: x >= 1, "must be at least 1"),
     "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
@@ -98,6 +99,7 @@ _NOT_WITH_BEAMS = (
     "stop_rules",
     "output_parser",
     "repetition_detection",
+    "stop_regex",
 )
 
 
@@ -150,6 +152,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False    # the text has what ended it
     skip_special_tokens: bool = True        # the text is without them
     spaces_between_special_tokens: bool = True  # or with them, and with what the tokenizer puts between them
+    stream_interval: int = 1                # tokens that a part of a stream has, but the first and the last
     max_time_ms: int | None = None          # the answer ends then, counted from the request's arrival
     repetition_detection: RepetitionDetection | None = None     # ends what goes round in circles
     ignore_eos: bool = False                # go on after the end-of-sequence token (for benchmarks)
@@ -290,6 +293,7 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
+    stream_interval: int
     max_time_ms: int | None
     repetition_detection: RepetitionDetection | Mapping[str, int] | None
     ignore_eos: bool

@@ -17,6 +17,8 @@ from genserve.sampling_params import sampling_params
         ({"stop_regex": ["a"] * 5}, "stop_regex"),
         ({"skip_special_tokens": None}, "skip_special_tokens"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        ({"stop_regex": "a", "use_beam_search": True}, "stop_regex"),
+        ({"stream_interval": 0}, "stream_interval"),
         ({"max_time_ms": 0}, "max_time_ms"),
         ({"max_time_ms": 1.5}, "max_time_ms"),
         ({"repetition_detection": 5}, "repetition_detection"),

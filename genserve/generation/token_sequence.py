@@ -300,10 +300,12 @@ class TokenSequence:
         self.preempted = True
 
     def take_delta(self) -> Delta | None:
-        """Return what came since the last call; None if nothing did."""
-        token_ids = tuple(self.token_ids[self._num_delivered :])
-        if not token_ids and not self.finished:
+        """Return what came since the last call; None if it is less than `stream_interval` asks for."""
+        num_new = len(self.token_ids) - self._num_delivered
+        is_first = self._num_delivered == self.num_prompt_tokens
+        if not self.finished and num_new < (1 if is_first else self.params.stream_interval):
             return None
+        token_ids = tuple(self.token_ids[self._num_delivered :])
         delta = Delta(
             text=self._text_delta,
             token_ids=token_ids,

@@ -61,6 +61,7 @@ class DecodingFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    stream_interval: int | None = None
     max_time_ms: int | None = None
     repetition_detection: dict[str, int] | None = None
     ignore_eos: bool | None = None

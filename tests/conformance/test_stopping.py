@@ -127,6 +127,18 @@ def test_the_tokens_of_the_logprobs_are_those_of_the_text(client, tiny_server):
     assert "".join(choice.logprobs.tokens) == choice.text
 
 
+@pytest.mark.parametrize("ask", ["completions", "chat"])
+def test_events_have_as_many_tokens_as_are_asked_for(client, ask):
+    extras = EXTRAS | {"stream_interval": 5, "return_token_ids": True}
+    if ask == "chat":
+        messages = [{"role": "user", "content": PROMPT}]
+        chunks = client.chat.completions.create(**OPTIONS, messages=messages, stream=True, extra_body=extras)
+    else:
+        chunks = client.completions.create(**OPTIONS, prompt=PROMPT, stream=True, extra_body=extras)
+    counts = [len(chunk.choices[0].model_extra.get("token_ids") or ()) for chunk in chunks]
+    assert [count for count in counts if count] == [1, 5, 5, 1]
+
+
 def test_an_answer_ends_when_its_time_is_over(client):
     extras = {"max_time_ms": 1, "max_tokens": 100}
     _, finish_reason, stop_reason = complete(client, **extras)

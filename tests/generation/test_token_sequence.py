@@ -48,6 +48,16 @@ def test_the_end_of_the_sequence_has_no_name_and_a_stop_token_has_its_id(stop_to
     assert sequence.take_delta().stop_reason == stop_reason
 
 
+def test_deltas_may_have_several_tokens_but_the_first_comes_at_once():
+    sequence = sequence_of([1], stream_interval=3, max_tokens=6, logprobs=True)
+    deltas = []
+    for token_id in range(6):
+        sequence.append(token_id)
+        deltas.append(sequence.take_delta())
+    found = [(at, d.token_ids, d.text, len(d.logprobs)) for at, d in enumerate(deltas) if d]
+    assert found == [(0, (0,), "<0>", 1), (3, (1, 2, 3), "<1><2><3>", 3), (5, (4, 5), "<4><5>", 2)]
+
+
 def test_an_answer_that_goes_round_in_circles_ends():
     sequence = sequence_of([7, 8, 7, 8], repetition_detection=TWICE)
     for token_id in (7, 8, 7):
