@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from genserve.backends import torch_sampler
 from genserve.generation import sampler
@@ -110,23 +109,6 @@ def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
     host, device = both(logits, drawing=[], rules=none, asking=[])
     assert host.token_ids.tolist() == device.token_ids.tolist() == [1, 0]
     assert device.logprobs == ()
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (12, 1.0), (0, 0.8), (12, 0.9)])
-def test_frequencies_pass_a_chi_square_test_against_transformers(top_k, top_p):
-    logits = torch.from_numpy(np.random.default_rng(5).standard_normal(30).astype(np.float32))
-    scores = TemperatureLogitsWarper(0.8)(None, logits[None].double())
-    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
-    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1.0 else scores
-    expected = torch.softmax(scores, dim=-1)[0].numpy()
-    num = 20_000
-    rules = sampling_rows(num, temperature=0.8, top_k=top_k, top_p=top_p, seed=3)
-    picked = torch_sampler.pick_rows(logits.expand(num, -1), drawing=range(num), rules=rules, asking=[])
-    counts = np.bincount(picked.token_ids, minlength=30)
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    chi2 = ((counts[kept] - num * expected[kept]) ** 2 / (num * expected[kept])).sum()
-    assert chi2 < 58.4  # 99.9 % quantile of chi-square with 29 degrees of freedom, the most there are
 
 
 @pytest.mark.parametrize(

@@ -52,19 +52,6 @@ def test_what_is_drawn_lies_in_the_support_that_transformers_keeps_and_reaches_a
     assert set(likely) <= set(drawn)
 
 
-def test_frequencies_pass_a_chi_square_test():
-    logits = np.random.default_rng(5).standard_normal(30).astype(np.float32)
-    rules = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
-    expected = reference(logits, **rules)
-    num = 20_000
-    counts = np.bincount(sample(np.tile(logits, (num, 1)), rows_of(num, **rules)), minlength=30)
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    chi2 = ((counts[kept] - num * expected[kept]) ** 2 / (num * expected[kept])).sum()
-    # 99.9 % quantile of chi-square with at most 11 degrees of freedom.
-    assert chi2 < 31.3
-
-
 def test_an_unfiltered_draw_inverts_the_whole_distribution():
     logits = np.random.default_rng(5).standard_normal(1000).astype(np.float32)
     weights = np.exp(logits.astype(np.float64))

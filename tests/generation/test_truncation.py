@@ -13,9 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.generation.sampler import sample
 from genserve.generation.truncation import Truncation, kept
-from tests.fakes.rows import sampling_rows
 
 # In the order of transformers, which is ours.
 WARPERS = {
@@ -88,15 +86,3 @@ def test_what_is_left_by_top_n_sigma_is_what_top_p_is_a_share_of():
 
 def test_without_a_rule_nothing_is_looked_at():
     assert kept(np.zeros(3, dtype=np.float32), Truncation()) is None
-
-
-@pytest.mark.parametrize("rules", [{"min_p": 0.1}, {"typical_p": 0.7}, {"eta_cutoff": 0.1}])
-def test_frequencies_pass_a_chi_square_test(rules):
-    logits = np.random.default_rng(5).standard_normal(30).astype(np.float32)
-    expected = reference(logits, rules)
-    num = 10_000
-    counts = np.bincount(sample(np.tile(logits, (num, 1)), sampling_rows(num, **rules)), minlength=30)
-    likely = expected > 0
-    assert counts[~likely].sum() == 0
-    chi2 = ((counts[likely] - num * expected[likely]) ** 2 / (num * expected[likely])).sum()
-    assert chi2 < 58.4  # 99.9 % quantile of chi-square with 29 degrees of freedom, the most there are
