@@ -12,6 +12,7 @@ from genserve.plugin_call import PluginCall, PluginCallOptions, read_plugin_call
 from genserve.refused_methods import without_refused_methods
 from genserve.repetition_detection import RepetitionDetection, repetition_detection
 from genserve.sampling_stages import require_coherent_stages
+from genserve.structured_outputs import StructuredOutputOptions, StructuredOutputs, structured_outputs
 
 __all__ = ["MAX_BEST_OF", "MAX_TOP_LOGPROBS", "SamplingOptions", "SamplingParams", "sampling_params"]
 
@@ -95,6 +96,7 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs",
     "logprob_token_ids",
     "logprobs_mode",
+    "structured_outputs",
     "logits_processors",
     "stop_rules",
     "output_parser",
@@ -167,6 +169,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()     # or those of these tokens
     logprobs_mode: Literal["raw", "processed"] = "raw"     # of the answer: the model's, or after all rules
     prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
+    structured_outputs: StructuredOutputs | None = None    # the form that the text has; None: any
     cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
     logits_processors: tuple[PluginCall, ...] = ()  # of the model's plug-ins, in this order
     stop_rules: tuple[PluginCall, ...] = ()         # of the model's plug-ins: any of them ends the text
@@ -220,6 +223,8 @@ class SamplingParams:
             max_chars=MAX_DRY_BREAKER_CHARS,
         )
         require_coherent_stages(self)
+        free = self.structured_outputs is None or not self.ignore_eos
+        _require(free, "ignore_eos", "cannot be combined with structured_outputs: these say where to end")
         _require_biases(self.logit_bias)
         left = set(self.allowed_token_ids) - set(self.suppress_tokens)
         _require(bool(left) or not self.allowed_token_ids, "suppress_tokens", "leaves no allowed token")
@@ -308,6 +313,7 @@ class SamplingOptions(TypedDict, total=False):
     logprob_token_ids: Sequence[int] | None
     logprobs_mode: Literal["raw", "processed"]
     prompt_logprobs: int | None
+    structured_outputs: StructuredOutputs | StructuredOutputOptions | None
     cache_salt: str | None
     logits_processors: Sequence[PluginCall | PluginCallOptions] | None
     stop_rules: Sequence[PluginCall | PluginCallOptions] | None
@@ -334,6 +340,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
             values.pop(name, None)
         else:
             values[name] = _listed(values[name], name)
+    values["structured_outputs"] = structured_outputs(values.get("structured_outputs"))
     values["logit_bias"] = _biases(values.get("logit_bias"))
     for name in ("logits_processors", "stop_rules"):
         values[name] = read_plugin_calls(values.get(name), field=name)
@@ -346,6 +353,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 def _plain(value: Any) -> Any:
     if isinstance(value, PluginCall | RepetitionDetection):
         return asdict(value)
+    if isinstance(value, StructuredOutputs):
+        return value.as_options()
     return [_plain(part) for part in value] if isinstance(value, tuple) else value
 
 

@@ -13,6 +13,7 @@ from genserve.generation.plugins import PluginContext
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Chat, Prompt
 from genserve.sampling_params import SamplingParams
+from genserve.text.grammars import Grammars
 from genserve.text.spellings import Spellings
 from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopStrings
@@ -62,6 +63,7 @@ class GenerationEnsemble:
         self.precision = precision
         self.loaded_s = loaded_s
         self.vocab_size = vocab_size
+        self._grammars = Grammars(tokenizer, vocab_size=vocab_size)
         self._spellings_within = Spellings(tokenizer)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
@@ -154,6 +156,7 @@ class GenerationEnsemble:
             dry_breakers=self._dry_breakers(params),
             deadline_s=deadline_s,
             xtc_spared_ids=self._xtc_spared_ids(params),
+            grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
         )
 
     def _text(self, params: SamplingParams) -> StoppableText:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from genserve.errors import GenserveError, ModelFailed
+from genserve.errors import GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.beam_group import Beam
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.likelihood import likelihood
@@ -419,7 +419,10 @@ def _has_next(sequence: Occupant, tokens: Sequence[int]) -> bool:
 def _not_finite(sequence: TokenSequence) -> GenserveError:
     if sequence.plugins.failure is not None:
         return sequence.plugins.failure
-    if sequence.logit_rules is None:
+    if sequence.grammar is not None and (failure := sequence.grammar.failure):
+        message = f"structured_outputs became too much to follow: {failure}"
+        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler form")
+    if sequence.logit_rules is None and sequence.grammar is None:
         return ModelFailed("the model's logits are not finite")
     return ModelFailed(
         "the model's logits are not finite, or what the request forbids leaves no token",

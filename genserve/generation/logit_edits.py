@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.generation.answer_grammar import TokenMasks
 from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray
 
 __all__ = ["Entries", "LogitEdits", "RowEdit", "apply_edits", "join_edits"]
@@ -53,6 +54,7 @@ class LogitEdits:
     """What is changed, in the order in which it is; no place comes twice in one field but `banned`."""
 
     before: tuple[RowEdit, ...] = ()
+    masks: TokenMasks | None = None     # what they do not allow gets -inf
     allowed: Entries            # of a row with any, all other tokens get -inf; values unused
     biased: Entries             # added
     repeated: Entries           # what is above 0 is divided by it, the rest multiplied
@@ -61,11 +63,11 @@ class LogitEdits:
     after: tuple[RowEdit, ...] = ()
 
 
-def join_edits(edits: Sequence[LogitEdits]) -> LogitEdits:
-    """Return the edits of several rows as one."""
-    return LogitEdits(
-        **{stage.name: _joined([getattr(e, stage.name) for e in edits]) for stage in fields(LogitEdits)}
-    )
+def join_edits(edits: Sequence[LogitEdits], *, masks: TokenMasks | None = None) -> LogitEdits:
+    """Return the edits of several rows as one; `masks` are those of all rows."""
+    stages = [stage.name for stage in fields(LogitEdits) if stage.name != "masks"]
+    joined = {name: _joined([getattr(e, name) for e in edits or [_NO_EDITS]]) for name in stages}
+    return LogitEdits(masks=masks, **joined)
 
 
 def apply_edits(logits: LogitsArray, edits: LogitEdits, *, place: Place = np.asarray) -> None:
@@ -80,6 +82,9 @@ def apply_edits(logits: LogitsArray, edits: LogitEdits, *, place: Place = np.asa
     """
     for edit in edits.before:
         edit.apply(logits[edit.row])
+    if edits.masks is not None:
+        for row, forbidden in edits.masks.forbidden(logits.shape[1]):
+            logits[row][place(forbidden)] = -np.inf
     if edits.allowed.rows.size:
         allowed = _index(edits.allowed, place)
         kept = logits[allowed]
@@ -111,3 +116,9 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def _index(entries: Entries, place: Place) -> tuple[Any, Any]:
     return place(entries.rows), place(entries.token_ids)
+
+
+_NOWHERE = Entries.of((), row=0)
+_NO_EDITS = LogitEdits(
+    allowed=_NOWHERE, biased=_NOWHERE, repeated=_NOWHERE, lowered=_NOWHERE, banned=_NOWHERE
+)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from genserve.generation.answer_grammar import token_masks
 from genserve.generation.likelihood import Asked
 from genserve.generation.logit_edits import LogitEdits, join_edits
 from genserve.generation.sampler import PickedRows, SamplingRows
@@ -56,12 +57,14 @@ def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) 
         sequences: R of them.
         picker: does it.
     """
-    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST]
+    edits = _edits(sequences, num_tokens=logits.shape[1])
+    forced = edits.masks.forced if edits is not None and edits.masks is not None else ()
+    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST and i not in forced]
     learning = [i for i in drawing if (stages := sequences[i].stages) is not None and stages.learns]
     told = [_asked(i, s) for i, s in enumerate(sequences) if s.params.logprobs]
     asking = [*told, *(Asked(row=i, processed=True) for i in learning)]
     rules = _rules([sequences[i] for i in drawing])
-    picked = picker(logits, drawing=drawing, rules=rules, asking=asking, edits=_edits(sequences))
+    picked = picker(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)
     logprobs = {asked.row: found for asked, found in zip(told, picked.logprobs, strict=False)}
     learned = {i: _bits(found) for i, found in zip(learning, picked.logprobs[len(told) :], strict=True)}
     return [
@@ -86,9 +89,10 @@ def _bits(found: TokenLogprob) -> float:
     return -(found.logprob or 0.0) / math.log(2)
 
 
-def _edits(sequences: Sequence[TokenSequence]) -> LogitEdits | None:
+def _edits(sequences: Sequence[TokenSequence], *, num_tokens: int) -> LogitEdits | None:
+    masks = token_masks([s.grammar for s in sequences], num_tokens=num_tokens)
     edits = [s.logit_rules.edits(s.token_ids, row=row) for row, s in enumerate(sequences) if s.logit_rules]
-    return join_edits(edits) if edits else None
+    return join_edits(edits, masks=masks) if edits or masks is not None else None
 
 
 def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:

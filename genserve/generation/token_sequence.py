@@ -11,6 +11,7 @@ from types import coroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from genserve.errors import ModelFailed
+from genserve.generation.answer_grammar import AnswerGrammar
 from genserve.generation.logit_rules import LogitRules, logit_rules
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
@@ -60,6 +61,7 @@ class TokenSequence:
         preempted: whether it had to leave its slot, and computes again what it had; its text is the same.
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
+        grammar: the form that the answer must have, and where it stands in it; None: any will do.
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
         stages: what a draw goes through that is not made in the usual way; survives a preemption.
         fresh_rules: makes the same, before any token is read.
@@ -92,6 +94,7 @@ class TokenSequence:
         "deadline_s",
         "finish_reason",
         "fresh_rules",
+        "grammar",
         "logit_rules",
         "num_cached_tokens",
         "num_computed",
@@ -123,6 +126,7 @@ class TokenSequence:
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
         xtc_spared_ids: Sequence[int] = (),
+        grammar: AnswerGrammar | None = None,
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -131,6 +135,7 @@ class TokenSequence:
         self.num_cached_tokens = 0
         self.preempted = False
         self.params = params
+        self.grammar = grammar
         self.seed = seed
         self.picked_logprob: float | None = None
         self.picked_top: TopTokens = ()
@@ -252,7 +257,7 @@ class TokenSequence:
         """Add one token to the answer and apply the stopping rules.
 
         Raises:
-            ModelFailed: the sequence has ended already, or the vocabulary has no such id.
+            ModelFailed: the sequence has ended already, its grammar or the vocabulary has no such id.
             TypeError: the id is no integer.
         """
         if self.finish_reason is not None:
@@ -260,6 +265,8 @@ class TokenSequence:
         token_id = operator.index(token_id)  # numpy's and torch's integers become Python's
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            raise ModelFailed(f"the decoding loop appended token id {token_id}, which its grammar forbids")
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
@@ -278,6 +285,8 @@ class TokenSequence:
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
         elif rule is not None and self.num_new_tokens >= self.params.min_tokens:
             self.finish(FinishReason.STOP_STRING, stop_reason=rule)
+        elif self.grammar is not None and self.grammar.complete:
+            self.finish(FinishReason.END_OF_SEQUENCE)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
         elif self.params.repetition_detection is not None and self._goes_in_circles():

@@ -70,12 +70,17 @@ class DecodingFields(Body):
     length_penalty: float | None = None
     early_stopping: Literal[True, False, "never"] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
+    structured_outputs: dict[str, Any] | None = None
     cache_salt: str | None = None
     # Here for their refusal, which says why: `refused_methods`.
     penalty_alpha: SkipJsonSchema[Any] = None
     guidance_scale: SkipJsonSchema[Any] = None
     dola_layers: SkipJsonSchema[Any] = None
     watermark: SkipJsonSchema[Any] = None
+    guided_json: SkipJsonSchema[Any] = None
+    guided_regex: SkipJsonSchema[Any] = None
+    guided_choice: SkipJsonSchema[Any] = None
+    guided_grammar: SkipJsonSchema[Any] = None
     logits_processors: list[PluginFields] | None = None
     stop_rules: list[PluginFields] | None = None
     output_parser: PluginFields | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from genserve.errors import GenserveError
+from genserve.generation.answer_grammar import AnswerGrammar
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.plugins import SequencePlugins
@@ -43,6 +44,7 @@ def sequence_of(
     plugins: SequencePlugins | None = None,
     deadline_s: float | None = None,
     xtc_spared_ids: Sequence[int] = (),
+    grammar: AnswerGrammar | None = None,
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)
@@ -59,6 +61,7 @@ def sequence_of(
         dry_breakers=dry_breakers,
         plugins=plugins,
         xtc_spared_ids=xtc_spared_ids,
+        grammar=grammar,
     )
 
 

@@ -120,7 +120,7 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         ({"inputs": "x", "parameters": {"seed": -1}}, "parameters.seed", 422),
         ({"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of", 422),
         (
-            {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {}}}},
+            {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {"not": {}}}}},
             "parameters.grammar",
             422,
         ),

@@ -66,7 +66,6 @@ class ChatBody(OpenAIBody):
         "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
         "verbosity": (),
@@ -83,7 +82,7 @@ class ChatBody(OpenAIBody):
 
     def names(self) -> dict[str, str]:
         """Our names of what can be wrong, and this request's."""
-        return {
+        return super().names() | {
             "prompt": "messages",
             "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
         }

@@ -19,6 +19,7 @@ from genserve.errors import InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, join_choices
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import StrictRoute
+from genserve.server.faults import renamed
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs
 from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
@@ -107,7 +108,10 @@ class CompletionBody(OpenAIBody):
 async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
     """Complete prompts, whole or as server-sent events."""
     body.check()
-    opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.n or 1)
+    try:
+        opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.n or 1)
+    except InvalidRequest as error:
+        raise renamed(error, body.names()) from None
     return await respond(opened, body, request, frames=CompletionFrames, answer=_answer)
 
 

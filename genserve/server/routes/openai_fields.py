@@ -16,6 +16,7 @@ from genserve.errors import InvalidRequest
 from genserve.sampling_params import MAX_BEST_OF, MAX_TOP_LOGPROBS, SamplingParams, sampling_params
 from genserve.server.body import Body
 from genserve.server.decoding_fields import DecodingFields
+from genserve.structured_outputs import structured_outputs_of_format
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
@@ -72,6 +73,7 @@ class OpenAIBody(DecodingFields):
     top_k: int | None = Field(default=None, ge=-1)
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -89,6 +91,7 @@ class OpenAIBody(DecodingFields):
                 "seed": None if self.seed is None else self.seed % 2**64,
                 "logprob_token_ids": self.logprob_token_ids,
                 "prompt_logprobs": self.prompt_logprobs,
+                "structured_outputs": self.form(),
                 **others,
             }
         )
@@ -108,6 +111,21 @@ class OpenAIBody(DecodingFields):
     def num_drawn(self) -> int:
         """How many answers to each prompt are made; `n` of them, the likeliest, are returned."""
         return self.best_of or self.n or 1
+
+    def form(self) -> Any:
+        """What the request says of the form of the answer; raises InvalidRequest."""
+        form = structured_outputs_of_format(self.response_format, field="response_format")
+        if form is not None and self.structured_outputs is not None:
+            raise InvalidRequest(
+                "response_format and structured_outputs ask for two forms",
+                field="structured_outputs",
+                remedy="leave one out",
+            )
+        return self.structured_outputs if form is None else form
+
+    def names(self) -> dict[str, str]:
+        """Our names of what can be wrong, and this request's."""
+        return {"structured_outputs": "response_format"} if self.structured_outputs is None else {}
 
     @property
     def model_name(self) -> str | None:

@@ -25,6 +25,7 @@ from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
 from genserve.server.services import Open, Services, SharedServices
 from genserve.server.sse import EventStream, event, read_all
+from genserve.structured_outputs import structured_outputs_of_format
 from genserve.version import __version__
 
 __all__ = ["router"]
@@ -41,7 +42,6 @@ _NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": (None,),
     "decoder_input_details": (None, False),
-    "grammar": (None,),
     "top_n_tokens": (None, 0),
     "truncate": (None,),
 }
@@ -78,6 +78,19 @@ class Parameters(DecodingFields):
         shares = (self.temperature, self.top_p, self.typical_p)
         return bool(self.do_sample) or any(kept) or any(share not in (None, 1.0) for share in shares)
 
+    def form(self) -> Any:
+        """What the request says of the form of the answer; raises InvalidRequest."""
+        form = structured_outputs_of_format(self.grammar, field="parameters.grammar")
+        if form is not None and self.structured_outputs is not None:
+            field = "parameters.structured_outputs"
+            message = f"parameters.grammar and {field} ask for two forms"
+            raise InvalidRequest(message, field=field, remedy="leave one out")
+        return self.structured_outputs if form is None else form
+
+    def names(self) -> Mapping[str, str]:
+        """Our names of what can be wrong, and this request's."""
+        return _NAMES if self.grammar is None else {**_NAMES, "structured_outputs": "parameters.grammar"}
+
     def params(self, *, logprobs: bool) -> SamplingParams:
         """The sampling parameters.
 
@@ -99,6 +112,7 @@ class Parameters(DecodingFields):
                 "seed": self.seed,
                 "logprobs": logprobs,
                 "best_of": self.best_of or 1,
+                "structured_outputs": self.form(),
             }
         )
 
@@ -209,7 +223,7 @@ async def _open(body: GenerateBody, services: Services, *, logprobs: bool) -> Op
     try:
         return await services.open(body.model, [body.inputs], body.parameters.params(logprobs=logprobs))
     except InvalidRequest as error:
-        raise renamed(error, _NAMES) from None
+        raise renamed(error, body.parameters.names()) from None
 
 
 async def _generate(

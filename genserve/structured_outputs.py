@@ -1,0 +1,159 @@
+"""Structured outputs: the form that the text of an answer must have, as a request says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from genserve.errors import InvalidRequest
+
+__all__ = [
+    "Form",
+    "StructuredOutputOptions",
+    "StructuredOutputs",
+    "structured_outputs",
+    "structured_outputs_of_format",
+]
+
+Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar"]
+FORMS: tuple[Form, ...] = ("json", "json_object", "regex", "choice", "grammar")
+# What is longer takes a parser minutes, or more stack than it has.
+MAX_CHARS = 65536
+_FORMATS = (
+    'write {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}} or {"type": "json_object"}; '
+    "for other forms see structured_outputs"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """One form, written down: equal forms have equal texts.
+
+    Raises:
+        InvalidRequest: the text is empty or too long.
+    """
+
+    form: Form
+    text: str       # the schema or the list of choices as JSON, the regex, the grammar; of json_object: {}
+
+    def __post_init__(self) -> None:
+        field = "structured_outputs"
+        _require(self.text != "", field, f"has an empty {self.form}")
+        _require(len(self.text) <= MAX_CHARS, field, f"is longer than {MAX_CHARS} characters")
+
+    def as_options(self) -> dict[str, Any]:
+        """Return what `structured_outputs` reads, as JSON has it."""
+        match self.form:
+            case "json_object":
+                return {"json_object": True}
+            case "json" | "choice":
+                return {self.form: json.loads(self.text)}
+            case _:
+                return {self.form: self.text}
+
+
+class StructuredOutputOptions(TypedDict, total=False):
+    """What a request says by vLLM's names; exactly one of them."""
+
+    json: Mapping[str, Any] | str | None    # a JSON schema, or its text
+    json_object: bool | None                # any JSON object
+    regex: str | None                       # the whole text matches
+    choice: Sequence[str] | None            # the text is one of these
+    grammar: str | None                     # in Lark's notation, or llama.cpp's GBNF
+
+
+def structured_outputs(value: Any, *, field: str = "structured_outputs") -> StructuredOutputs | None:
+    """Read the form from what a request says; None: any text will do.
+
+    Raises:
+        InvalidRequest: not exactly one form, or one that is badly written; `field` names it.
+    """
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    _require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(FORMS)}")
+    nothing = {"json_object": False}
+    said = {name: form for name, form in value.items() if form is not None and form is not nothing.get(name)}
+    for name in said:
+        _require(name in FORMS, f"{field}.{name}", f"is not supported; known are {', '.join(FORMS)}")
+    _require(len(said) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
+    [(name, form)] = said.items()
+    where = f"{field}.{name}"
+    match name:
+        case "json_object":
+            _require(form is True, where, "must be true or false")
+            return StructuredOutputs(form=name, text="{}")
+        case "json":
+            return _json(form, where)
+        case "choice":
+            return StructuredOutputs(form=name, text=_choices(form, where))
+        case _:
+            _require(isinstance(form, str), where, "must be text")
+            return StructuredOutputs(form=name, text=form)
+
+
+def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs | None:
+    """Read the form from OpenAI's `response_format`, from TGI's `grammar`, or from what others make of these.
+
+    Args:
+        value: `{"type": ...}`: `text`; `json_schema` with `json_schema` or, for TGI, `value`, which has the
+            `schema`; `json_object`, with a `schema` or `value` or without; `json` or `regex` with `value`.
+            None: any text will do.
+        field: what it is called where it came from.
+
+    Raises:
+        InvalidRequest: it has another shape; `field` names the place.
+    """
+    if value is None:
+        return None
+    _require(isinstance(value, Mapping), field, "must be an object with a type")
+    parts = {name: part for name, part in value.items() if name != "type" and part is not None}
+    match value.get("type"), parts:
+        case "text", {**rest} if not rest:
+            return None
+        case "json_object", {**rest} if not rest:
+            return structured_outputs({"json_object": True})
+        case "json_object", {"schema": schema, **rest} if not rest:
+            return _json(schema, f"{field}.schema")
+        case ("json_object" | "json"), {"value": schema, **rest} if not rest:
+            return _json(schema, f"{field}.value")
+        case "regex", {"value": str(regex), **rest} if not rest:
+            return StructuredOutputs(form="regex", text=regex)
+        case "json_schema", {"json_schema": {"schema": schema}, **rest} if not rest:
+            return _json(schema, f"{field}.json_schema.schema")
+        case "json_schema", {"value": {"schema": schema}, **rest} if not rest:
+            return _json(schema, f"{field}.value.schema")
+    raise InvalidRequest(
+        f"{field} is of a type that is not supported, or has not what belongs to its type",
+        field=field,
+        remedy=_FORMATS,
+    )
+
+
+def _json(schema: Any, field: str) -> StructuredOutputs:
+    return StructuredOutputs(form="json", text=_schema(schema, field))
+
+
+def _schema(schema: Any, field: str) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from None
+    _require(isinstance(schema, Mapping), field, "must be a JSON schema: an object")
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from None
+
+
+def _choices(choices: Any, field: str) -> str:
+    listed = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
+    _require(listed and all(isinstance(c, str) and c for c in choices), field, "must be a list of texts")
+    return json.dumps(list(choices), ensure_ascii=False)
+
+
+def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
+    if not holds:
+        raise InvalidRequest(f"{field} {rule}", field=field)

@@ -1,0 +1,78 @@
+"""Grammar trial: whether a grammar compiles, found out by a process of its own, which may die of it.
+
+llguidance bounds neither the time that the patterns of a JSON schema take, which is exponential in the
+worst case, nor the stack that deep rules take. So this file is run as a script too, with little around it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LIMITS", "compile_refusal"]
+
+# Of llguidance's parser, at which an answer fails: its defaults hold up a step for tenths of a second, and
+# take hundreds of megabytes.
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 30_000,
+    "verbose_errors": False,
+}
+MAX_CPU_S = 3
+MAX_WALL_S = 30         # of a machine that is busy
+MAX_BYTES = 2**31
+STACK_BYTES = 4 * 2**20     # less than the threads of a server have
+MAX_MESSAGE_CHARS = 600
+
+
+def compile_refusal(grammar: str) -> str:
+    """Return why a grammar of llguidance does not compile, in at most a few seconds; empty if it does."""
+    import llguidance  # where a first request needs it
+
+    packages = Path(llguidance.__file__).parents[1]
+    command = [sys.executable, "-I", "-S", __file__, str(packages)]
+    try:
+        child = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=MAX_WALL_S)
+    except subprocess.TimeoutExpired:
+        return f"it takes longer than {MAX_WALL_S} s to compile"
+    if child.returncode == 0:
+        return child.stdout.decode(errors="replace")
+    return f"it takes more than {MAX_CPU_S} s, or more memory than it may, to compile; or it nests too deeply"
+
+
+def _report(grammar: str) -> None:
+    import llguidance
+
+    vocabulary = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(
+        vocabulary, grammar, limits=llguidance.LLParserLimits(**LIMITS), log_level=0
+    )
+    sys.stdout.buffer.write(matcher.get_error()[:MAX_MESSAGE_CHARS].encode())
+
+
+def _bound() -> None:
+    """Let this process have little, where the system can see to that."""
+    try:
+        import os
+        import resource
+    except ImportError:
+        return
+    os.nice(10)
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    sys.path.append(sys.argv[1])
+    _bound()
+    threading.stack_size(STACK_BYTES)
+    trial = threading.Thread(target=_report, args=(sys.stdin.buffer.read().decode(),))
+    trial.start()
+    trial.join()

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from genserve.errors import InvalidRequest
+from genserve.sampling_params import sampling_params
+from genserve.structured_outputs import (
+    MAX_CHARS,
+    StructuredOutputs,
+    structured_outputs,
+    structured_outputs_of_format,
+)
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json": SCHEMA},
+        {"json_object": True},
+        {"regex": "a+"},
+        {"choice": ["é", 'b"']},
+        {"grammar": "start: X"},
+    ],
+)
+def test_a_form_is_written_as_it_was_read(options):
+    form = structured_outputs(options | {"regex": options.get("regex")})
+    assert form is not None
+    assert form.as_options() == options
+    assert structured_outputs(form.as_options()) == form
+    assert sampling_params({"structured_outputs": options}).changed() == {"structured_outputs": options}
+
+
+def test_the_properties_of_a_schema_keep_their_order():
+    form = structured_outputs({"json": SCHEMA})
+    assert form is not None
+    assert list(form.as_options()["json"]["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ("json", "structured_outputs"),
+        ({}, "structured_outputs"),
+        ({"json": None}, "structured_outputs"),
+        ({"json_object": False}, "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs"),
+        ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"json": 3}, "structured_outputs.json"),
+        ({"json": False}, "structured_outputs.json"),
+        ({"json": {"const": float("nan")}}, "structured_outputs.json"),
+        ({"regex": 3}, "structured_outputs.regex"),
+        ({"regex": ""}, "structured_outputs"),
+        ({"regex": "a" * (MAX_CHARS + 1)}, "structured_outputs"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": "ab"}, "structured_outputs.choice"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice"),
+        ({"choice": ["a", 3]}, "structured_outputs.choice"),
+        ({"json_object": 1}, "structured_outputs.json_object"),
+    ],
+)
+def test_what_is_not_exactly_one_form_is_refused_by_name(options, field):
+    with pytest.raises(InvalidRequest) as refusal:
+        structured_outputs(options)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+        {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}},
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_object", "value": SCHEMA},
+        {"type": "json", "value": SCHEMA},
+    ],
+)
+def test_every_spelling_of_a_schema_means_the_same(written):
+    assert structured_outputs_of_format(written, field="f") == structured_outputs({"json": SCHEMA})
+
+
+def test_the_other_types_of_a_format():
+    assert structured_outputs_of_format({"type": "text"}, field="f") is None
+    assert structured_outputs_of_format(None, field="f") is None
+    regex = structured_outputs_of_format({"type": "regex", "value": "a+"}, field="f")
+    assert regex == StructuredOutputs(form="regex", text="a+")
+    anything = structured_outputs_of_format({"type": "json_object"}, field="f")
+    assert anything == StructuredOutputs(form="json_object", text="{}")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "json",
+        {},
+        {"type": "xml"},
+        {"type": "text", "value": "x"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json"},
+        {"type": "regex", "value": 3},
+        {"type": "regex", "value": "a", "schema": {}},
+        {"type": "json_object", "schema": {}, "value": {}},
+    ],
+)
+def test_a_format_of_another_shape_is_refused(written):
+    with pytest.raises(InvalidRequest) as refusal:
+        structured_outputs_of_format(written, field="parameters.grammar")
+    assert refusal.value.field == "parameters.grammar"
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar"])
+def test_the_older_names_are_refused_with_the_newer_one(name):
+    with pytest.raises(InvalidRequest, match="structured_outputs") as refusal:
+        sampling_params({name: "a"})
+    assert refusal.value.field == name
+
+
+def test_what_contradicts_a_form_is_refused():
+    for contradiction in ({"ignore_eos": True}, {"use_beam_search": True}):
+        with pytest.raises(InvalidRequest, match="combined"):
+            sampling_params({"structured_outputs": {"regex": "a"}, **contradiction})

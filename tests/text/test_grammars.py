@@ -1,0 +1,161 @@
+"""The grammars of llguidance over a real tokenizer of 320 tokens."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from genserve.errors import InvalidRequest
+from genserve.structured_outputs import structured_outputs
+from genserve.text.grammars import MAX_COMPILED, Grammar, Grammars
+from genserve.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 333     # padded, as models do
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_repository) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1")
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer) -> Grammars:
+    return Grammars(tokenizer, vocab_size=VOCAB_SIZE)
+
+
+def begin(grammars: Grammars, **options) -> Grammar:
+    form = structured_outputs(options)
+    assert form is not None
+    return grammars.begin(form)
+
+
+def next_ids(grammar: Grammar) -> list[int]:
+    mask = np.full(-(-VOCAB_SIZE // 32), -1, dtype=np.int32)
+    grammar.fill(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def random_text(grammar: Grammar, tokenizer: Tokenizer, *, seed: int) -> str | None:
+    """What a model gives that knows nothing; None if it does not come to an end."""
+    rng = np.random.default_rng(seed)
+    token_ids: list[int] = []
+    for _ in range(400):
+        token_ids.append(int(rng.choice(next_ids(grammar))))
+        if token_ids[-1] in tokenizer.eos_token_ids:
+            return tokenizer.decode(token_ids[:-1])
+        assert grammar.accept(token_ids[-1])
+        if grammar.complete:
+            return tokenizer.decode(token_ids)
+    return None
+
+
+def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the whole text, and its end behind it, are allowed."""
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        if token_id not in next_ids(grammar):
+            return False
+        assert grammar.accept(token_id)
+    return grammar.complete or not tokenizer.eos_token_ids.isdisjoint(next_ids(grammar))
+
+
+@pytest.mark.parametrize(
+    "regex", [r"\d{4}-\d\d", "(yes|no)!?", "[a-f]+", "é(b|😀)*", 'a/"b\\n', "^start.end$", "[a-z]{1,4}@[A-Z]"]
+)
+def test_a_text_by_a_regex_matches_it_whole(grammars, tokenizer, regex):
+    texts = [random_text(begin(grammars, regex=regex), tokenizer, seed=seed) for seed in range(20)]
+    finished = [text for text in texts if text is not None]
+    assert finished
+    assert all(re.fullmatch(regex, text) for text in finished)
+
+
+def test_a_digit_is_one_of_ten(grammars, tokenizer):
+    assert not accepts(begin(grammars, regex=r"\d+"), tokenizer, "\N{ARABIC-INDIC DIGIT TWO}")
+
+
+def test_a_choice_is_one_of_them_whatever_they_hold(grammars, tokenizer):
+    choices = ["yes", "yes please", "no", 'q"u\\o', "two\nlines", "é😀", "/a+/", " led", "<|x|>"]
+    drawn = {random_text(begin(grammars, choice=choices), tokenizer, seed=seed) for seed in range(60)}
+    assert drawn <= set(choices)
+    assert all(accepts(begin(grammars, choice=choices), tokenizer, choice) for choice in choices)
+    assert not accepts(begin(grammars, choice=choices), tokenizer, "yes p")
+
+
+@pytest.mark.parametrize(
+    "grammar", ['?start: "<" NAME ">"\nNAME: /[a-z]+/', 'root ::= "<" [a-z]+ ">"'], ids=["lark", "gbnf"]
+)
+def test_a_grammar_may_be_in_either_notation(grammars, tokenizer, grammar):
+    assert accepts(begin(grammars, grammar=grammar), tokenizer, "<abc>")
+    assert not accepts(begin(grammars, grammar=grammar), tokenizer, "<abc")
+
+
+def test_any_object_is_an_object_alone(grammars, tokenizer):
+    assert accepts(begin(grammars, json_object=True), tokenizer, '{"a": [1, null]}')
+    assert not accepts(begin(grammars, json_object=True), tokenizer, "[1]")
+
+
+def test_json_may_be_spaced_and_never_goes_on_with_spaces_alone(grammars, tokenizer):
+    listed = {"type": "array", "items": {"type": "integer"}}
+    for text in ("[1,2]", "[1, 2]", "[\n    1,\n    2\n]"):
+        assert accepts(begin(grammars, json=listed), tokenizer, text)
+    assert not accepts(begin(grammars, json=listed), tokenizer, "[1," + " " * 40 + "2]")
+
+
+def test_a_form_that_is_there_is_complete_and_one_that_can_go_on_is_not(grammars, tokenizer):
+    number, word = begin(grammars, json={"type": "integer"}), begin(grammars, regex="no")
+    assert not word.complete
+    for grammar in (number, word):
+        for token_id in tokenizer.encode("1" if grammar is number else "no", add_special_tokens=False):
+            assert grammar.accept(token_id)
+    assert word.complete
+    assert not number.complete
+    assert not tokenizer.eos_token_ids.isdisjoint(next_ids(number))
+
+
+def test_one_answer_does_not_move_another_of_the_same_form(grammars):
+    first, second = begin(grammars, regex="[ab]c"), begin(grammars, regex="[ab]c")
+    allowed = next_ids(second)
+    assert first.accept(allowed[0])
+    assert next_ids(second) == allowed != next_ids(first)
+
+
+def test_what_may_not_come_is_not_accepted_and_leaves_nothing(grammars, tokenizer):
+    grammar = begin(grammars, regex="no")
+    assert not grammar.accept(tokenizer.encode("y")[0])
+    assert grammar.failure
+    assert next_ids(grammar) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"regex": "[a"}, "unclosed character class"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "no text"),
+        ({"grammar": "start: nobody"}, "nobody"),
+        ({"grammar": 'root ::= "a'}, "line 1"),
+        ({"json": {"type": "string", "not": {"const": "a"}}}, "not"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "text"}}, "text"),
+        ({"json": {"type": "string", "format": "colour"}}, "colour"),
+        ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
+        ({"json": {"$ref": "http://localhost/schema"}}, "localhost"),
+        ({"json": {"$ref": "#"}}, "no text"),
+        ({"json": {"const": 1, "minimum": 2}}, "nsatisfiable"),
+    ],
+)
+def test_what_does_not_compile_is_refused_with_the_reason(grammars, options, reason):
+    with pytest.raises(InvalidRequest, match=re.escape(reason)) as refusal:
+        begin(grammars, **options)
+    assert refusal.value.field == "structured_outputs"
+
+
+def test_the_latest_forms_stay_compiled_and_no_more(grammars):
+    for number in range(MAX_COMPILED + 3):
+        begin(grammars, regex=f"x{number}")
+    kept = [form.text for form in grammars._compiled]
+    assert kept == [f"x{number}" for number in range(3, MAX_COMPILED + 3)]
+    begin(grammars, regex="x3")
+    assert [form.text for form in grammars._compiled][-1] == "x3"
