@@ -64,6 +64,11 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "min_tokens": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "stream_interval": (lambda x: 1 <= x <= 1024, "must be between 1 and 1024"),
+    "truncate_prompt_tokens": (
+        lambda x: x == -1 or 1 <= x < 2**31,
+        "must be -1 (what the context leaves), or between 1 and 2^31 - 1",
+    ),
+    "priority": (lambda x: -(2**31) <= x < 2**31, "must be between -2^31 and 2^31 - 1"),
     "max_time_ms": (lambda x: 1 <= x < 2**31, "must be between 1 and 2^31 - 1"),
     "beam_width": (lambda x: x >= 1, "must be at least 1"),
     "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
@@ -72,7 +77,9 @@ _WHOLE_NUMBERS: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "dry_penalty_last_n": (lambda x: -1 <= x < 2**31, "must be between -1 (all) and 2^31 - 1"),
     "mirostat_mode": (lambda x: 0 <= x <= 2, "must be 0 (off), 1 or 2"),
 }
-_MAY_BE_NONE = frozenset({"max_tokens", "max_time_ms", "seed", "prompt_logprobs", "beam_width"})
+_MAY_BE_NONE = frozenset(
+    {"max_tokens", "max_time_ms", "seed", "prompt_logprobs", "beam_width", "truncate_prompt_tokens"}
+)
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "logprob_token_ids")
 _FLAGS = ("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 _LISTS = ("stop", "stop_regex", "bad_words", "samplers", "dry_sequence_breakers", *_TOKEN_IDS)
@@ -170,7 +177,10 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "processed"] = "raw"     # of the answer: the model's, or after all rules
     prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
     structured_outputs: StructuredOutputs | None = None    # the form that the text has; None: any
+    truncate_prompt_tokens: int | None = None   # a longer prompt is cut to this; None: never
+    truncation_side: Literal["left", "right"] = "left"     # where a prompt is cut
     cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
+    priority: int = 0                       # of those that wait, the lowest number goes first
     logits_processors: tuple[PluginCall, ...] = ()  # of the model's plug-ins, in this order
     stop_rules: tuple[PluginCall, ...] = ()         # of the model's plug-ins: any of them ends the text
     output_parser: PluginCall | None = None         # of the model's plug-ins: what the text goes through
@@ -195,6 +205,9 @@ class SamplingParams:
         _require(isinstance(self.use_beam_search, bool), "use_beam_search", "must be true or false")
         stopping = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(stopping, "early_stopping", 'must be true, false or "never"')
+        _require(self.truncation_side in ("left", "right"), "truncation_side", 'must be "left" or "right"')
+        cuts = self.truncate_prompt_tokens is not None
+        _require(cuts or self.truncation_side == "left", "truncation_side", "needs truncate_prompt_tokens")
         self._check_beams()
         _require(
             self.spaces_between_special_tokens or not self.skip_special_tokens,
@@ -314,7 +327,10 @@ class SamplingOptions(TypedDict, total=False):
     logprobs_mode: Literal["raw", "processed"]
     prompt_logprobs: int | None
     structured_outputs: StructuredOutputs | StructuredOutputOptions | None
+    truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"]
     cache_salt: str | None
+    priority: int
     logits_processors: Sequence[PluginCall | PluginCallOptions] | None
     stop_rules: Sequence[PluginCall | PluginCallOptions] | None
     output_parser: PluginCall | PluginCallOptions | None

@@ -92,6 +92,7 @@ class GenerationEnsemble:
         limit_ms = params.max_time_ms
         deadline_s = None if limit_ms is None else self.loop.now_s + limit_ms / 1000
         field, token_ids = self._encode(prompt)
+        token_ids = self._truncated(token_ids, params, max_length=max_length)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         for name, named_ids in params.token_ids().items():
             if any(token_id >= self.vocab_size for token_id in named_ids):
@@ -200,6 +201,20 @@ class GenerationEnsemble:
         if not params.xtc_probability:
             return []
         return [*self.tokenizer.eos_token_ids, *self.tokenizer.encode("\n", add_special_tokens=False)[-1:]]
+
+    def _truncated(
+        self, token_ids: Sequence[int], params: SamplingParams, *, max_length: int
+    ) -> Sequence[int]:
+        """Cut a prompt where the request wants it cut; the token that begins every text stays."""
+        limit = params.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, max_length - (params.max_tokens or 1))
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        if params.truncation_side == "right":
+            return token_ids[:limit]
+        begin = [token_ids[0]] if token_ids[0] == self.tokenizer.bos_id else []
+        return [*begin, *token_ids[len(token_ids) - limit + len(begin) :]]
 
     def _check_lengths(
         self, num_prompt_tokens: int, params: SamplingParams, *, max_length: int, field: str

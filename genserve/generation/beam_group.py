@@ -82,6 +82,11 @@ class Beam:
         return self.group.answers[0].cache_salt
 
     @property
+    def priority(self) -> int:
+        """That of the request."""
+        return self.group.answers[0].priority
+
+    @property
     def in_prompt(self) -> bool:
         """Whether part of the prompt is still to be computed by a prefill."""
         return self.num_computed < self.num_prompt_tokens

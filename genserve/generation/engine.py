@@ -125,7 +125,7 @@ class Engine:
         return sum(memory.rounded(s.num_computed) for s in self._slots.running) / memory.budget
 
     def add(self, occupant: Occupant) -> None:
-        """Put it at the end of the waiting line, or where all but the last of its tokens are known.
+        """Put it into the waiting line, or where all but the last of its tokens are known.
 
         Of the answers of a beam search the first one brings its beams.
         """

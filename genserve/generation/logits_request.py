@@ -25,10 +25,12 @@ class LogitsRequest:
         num_computed: how many of them are in the KV cache; written by the engine and its slots.
         num_prefilled: how many of these, from the first, were computed as a prompt; written likewise.
         submitted_s: when it was handed to the engine, by its clock.
+        priority: that of token sequences which say none.
         pause_s: how long its caller took to come back with one token more; infinite: it is the first.
     """
 
     num_slots: ClassVar[int] = 1
+    priority: ClassVar[int] = 0
 
     __slots__ = ("_on_logits", "num_computed", "num_prefilled", "pause_s", "submitted_s", "token_ids")
 

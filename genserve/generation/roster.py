@@ -17,7 +17,9 @@ __all__ = ["Roster"]
 
 
 class Roster:
-    """Gives slots and memory to those that wait, first come, first served, and takes them back if need be.
+    """Gives slots and memory to those that wait, and takes them back if need be.
+
+    The line is in the order of priority; of equals, first come, first served.
 
     Belongs to the engine's thread.
 
@@ -45,9 +47,13 @@ class Roster:
         return len(self._waiting)
 
     def add(self, occupant: Occupant) -> None:
-        """Put it at the end of the line, or where all but the last of its tokens are known."""
-        if not (isinstance(occupant, LogitsRequest) and self._slots.resume(occupant)):
-            self._waiting.append(occupant)
+        """Put it into the line, or where all but the last of its tokens are known."""
+        if isinstance(occupant, LogitsRequest) and self._slots.resume(occupant):
+            return
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].priority > occupant.priority:
+            place -= 1
+        self._waiting.insert(place, occupant)
 
     def remove(self, leaving: Collection[Occupant]) -> None:
         """Drop them, wherever they are; their slots are free at once."""

@@ -188,6 +188,11 @@ class TokenSequence:
         return self.params.cache_salt
 
     @property
+    def priority(self) -> int:
+        """Of those that wait, the lowest goes first."""
+        return self.params.priority
+
+    @property
     def in_prompt(self) -> bool:
         """Whether part of the prompt is still to be computed by a prefill."""
         return self.num_computed < self._num_prompt_to_prefill

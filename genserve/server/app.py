@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.server.faults import add_fault_handlers
 from genserve.server.gate import Gate
+from genserve.server.request_id import RequestId
 from genserve.server.routes import health, openai, openai_completions, tgi
 from genserve.server.routes.kserve import KServe, is_kserve
 from genserve.server.services import Services
@@ -49,13 +50,14 @@ class _App(FastAPI):
         if services.settings.api_key:
             kserve = Gate(kserve, api_key=services.settings.api_key)
         self._kserve = kserve
+        self._others: ASGIApp = RequestId(super().__call__)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; the ASGI protocol."""
         if scope["type"] == "http" and is_kserve(scope["path"]):
             await self._kserve(scope, receive, send)
         else:
-            await super().__call__(scope, receive, send)
+            await self._others(scope, receive, send)
 
 
 async def _on_client_left(_request: Request, _error: Exception) -> Response:

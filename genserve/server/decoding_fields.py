@@ -71,7 +71,10 @@ class DecodingFields(Body):
     early_stopping: Literal[True, False, "never"] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     # Here for their refusal, which says why: `refused_methods`.
     penalty_alpha: SkipJsonSchema[Any] = None
     guidance_scale: SkipJsonSchema[Any] = None

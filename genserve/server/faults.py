@@ -144,7 +144,7 @@ _CONTENT_TYPE = "send the header `Content-Type: application/json`"
 def _invalid(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
     if problem["type"] == "extra_forbidden":
         return InvalidRequest(f"there is no field {field[:128]!r}", field=field[:128])
-    return InvalidRequest(f"{field}: {problem['msg'][:200]}", field=field)
+    return InvalidRequest(f"{field}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=field)
 
 
 def _path(parts: tuple[int | str, ...]) -> str:

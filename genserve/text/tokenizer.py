@@ -35,6 +35,7 @@ class Tokenizer:
     Attributes:
         vocab_size: number of tokens, the added ones included.
         eos_token_ids: each of them ends a text; empty if the model has none.
+        bos_id: of the token that is put before a text; None: the model wants none.
         bos_token: text of the token that begins a text, or None.
         eos_token: text of the token that ends a text, or None.
         chat_template: None for a model that does not chat.
@@ -48,7 +49,7 @@ class Tokenizer:
         self.eos_token = files.special_tokens.get("eos_token")
         self.chat_template = files.chat_template
         bos_id = self._backend.token_to_id(self.bos_token) if self.bos_token else None
-        self._bos_id: int | None = bos_id if files.add_bos_token else None
+        self.bos_id: int | None = bos_id if files.add_bos_token else None
         added = self._backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -83,9 +84,9 @@ class Tokenizer:
         """
         _refuse_surrogates(text, field="prompt")
         [ids] = self._encode([text], add_special_tokens=add_special_tokens)
-        if not add_special_tokens or self._bos_id is None or ids[:1] == [self._bos_id]:
+        if not add_special_tokens or self.bos_id is None or ids[:1] == [self.bos_id]:
             return ids
-        return [self._bos_id, *ids]
+        return [self.bos_id, *ids]
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """The ids of the prompt for the assistant's next turn, by the model's chat template.

@@ -64,3 +64,36 @@ def test_what_only_the_model_can_know_is_checked_here(ensemble, prompt, params, 
     with pytest.raises(InvalidRequest) as raised:
         ensemble.prepare(prompt, params)
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("limit", "side", "kept"),
+    [
+        (3, "left", slice(-3, None)),
+        (3, "right", slice(3)),
+        (1, "left", slice(-1, None)),
+        (100, "left", slice(None)),
+    ],
+)
+def test_a_prompt_is_cut_to_what_the_request_says(ensemble, limit, side, kept):
+    prompt = list(range(20, 40))
+    params = SamplingParams(truncate_prompt_tokens=limit, truncation_side=side)
+    assert ensemble.prepare(prompt, params).token_ids == prompt[kept]
+
+
+def test_a_prompt_is_cut_to_what_the_context_leaves(ensemble):
+    long = [7] * ensemble.max_length + [8]
+    assert ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1)).token_ids == long[2:]
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=10)
+    assert ensemble.prepare(long, params).num_prompt_tokens == ensemble.max_length - 10
+    with pytest.raises(ContextLengthExceeded) as raised:
+        ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1, max_tokens=10**6))
+    assert raised.value.field == "max_tokens"
+
+
+def test_the_token_that_begins_each_text_stays_where_a_prompt_is_cut_on_the_left(ensemble, monkeypatch):
+    monkeypatch.setattr(ensemble.tokenizer, "bos_id", 5)
+    params = SamplingParams(truncate_prompt_tokens=3)
+    assert ensemble.prepare([5, 6, 7, 8, 9], params).token_ids == [5, 8, 9]
+    assert ensemble.prepare([6, 5, 7, 8, 9], params).token_ids == [7, 8, 9]
+    assert ensemble.prepare([5, 6], SamplingParams(truncate_prompt_tokens=1)).token_ids == [5]

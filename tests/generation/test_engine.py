@@ -120,6 +120,32 @@ def test_more_requests_than_slots_wait_and_are_served():
     assert [answer(s) for s in sequences] == [greedy_answer([i], num_tokens=3) for i in range(5)]
 
 
+def test_the_lowest_priority_goes_first_and_equals_in_their_order():
+    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    priorities = [1, 0, 2, -1, 0, 1]
+    sequences = [sequence_of([i], max_tokens=2, priority=p) for i, p in enumerate(priorities)]
+    for sequence in sequences:
+        engine.add(sequence)
+    ended: list[TokenSequence] = []
+    while result := engine.step():
+        ended += [s for s in result.advanced if s.finished]
+    assert [sequences.index(s) for s in ended] == [3, 1, 4, 0, 5, 2]
+
+
+def test_one_that_had_to_leave_its_slot_goes_before_its_equals():
+    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    first, second, urgent = (sequence_of([i], max_tokens=4, priority=p) for i, p in enumerate([1, 1, 0]))
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    engine._roster._preempt(first)
+    engine.add(urgent)
+    ended: list[TokenSequence] = []
+    while result := engine.step():
+        ended += [s for s in result.advanced if s.finished]
+    assert ended == [urgent, first, second]
+
+
 def test_all_leaving_at_once_moves_nothing():
     model = CachedLogits()
     engine = Engine(model, decode=sample_loop)

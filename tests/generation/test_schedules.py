@@ -75,6 +75,7 @@ class Schedule:
                 max_tokens=self.rng.randint(1, 40),
                 cache_salt=self.rng.choice(SALTS),
                 prompt_logprobs=self.rng.choice([None, None, None, 1]),
+                priority=self.rng.choice([0, 0, 1, -1]),
             )
             self.running.add(sequence)
             self.engine.add(sequence)

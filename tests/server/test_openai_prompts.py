@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx2
+import openai
 import pytest
 
 from genserve.client import Client
@@ -70,3 +71,72 @@ def test_what_the_template_cannot_do_is_refused(http, body, field, words):
 
 def test_the_refusal_of_a_template_says_why(http):
     assert "program" in chat(http, chat_template="{{ 1 }}").json()["error"]["remedy"]
+
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+
+
+def complete(http, **body):
+    return http.post("/v1/completions", json={"model": "tiny", "prompt": LONG, "max_tokens": 4} | body)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_that_is_too_long_is_an_error_unless_the_request_has_it_cut(http, tiny_server, side):
+    ids = tiny_server.model.tokenizer.encode(LONG)
+    assert complete(http).status_code == 400
+    cut = {"truncate_prompt_tokens": 9, "truncation_side": side, "return_token_ids": True}
+    answer = complete(http, **cut).json()
+    assert answer["choices"][0]["prompt_token_ids"] == (ids[-9:] if side == "left" else ids[:9])
+    assert answer["usage"]["prompt_tokens"] == 9
+
+
+def test_tgi_calls_it_truncate(http, tiny_server):
+    def generate(prompt, **parameters):
+        parameters |= {"max_new_tokens": 8}
+        return http.post("/generate", json={"inputs": prompt, "parameters": parameters})
+
+    tokenizer = tiny_server.model.tokenizer
+    cut = tokenizer.decode(tokenizer.encode(LONG)[-9:])
+    assert tokenizer.encode(cut) == tokenizer.encode(LONG)[-9:]
+    reply = generate(LONG, truncate=9)
+    assert reply.json() == generate(cut).json()
+    assert reply.headers["x-prompt-tokens"] == "9"
+    assert generate(LONG, truncate=0).json()["field"] == "parameters.truncate"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "middle"}, "truncation_side"),
+        ({"truncate_prompt_tokens": 9, "echo": True}, "echo"),
+        ({"priority": 2**31}, "priority"),
+        ({"priority": "high"}, "priority"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(http, body, field):
+    reply = complete(http, **body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+def test_a_refusal_is_said_in_our_words_alone(http):
+    reply = chat(http, messages=[{"role": "user", "content": 5}])
+    assert reply.json()["error"]["message"] == "messages[0].content: must be text, or a list of text parts"
+
+
+def test_an_answer_has_the_id_of_its_request(http):
+    mine = http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert mine.headers["x-request-id"] == "mine-1"
+    made_up = {http.get("/v1/models").headers["x-request-id"] for _ in range(3)}
+    assert len(made_up) == 3
+    forged = http.get("/v1/models", headers={"x-request-id": "a b"})
+    assert " " not in forged.headers["x-request-id"]
+    assert http.post("/v1/completions", json={}, headers={"x-request-id": "e"}).headers["x-request-id"] == "e"
+
+
+def test_openais_client_reads_it(tiny_server):
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="-") as client:
+        listed = client.models.list(extra_headers={"x-request-id": "mine-2"})
+        assert listed._request_id == "mine-2"

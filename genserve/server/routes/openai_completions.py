@@ -79,6 +79,8 @@ class CompletionBody(OpenAIBody):
 
     def params(self) -> SamplingParams:
         """The sampling parameters; raises InvalidRequest."""
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest("echo cannot be combined with truncate_prompt_tokens", field="echo")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.answerless else max_tokens,

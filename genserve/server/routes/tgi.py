@@ -43,7 +43,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": (None,),
     "decoder_input_details": (None, False),
     "top_n_tokens": (None, 0),
-    "truncate": (None,),
 }
 # TGI has no word for a text that was cut off because it went round in circles.
 FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
@@ -67,7 +66,7 @@ class Parameters(DecodingFields):
     temperature: float | None = Field(default=None, gt=0.0)
     top_k: int | None = Field(default=None, gt=0)
     top_n_tokens: int | None = None
-    truncate: int | None = None
+    truncate: int | None = Field(default=None, gt=0)
 
     def sampling(self) -> bool:
         """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
@@ -102,9 +101,11 @@ class Parameters(DecodingFields):
                 field = f"parameters.{name}"
                 raise InvalidRequest(f"{field} is not supported", field=field, remedy="leave it out")
         temperature = 1.0 if self.temperature is None else self.temperature
+        truncate = {} if self.truncate is None else {"truncate_prompt_tokens": self.truncate}
         return sampling_params(
             {
                 **self.said(),
+                **truncate,
                 "max_tokens": self.max_new_tokens,
                 "temperature": temperature if self.sampling() else 0.0,
                 "top_k": self.top_k or 0,
