@@ -92,20 +92,31 @@ class StoppableText:
     def _read(self, text: str, *, may_end: bool) -> str:
         if self._stop is not None:
             return ""
-        stop = self._first_stop(text) if may_end else None
         if not may_end:
             for finder in self._finders:
                 finder.skip(text)
+        elif stop := self._first_stop(text):
+            return self._end(text, stop)
+        num_held = 0 if self._include_stop else self._num_pending()
+        if not (num_held or self._held):
+            return text
         pending = self._held + text
-        if stop is not None:
-            self._stop, end = stop.reason, len(self._held) + stop.end
-            self._held = ""
-            return pending[: end if self._include_stop else end - stop.length]
-        num_held = 0 if self._include_stop else max(finder.num_pending for finder in self._finders)
         num_released = len(pending) - num_held
         self._held = pending[num_released:]
         return pending[:num_released]
 
+    def _end(self, text: str, stop: Stop) -> str:
+        pending, self._held, self._stop = self._held + text, "", stop.reason
+        num_kept = len(pending) - len(text) + stop.end
+        return pending[: num_kept if self._include_stop else num_kept - stop.length]
+
     def _first_stop(self, text: str) -> Stop | None:
-        stops = [stop for finder in self._finders if (stop := finder.find(text))]
-        return min(stops, key=lambda stop: (stop.end, -stop.length), default=None)
+        first = None
+        for finder in self._finders:
+            stop = finder.find(text)
+            if stop and (first is None or (stop.end, -stop.length) < (first.end, -first.length)):
+                first = stop
+        return first
+
+    def _num_pending(self) -> int:
+        return max([finder.num_pending for finder in self._finders])

@@ -15,6 +15,9 @@ from genserve.errors import InvalidRequest
 from genserve.text.stop_regex import MAX_MATCH_CHARS, StopRegex
 from genserve.text.stop_strings import StopStrings
 from genserve.text.stoppable_text import StopFinder, StoppableText
+from tests.text.vocabularies import FAMILIES, tokenizer_of
+
+TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}
 
 texts = st.text(alphabet="ab", max_size=24)
 stop_sets = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
@@ -191,3 +194,25 @@ def test_an_expression_that_is_none_is_refused(pattern: str) -> None:
         StopRegex(pattern)
     assert raised.value.field == "stop_regex"
     assert "(?s:.)" not in raised.value.message
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+@given(data=st.data(), is_regex=st.booleans())
+def test_no_part_of_a_stop_leaks_whatever_tokens_it_comes_in(
+    family: str, data: st.DataObject, is_regex: bool
+) -> None:
+    tokenizer = TOKENIZERS[family]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), min_size=1, max_size=30))
+    whole = tokenizer.decode(ids)
+    assume(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[start : start + data.draw(st.integers(1, 8))]
+    regex = "".join(f"\\x{{{ord(char):x}}}" for char in stop)
+    finder: StopFinder = StopRegex(regex) if is_regex else StopStrings((stop,))
+    growing = StoppableText(tokenizer.detokenizer(), [finder])
+    shown = ""
+    for token_id in ids:
+        shown += growing.push(token_id)
+        assert whole.startswith(shown)
+        assert stop not in shown
+    assert shown + growing.flush() == whole[: whole.index(stop)]
