@@ -18,9 +18,10 @@ from genserve.config.parse import inspect_message
 from genserve.config.schema import new_model_config
 from genserve.repository.check import accept
 from genserve.repository.devices import num_gpus
+from genserve.repository.ensemble_steps import is_decoupled
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.wiring import is_decoupled, wiring_faults
+from genserve.repository.wiring import wiring_faults
 
 __all__ = ["Prepared", "check_usable", "prepare"]
 

@@ -25,6 +25,7 @@ from genserve.metrics import Metrics
 from genserve.repository.check import accept, model_faults
 from genserve.repository.devices import num_gpus
 from genserve.repository.drafting import load_drafting
+from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import ON_CPU, LoadedLogits, load_logits
@@ -32,7 +33,6 @@ from genserve.repository.logits_stage import LogitsStage
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.served import Runner, Served
 from genserve.repository.text_generation import TextGeneration
-from genserve.repository.wiring import generation_stages
 from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 

@@ -1,11 +1,10 @@
-"""Wiring: whether the steps of an ensemble fit together, and which models of it generate text.
+"""Wiring: whether the steps of an ensemble fit together.
 
 Where Triton has words for a fault, the message has the same.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,62 +12,11 @@ from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 from genserve.repository.ensemble_graph import EnsembleGraph
+from genserve.repository.ensemble_steps import all_step_models, is_decoupled, step_models
 from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.tensor_claim import TensorClaim
 
-__all__ = ["generation_stages", "is_decoupled", "wiring_faults"]
-
-# Which stage of a model that generates text is made by which backend.
-_STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
-_DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
-
-
-def _step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models that an ensemble's steps name, as far as there are such."""
-    steps = entry.config.ensemble_steps if entry.config else ()
-    return [entries[step.model_name] for step in steps if step.model_name in entries]
-
-
-def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> dict[str, ModelEntry] | None:
-    """Return the stages of an ensemble that the token engine runs, by their roles.
-
-    None: it is none of these. Its decoder is a model.py with an `async def decode`.
-    """
-    models = _step_models(entry, entries)
-    stages = {_STAGES.get(model.config.backend, ""): model for model in models if model.config}
-    if entry.config is None or len(entry.config.ensemble_steps) != len(stages):
-        return None
-    if stages.keys() != set(_STAGES.values()) or not _decodes(stages["decoder"]):
-        return None
-    return stages
-
-
-def _decodes(decoder: ModelEntry) -> bool:
-    if decoder.config is None or not decoder.versions:
-        return False
-    file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
-    if not file.is_file():
-        return True  # of which loading tells more than that this is no such ensemble
-    return bool(_DECODE.search(file.read_text(encoding="utf-8", errors="replace")))
-
-
-def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
-    """Whether a model gives any number of responses; an ensemble does if one of its steps does."""
-    return any(
-        model.config is not None and not model.is_ensemble and model.config.decoupled
-        for model in (entry, *_all_models(entry, entries))
-    )
-
-
-def _all_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """The models of the steps, and of the steps of those that are ensembles."""
-    found: dict[str, ModelEntry] = {}
-    waiting = _step_models(entry, entries)
-    while waiting:
-        model = waiting.pop()
-        if model.name not in found:
-            found[model.name] = model
-            waiting += _step_models(model, entries)
-    return list(found.values())
+__all__ = ["wiring_faults"]
 
 
 def wiring_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Iterator[Fault]:
@@ -308,7 +256,7 @@ def _unknown(mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...]) -> list[
 
 def _circle(ensemble: _Ensemble) -> Iterator[Fault]:
     """Yield one fault if the ensemble is, over others, a step of itself."""
-    for model in [ensemble.entry, *_all_models(ensemble.entry, ensemble.entries)]:
+    for model in [ensemble.entry, *all_step_models(ensemble.entry, ensemble.entries)]:
         steps = model.config.ensemble_steps if model.config else ()
         if any(step.model_name == ensemble.name for step in steps):
             yield ensemble.error(
@@ -320,25 +268,13 @@ def _circle(ensemble: _Ensemble) -> Iterator[Fault]:
             return
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What a config says of a tensor of the graph."""
-
-    model: str
-    data_type: str
-    dims: tuple[int, ...]
-    batches: bool
-
-    @property
-    def full_dims(self) -> tuple[int, ...]:
-        return (-1, *self.dims) if self.batches else self.dims
-
-
 def _consistency(ensemble: _Ensemble) -> Iterator[Fault]:
     """Yield the tensors of which two configs say different things."""
     config = ensemble.config
     said = {
-        spec.name: _say(spec, config=config, dims=spec.dims if spec.reshape is None else spec.reshape)
+        spec.name: TensorClaim.of(
+            spec, config=config, dims=spec.dims if spec.reshape is None else spec.reshape
+        )
         for spec in (*config.inputs, *config.outputs)
     }
     for path, step, model in ensemble.known_steps:
@@ -350,8 +286,8 @@ def _consistency(ensemble: _Ensemble) -> Iterator[Fault]:
                 if spec.name not in mapped:
                     continue
                 tensor = mapped[spec.name]
-                new = _say(spec, config=model, dims=spec.dims)
-                conflict = _conflict(said.setdefault(tensor, new), new)
+                new = TensorClaim.of(spec, config=model, dims=spec.dims)
+                conflict = said.setdefault(tensor, new).conflict(new)
                 if conflict:
                     yield ensemble.error(
                         f"{path}.{field}",
@@ -361,41 +297,11 @@ def _consistency(ensemble: _Ensemble) -> Iterator[Fault]:
                     )
 
 
-def _say(spec: TensorSpec, *, config: ModelConfig, dims: tuple[int, ...]) -> _Said:
-    return _Said(
-        model=config.name, data_type=spec.data_type, dims=dims, batches=config.max_batch_size > 0
-    )
-
-
-def _conflict(one: _Said, other: _Said) -> str:
-    if "TYPE_INVALID" in (one.data_type, other.data_type) or not (one.dims and other.dims):
-        return ""  # left to the model's file
-    if one.data_type != other.data_type:
-        return (
-            f"inconsistent data type: {one.data_type} is inferred from model {one.model} while "
-            f"{other.data_type} is inferred from model {other.model}"
-        )
-    if not _fit(one.dims, other.dims) and not _fit(one.full_dims, other.full_dims):
-        return (
-            f"inconsistent shape: {_list(one.full_dims)} is inferred from model {one.model} while "
-            f"{_list(other.full_dims)} is inferred from model {other.model}"
-        )
-    return ""
-
-
-def _fit(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
-
-
-def _list(dims: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, dims))}]"
-
-
 def _decoupling(ensemble: _Ensemble) -> Iterator[Fault]:
     """Yield the steps that would have to match responses of one decoupled step with those of another."""
     decoupled = {
         model.name
-        for model in _step_models(ensemble.entry, ensemble.entries)
+        for model in step_models(ensemble.entry, ensemble.entries)
         if is_decoupled(model, ensemble.entries)
     }
     graph = EnsembleGraph.of(ensemble.config)
