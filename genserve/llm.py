@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
+from genserve.errors import InvalidRequest
 from genserve.generation.streams import ThreadStream
 from genserve.generation.token_sequence import TokenSequence
 from genserve.repository.repository import Repository
-from genserve.request import Completion, Messages, Prompt, likeliest, read_chat
+from genserve.request import (
+    COMPLETION_TOKENS,
+    Completion,
+    Messages,
+    Prompt,
+    Prompts,
+    likeliest,
+    read_chat,
+    read_prompts,
+)
 from genserve.sampling_params import SamplingOptions, SamplingParams, sampling_params
 from genserve.stream import Stream
 
@@ -62,7 +73,7 @@ class LLM:
             Overloaded: too many requests wait.
             ModelFailed: the model could not go on.
         """
-        return self._complete(prompt, sampling_params(options))
+        return self._complete_one(prompt, sampling_params(options))
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta. Raises what `generate` raises."""
@@ -72,7 +83,7 @@ class LLM:
         self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user. Raises what `generate` raises."""
-        return self._complete(read_chat(messages), sampling_params(options))
+        return self._complete_one(read_chat(messages), sampling_params(options))
 
     def chat_stream(
         self, messages: Messages, **options: Unpack[SamplingOptions]
@@ -80,18 +91,49 @@ class LLM:
         """Answer a chat, delta by delta. Raises what `generate` raises."""
         return self._stream(self._model.prepare(read_chat(messages), sampling_params(options)))
 
+    def complete(
+        self, prompts: Prompts, *, n: int = 1, **options: Unpack[SamplingOptions]
+    ) -> tuple[Completion, ...]:
+        """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else.
+
+        The answers are in the order of the prompts, those to one prompt beside each other. With
+        `prompt_logprobs` they score their prompts; which tokens these are, `prompt_token_ids` says.
+
+        Raises what `generate` raises.
+        """
+        params = sampling_params(options)
+        if n < 1 or 1 < params.best_of < n:
+            raise InvalidRequest("n must be at least 1, and at most best_of", field="n")
+        params = params if params.max_tokens else replace(params, max_tokens=COMPLETION_TOKENS)
+        return tuple(
+            replace(completion, prompt_token_ids=prompt_ids)
+            for prompt_ids, completions in self._complete(read_prompts(prompts), params, n=n)
+            for completion in completions
+        )
+
     def close(self) -> None:
         """Unload the model; a second call does nothing."""
         self._repository.close()
 
-    def _complete(self, prompt: Prompt, params: SamplingParams) -> Completion:
-        if params.best_of > 1:
-            params = replace(params, logprobs=True)
+    def _complete(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int
+    ) -> list[tuple[tuple[int, ...], list[Completion]]]:
+        """Return the token ids of each prompt, and the `n` answers to it; of more, the likeliest."""
+        drawn = max(n, params.best_of)
+        params = replace(params, logprobs=True) if drawn > n else params
+        # All are checked before the first one runs.
+        choices = [self._model.prepare_choices(prompt, params, num_choices=drawn) for prompt in prompts]
+        prompt_ids = [tuple(sequences[0].token_ids) for sequences in choices]
         with ExitStack() as stack:
-            sequences = self._model.prepare_choices(prompt, params, num_choices=params.best_of)
-            streams = [stack.enter_context(self._stream(sequence)) for sequence in sequences]
-            completions = [stream.final() for stream in streams]
-        return completions[likeliest(completions)[0]]
+            streams = [[stack.enter_context(self._stream(s)) for s in sequences] for sequences in choices]
+            answers = [[stream.final() for stream in one] for one in streams]
+        if drawn > n:
+            answers = [[completions[i] for i in likeliest(completions)[:n]] for completions in answers]
+        return list(zip(prompt_ids, answers, strict=True))
+
+    def _complete_one(self, prompt: Prompt, params: SamplingParams) -> Completion:
+        [(_, [completion])] = self._complete([prompt], params, n=1)
+        return completion
 
     def _stream(self, sequence: TokenSequence) -> Stream:
         return Stream(ThreadStream(self._model.loop, sequence))

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from genserve.errors import InvalidRequest, StreamBroken
 
 __all__ = [
+    "COMPLETION_TOKENS",
     "Chat",
     "Completion",
     "Delta",
@@ -22,6 +23,7 @@ __all__ = [
     "Message",
     "Messages",
     "Prompt",
+    "Prompts",
     "Role",
     "StopReason",
     "TokenLogprob",
@@ -32,6 +34,7 @@ __all__ = [
     "likeliest",
     "read_chat",
     "read_messages",
+    "read_prompts",
 ]
 
 Role = Literal["system", "user", "assistant"]
@@ -117,6 +120,33 @@ def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
         raise InvalidRequest(f"{place}.{error.message}", field=f"{place}.{error.field}") from None
 
 
+# What `/v1/completions` and `complete` take: one prompt or several, as texts or as token ids.
+Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+# How many tokens these make at the most where nothing is said.
+COMPLETION_TOKENS = 16
+
+
+def read_prompts(prompts: Prompts) -> list[str] | list[list[int]]:
+    """Return the prompts one by one.
+
+    Raises:
+        InvalidRequest: none at all, or no such things; `field` is `prompt`.
+    """
+    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if several and all(_is_id(part) for part in several):
+        several = [several]
+    _require(bool(several), "prompt", "is empty")
+    if all(isinstance(part, str) for part in several):
+        return several
+    lists = all(isinstance(part, Sequence) and all(_is_id(i) for i in part) for part in several)
+    _require(lists, "prompt", "must be text, token ids, or a list of texts or of lists of token ids")
+    return [list(part) for part in several]
+
+
+def _is_id(part: object) -> bool:
+    return isinstance(part, int) and not isinstance(part, bool)
+
+
 class FinishReason(StrEnum):
     """Why the text of a request ended."""
 
@@ -182,6 +212,7 @@ class Completion:
     top_logprobs: tuple[TopTokens, ...] = ()    # one per token id; empty if not asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first, if asked for
     stop_reason: StopReason | None = None       # what ended the text, where a request has a name for it
+    prompt_token_ids: tuple[int, ...] = ()      # of `complete` alone
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Completion:

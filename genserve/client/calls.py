@@ -7,14 +7,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from genserve.client import openai_chat, tgi_generate
+from genserve.client import openai_chat, openai_completions, tgi_generate
 from genserve.client.delta_decoder import DeltaDecoder
 from genserve.client.failures import not_understood
 from genserve.errors import InvalidRequest
-from genserve.request import Completion, Messages, read_chat
+from genserve.request import Completion, Messages, Prompts, read_chat, read_prompts
 from genserve.sampling_params import SamplingParams, sampling_params
 
-__all__ = ["Call", "Request", "StreamCall", "chat", "chat_stream", "generate", "generate_stream", "models"]
+__all__ = [
+    "Call",
+    "Request",
+    "StreamCall",
+    "chat",
+    "chat_stream",
+    "complete",
+    "generate",
+    "generate_stream",
+    "models",
+]
 
 Answer = TypeVar("Answer")
 
@@ -104,6 +114,24 @@ def chat_stream(
     )
 
 
+def complete(
+    prompts: Prompts, *, n: int, model: str | None, options: Mapping[str, Any]
+) -> Call[tuple[Completion, ...]]:
+    """Complete prompts, `n` times each.
+
+    Raises:
+        InvalidRequest: a prompt is none, or an option is unknown or out of range.
+    """
+    params = sampling_params(options)
+    body = openai_completions.request_body(read_prompts(prompts), n=n, model=model, params=params)
+
+    def read(headers: Mapping[str, str], reply: bytes) -> tuple[Completion, ...]:
+        with not_understood():
+            return openai_completions.read_completions(json.loads(reply), params=params)
+
+    return Call(request=_post("/v1/completions", body), read=read)
+
+
 def models() -> Call[list[str]]:
     """List the names of the models that answer."""
 
@@ -122,7 +150,7 @@ def _chat_body(
 
 
 def _params(options: Mapping[str, Any]) -> SamplingParams:
-    """Read the options; the dialects have no token ids for what these would answer."""
+    """Read the options of all but `complete`, whose dialect has token ids for what these would answer."""
     params = sampling_params(options)
     for name, asked in (
         ("top_logprobs", params.top_logprobs > 0),
@@ -131,7 +159,7 @@ def _params(options: Mapping[str, Any]) -> SamplingParams:
     ):
         if asked:
             raise InvalidRequest(
-                f"{name} is not for this client", field=name, remedy="use LLM, or ask /v1/completions"
+                f"{name} is not for this client", field=name, remedy="use complete, or LLM"
             )
     return params
 

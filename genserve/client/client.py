@@ -14,7 +14,7 @@ from genserve.client import calls, failures
 from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
 from genserve.errors import GenserveError
-from genserve.request import Completion, Delta, Messages
+from genserve.request import Completion, Delta, Messages, Prompts
 from genserve.sampling_params import SamplingOptions
 from genserve.stream import Stream
 
@@ -93,6 +93,17 @@ class Client:
     ) -> Stream:
         """Answer a chat, delta by delta; a refusal is raised here, before the first."""
         return self._stream(calls.chat_stream(messages, model=model, options=options))
+
+    def complete(
+        self,
+        prompts: Prompts,
+        *,
+        n: int = 1,
+        model: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> tuple[Completion, ...]:
+        """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else."""
+        return self._call(calls.complete(prompts, n=n, model=model, options=options))
 
     def models(self) -> list[str]:
         """Return the names of the models that answer."""

@@ -13,7 +13,7 @@ from typing import Any
 from genserve.request import Chat, Completion, Delta, FinishReason, StopReason, Usage
 from genserve.sampling_params import SamplingParams
 
-__all__ = ["AnswerEvents", "read_completion", "request_body"]
+__all__ = ["AnswerEvents", "finish_reason_of", "read_completion", "request_body"]
 
 
 def request_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
         text=choice["message"]["content"],
         token_ids=_token_ids(choice),
         logprobs=_logprobs(choice, params),
-        finish_reason=_finish_reason(choice),
+        finish_reason=finish_reason_of(choice),
         stop_reason=choice.get("stop_reason"),
         usage=_usage(reply["usage"]),
     )
@@ -71,7 +71,7 @@ class AnswerEvents:
         # The chunk with the usage has no choice.
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         if choice.get("finish_reason"):
-            self._finish_reason, self._stop_reason = _finish_reason(choice), choice.get("stop_reason")
+            self._finish_reason, self._stop_reason = finish_reason_of(choice), choice.get("stop_reason")
         delta = Delta(
             text=choice["delta"].get("content") or "",
             token_ids=_token_ids(choice),
@@ -99,7 +99,8 @@ def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float,
     return tuple(float("nan") if e["logprob"] is None else e["logprob"] for e in found["content"])
 
 
-def _finish_reason(choice: Mapping[str, Any]) -> FinishReason:
+def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:
+    """Return why a choice ended, which `stop_reason` tells more of."""
     if choice["finish_reason"] in ("length", "repetition"):
         return FinishReason(choice["finish_reason"])
     # The string, or the id of the token, that ended the text; null after the end of the sequence.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from genserve.client import Client
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
+from genserve.request import Completion
 from genserve.sampling_params import SamplingOptions
 from tests.client.either_client import BlockingClient
 
@@ -118,6 +120,54 @@ def test_what_the_wire_has_no_words_for_is_refused_by_name(client: Any, options:
         with pytest.raises(InvalidRequest) as refused:
             ask("Tea is", **options)
         assert refused.value.field in options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *OPTIONS,
+        SamplingOptions(logprobs=True, top_logprobs=3, prompt_logprobs=2),
+        SamplingOptions(max_tokens=2, logprobs=True, logprob_token_ids=[9, 3], logprobs_mode="processed"),
+        SamplingOptions(max_tokens=3, prompt_logprobs=0, temperature=1.0, best_of=4, seed=5),
+        SamplingOptions(max_tokens=3, use_beam_search=True, beam_width=4),
+    ],
+)
+def test_completions_are_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
+    ids = [llm.complete(text, max_tokens=1)[0].prompt_token_ids for text in ("Tea is", "The river had")]
+    told = options.get("logprobs", False)
+    for prompts in ("Tea is", ["Tea is", "The river had"], ids):
+        expected = llm.complete(prompts, n=2, **options)
+        found = client.complete(prompts, n=2, **options)
+        for one, same in zip(found, expected, strict=True):
+            assert words(one) == words(same)
+            assert levels(one, logprobs=told) == pytest.approx(levels(same, logprobs=told), abs=1e-4)
+        assert len(found) == 2 * (1 if isinstance(prompts, str) else 2)
+        assert {one.prompt_token_ids for one in found} == set(ids[: len(found) // 2])
+
+
+def words(completion: Completion) -> Completion:
+    """All of it but the figures, whose last digits depend on who was in the batch."""
+    return replace(completion, logprobs=(), top_logprobs=(), prompt_logprobs=())
+
+
+def levels(completion: Completion, *, logprobs: bool) -> dict[tuple[Any, ...], float]:
+    """The figures by their places; best_of tells more than was asked for."""
+    own = enumerate(completion.logprobs if logprobs else ())
+    scores = completion.prompt_logprobs
+    tops = [*completion.top_logprobs, *(score.top for score in scores)]
+    return {
+        **{("answer", place): level for place, level in own},
+        **{("prompt", place): score.logprob for place, score in enumerate(scores)},
+        **{("top", place, token_id): level for place, top in enumerate(tops) for token_id, level in top},
+    }
+
+
+@pytest.mark.parametrize("prompts", [[], ["Tea", [3]], [["Tea"]], [True]])
+def test_what_is_no_prompt_is_refused_before_it_is_sent(client: Any, llm: LLM, prompts: Any) -> None:
+    for complete in (client.complete, llm.complete):
+        with pytest.raises(InvalidRequest) as refused:
+            complete(prompts)
+        assert refused.value.field == "prompt"
 
 
 def test_prompts_are_scored_in_process_as_over_the_wire(llm: LLM, tiny_server: Any) -> None:

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from pydantic import Field, ValidationError, WrapValidator
 
 from genserve.errors import InvalidRequest
-from genserve.request import Completion, Delta, FinishReason, join_choices
+from genserve.request import COMPLETION_TOKENS, Completion, Delta, FinishReason, join_choices
 from genserve.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from genserve.server.body import StrictRoute
 from genserve.server.faults import renamed
@@ -30,8 +30,6 @@ from genserve.text.tokenizer import Tokenizer
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
-
-DEFAULT_MAX_TOKENS = 16
 
 
 def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -50,7 +48,7 @@ class CompletionBody(OpenAIBody):
     }
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_one_of_four)]
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = COMPLETION_TOKENS
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
@@ -81,7 +79,7 @@ class CompletionBody(OpenAIBody):
         """The sampling parameters; raises InvalidRequest."""
         if self.echo and self.truncate_prompt_tokens is not None:
             raise InvalidRequest("echo cannot be combined with truncate_prompt_tokens", field="echo")
-        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.answerless else max_tokens,
             logprobs=self.logprobs is not None,
