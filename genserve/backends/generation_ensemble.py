@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
@@ -99,12 +99,15 @@ class GenerationEnsemble:
                 raise InvalidRequest(
                     f"{name} must be below the vocabulary's size, {self.vocab_size}", field=name
                 )
+        new_text = self._new_text(params)
         sequences = [
-            self._sequence(token_ids, params, choice, max_length=max_length, deadline_s=deadline_s)
+            self._sequence(
+                token_ids, params, choice, text=new_text(), max_length=max_length, deadline_s=deadline_s
+            )
             for choice in range(num_choices)
         ]
         if width > 1:
-            BeamGroup(sequences, width=width, new_text=lambda: self._text(params))
+            BeamGroup(sequences, width=width, new_text=new_text)
         return sequences
 
     def close(self) -> None:
@@ -133,6 +136,7 @@ class GenerationEnsemble:
         params: SamplingParams,
         choice: int,
         *,
+        text: StoppableText,
         max_length: int,
         deadline_s: float | None,
     ) -> TokenSequence:
@@ -149,7 +153,7 @@ class GenerationEnsemble:
             params=params,
             seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            text=self.plugins.parsed(self._text(params), context),
+            text=self.plugins.parsed(text, context),
             plugins=self.plugins.for_sequence(context),
             max_length=max_length,
             vocab_size=self.vocab_size,
@@ -160,18 +164,23 @@ class GenerationEnsemble:
             grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
         )
 
-    def _text(self, params: SamplingParams) -> StoppableText:
+    def _new_text(self, params: SamplingParams) -> Callable[[], StoppableText]:
+        """Return what begins the text of an answer; all that a request's answers have share its stops."""
         finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
         finders += map(StopRegex, params.stop_regex)
-        return StoppableText(
-            self.tokenizer.detokenizer(
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            ),
-            finders,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+
+        def new_text() -> StoppableText:
+            return StoppableText(
+                self.tokenizer.detokenizer(
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                ),
+                [finder.fresh() for finder in finders],
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+
+        return new_text
 
     def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
         """Return how the prompt is called, and its token ids."""

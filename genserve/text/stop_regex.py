@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,15 @@ class StopRegex:
         if self._alone.is_accepting():
             raise _refused(pattern, "it matches the empty text")
         self._pending = ""      # the last characters that may still become part of a match
+
+    def fresh(self) -> StopRegex:
+        """Return one for another text; the two share the states that they come to."""
+        fresh = copy(self)
+        fresh._alone, fresh._behind_any_text = self._alone.deep_copy(), self._behind_any_text.deep_copy()
+        fresh._alone.reset()
+        fresh._behind_any_text.reset()
+        fresh._pending = ""
+        return fresh
 
     @property
     def num_pending(self) -> int:

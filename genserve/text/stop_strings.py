@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 
 from genserve.text.stoppable_text import Stop
@@ -25,6 +26,12 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._starts = frozenset(stop[0] for stop in stops)
         self._root = self._node = _automaton(stops)
+
+    def fresh(self) -> StopStrings:
+        """Return one for another text, with the same automaton."""
+        fresh = copy(self)
+        fresh._node = self._root
+        return fresh
 
     @property
     def num_pending(self) -> int:

@@ -23,6 +23,9 @@ class Stop:
 class StopFinder(Protocol):
     """Looks for what ends a text that arrives in pieces."""
 
+    def fresh(self) -> StopFinder:
+        """Return one for another text; what took time to make is shared."""
+
     @property
     def num_pending(self) -> int:
         """How many of the last characters may still become part of a stop."""

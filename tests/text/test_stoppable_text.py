@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genserve.errors import InvalidRequest
 from genserve.text.stop_regex import MAX_MATCH_CHARS, StopRegex
 from genserve.text.stop_strings import StopStrings
-from genserve.text.stoppable_text import StopFinder, StoppableText
+from genserve.text.stoppable_text import Stop, StopFinder, StoppableText
 from tests.text.vocabularies import FAMILIES, tokenizer_of
 
 TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}
@@ -122,6 +122,14 @@ def test_a_stop_string_that_spans_pieces_is_cut_out_of_the_text() -> None:
 def test_what_ends_the_text_is_kept_where_that_is_asked_for_and_nothing_is_held_back() -> None:
     growing = stoppable(["lo EN", "D never"], "END", include_stop=True)
     assert [growing.push(i) for i in range(2)] == ["lo EN", "D"]
+
+
+@pytest.mark.parametrize("finder", [StopStrings(("abb",)), StopRegex("abb")])
+def test_a_fresh_finder_begins_anew_and_leaves_the_other_where_it_is(finder: StopFinder) -> None:
+    assert finder.find("xab") is None
+    fresh = finder.fresh()
+    assert (fresh.num_pending, fresh.find("b")) == (0, None)
+    assert (finder.num_pending, finder.find("b")) == (2, Stop(end=1, length=3, reason="abb"))
 
 
 def test_text_held_back_in_vain_is_released_at_the_end() -> None:
