@@ -63,8 +63,8 @@ class TokenSequence:
         seed: the request's own, or one drawn for it.
         grammar: the form that the answer must have, and where it stands in it; None: any will do.
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
-        stages: what a draw goes through that is not made in the usual way; survives a preemption.
         fresh_rules: makes the same, before any token is read.
+        stages: what a draw goes through that is not made in the usual way; survives a preemption.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.

@@ -14,6 +14,7 @@ from genserve.errors import Closed, GenserveError, InferenceError, InvalidReques
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse, Parameter
+from genserve.refused_methods import without_refused_methods
 from genserve.request import Delta
 from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.statistics import ModelStatistics
@@ -174,6 +175,7 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
         if name in inputs:
             options[option] = [text for text in texts(inputs[name]) if text]
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
+    without_refused_methods(parameters)  # other parameters that nobody knows are passed over, as Triton does
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
     width = options.pop("beam_width", None) or 1    # how Triton's clients say that they want no search

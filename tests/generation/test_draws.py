@@ -20,11 +20,16 @@ from transformers import (
 )
 
 from genserve.backends.row_picker import pick_rows
+from genserve.generation.engine import Engine
 from genserve.generation.pick import pick
+from genserve.generation.speculation import Speculation
+from genserve.generation.token_sequence import TokenSequence
 from genserve.sampling_params import SamplingParams
 from genserve.sampling_stages import STAGES
+from tests.fakes.drafts import Foreseen
+from tests.fakes.logits import CachedLogits
 from tests.fakes.rows import sampling_rows
-from tests.fakes.sequences import sequence_of
+from tests.fakes.sequences import sample_loop, sequence_of
 
 PLACES = [np.array, torch.tensor]
 ROW = np.array([2.1, -0.4, 0.3, 1.9, 0.0, 1.2, -1.5, 0.7, 1.6, -0.2, 0.5, 1.1], dtype=np.float32)
@@ -208,6 +213,42 @@ def test_the_host_and_a_device_draw_from_the_same_tokens(rows):
     ]
     assert [p.token_id for p in host] == [p.token_id for p in device]
     assert [p.surprise_bits for p in host] == [pytest.approx(p.surprise_bits, abs=1e-4) for p in device]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mirostat_mode": 1, "mirostat_tau": 3.0},
+        {"mirostat_mode": 2, "mirostat_tau": 3.0},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.02, "dry_multiplier": 0.8, "dry_allowed_length": 1},
+        {"samplers": ("top_k", "temperature"), "top_k": 9, "penalty_window": 4, "frequency_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_what_a_method_remembers_survives_preemptions_and_drafts(options):
+    def sequence(number: int) -> TokenSequence:
+        prompt = [number + 1, 5, 6, 5]
+        return sequence_of(prompt, seed=number, max_tokens=50, **{"temperature": 1.2, **options})
+
+    alone = []
+    for number in range(4):
+        alone.append(sequence(number))
+        finish(Engine(CachedLogits(), decode=sample_loop), alone[-1:])
+    model = CachedLogits(max_cached_tokens=120)
+    crowd = [sequence(number) for number in range(4)]
+    speculation = Speculation(model, Foreseen(alone, error_rate=0.2))
+    finish(Engine(model, decode=sample_loop, speculation=speculation), crowd)
+    assert [one.token_ids for one in crowd] == [one.token_ids for one in alone]
+    assert any(one.preempted for one in crowd)
+    assert any(forward.startswith("verify") for forward in model.forwards)
+
+
+def finish(engine: Engine, sequences: list[TokenSequence]) -> None:
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.step() is not None:
+        for sequence in sequences:
+            sequence.take_delta()
 
 
 def test_all_that_decides_a_draw_is_tried():

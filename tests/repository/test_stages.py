@@ -68,7 +68,9 @@ def repository(tiny_repository: Path, tmp_path_factory: pytest.TempPathFactory) 
     repository.close()
 
 
-def asked(repository: Repository, model: str, **inputs: np.ndarray) -> list[InferenceResponse]:
+def asked(
+    repository: Repository, model: str, *, parameters: dict | None = None, **inputs: np.ndarray
+) -> list[InferenceResponse]:
     responses: list[InferenceResponse] = []
     ended = threading.Event()
 
@@ -79,7 +81,7 @@ def asked(repository: Repository, model: str, **inputs: np.ndarray) -> list[Infe
             ended.set()
 
     tensors = {name: Tensor(name, array) for name, array in inputs.items()}
-    request = InferenceRequest(model_name=model, inputs=tensors)
+    request = InferenceRequest(model_name=model, inputs=tensors, parameters=parameters or {})
     repository.submit(Inference(request=request, on_response=on_response))
     assert ended.wait(60)
     for response in responses:
@@ -154,6 +156,11 @@ def test_what_tensors_ask_of_the_answer_is_what_options_ask(
     assert of(answer, "text_output")[0, 0].decode() == expected
     [plain] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length)
     assert of(plain, "text_output")[0, 0].decode() != expected
+
+
+def test_a_method_that_is_not_offered_is_refused_as_a_parameter_too(repository: Repository) -> None:
+    with pytest.raises(GenserveError, match="penalty_alpha is not supported: contrastive search needs"):
+        asked(repository, "tiny", text_input=text("hello"), parameters={"penalty_alpha": 0.6})
 
 
 @pytest.mark.parametrize(

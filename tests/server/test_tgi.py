@@ -129,6 +129,8 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         ({"inputs": "x", "parameters": {"bad_words": [""]}}, "parameters.bad_words[0]", 422),
         ({"inputs": "x", "parameters": {"typical_p": 1.5}}, "parameters.typical_p", 422),
         ({"inputs": "x", "parameters": {"watermark": True}}, "parameters.watermark", 422),
+        ({"inputs": "x", "parameters": {"penalty_alpha": 0.6}}, "parameters.penalty_alpha", 422),
+        ({"inputs": "x", "parameters": {"samplers": ["xtc", "xtc"]}}, "parameters.samplers[1]", 422),
         ({"inputs": "x", "parameters": {"details": "yes"}}, "parameters.details", 422),
     ],
 )
