@@ -11,6 +11,7 @@ from genserve.config.fault import Fault, Severity, first_error
 from genserve.config.model_config import ModelConfig, SpecificVersions
 from genserve.errors import RepositoryError, Status
 from genserve.repository.index import ModelEntry, scan, served_versions
+from genserve.repository.plugin_rules import decodes, plugin_faults
 from genserve.repository.wiring import wiring_faults
 
 __all__ = ["accept", "model_faults", "repository_faults"]
@@ -117,6 +118,9 @@ def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
         return  # which was told
     for version in versions:
         folder = entry.path / str(version)
+        file = folder / config.default_model_filename
+        if config.backend == "python" and file.is_file() and decodes(file):
+            yield from plugin_faults(file)
         for name in (config.default_model_filename, *_MORE_FILES.get(config.backend, ())):
             if not (folder / name).exists():
                 yield Fault(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from genserve.repository.index import ModelEntry
+from genserve.repository.plugin_rules import decodes
 
 __all__ = ["all_step_models", "generation_stages", "is_decoupled", "step_models"]
 
 # Which stage of a model that generates text is made by which backend.
 _STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
-_DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
 
 def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
@@ -40,7 +39,7 @@ def _decodes(decoder: ModelEntry) -> bool:
     file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
     if not file.is_file():
         return True  # of which loading tells more than that this is no such ensemble
-    return bool(_DECODE.search(file.read_text(encoding="utf-8", errors="replace")))
+    return decodes(file)
 
 
 def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:

@@ -139,6 +139,7 @@ def _of_kind(model: object, kind: str, path: Path) -> dict[str, Plugin]:
 
 def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
     try:
+        _require_methods(kind, factory)
         arguments = _arguments(name, factory)
     except Exception as error:  # an annotation is code of the repository
         reason = str(error).partition("\n")[0]  # pydantic's go on for a page
@@ -151,6 +152,14 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
             remedy=f"it is one of {', '.join(HOOKS)}",
         )
     return Plugin(kind=_KINDS[kind], name=name, factory=factory, arguments=arguments)
+
+
+def _require_methods(kind: str, factory: Any) -> None:
+    """Raise TypeError if what a class makes is no such plug-in; of a function nobody knows yet."""
+    needed = ("push", "flush") if kind == "output_parsers" else ("__call__",)
+    for method in needed if inspect.isclass(factory) else ():
+        if not any(method in vars(base) for base in factory.__mro__):
+            raise TypeError(f"{factory.__name__} has no method {method}")
 
 
 def _arguments(name: str, factory: Any) -> TypeAdapter[dict[str, Any]]:

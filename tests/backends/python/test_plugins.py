@@ -37,6 +37,9 @@ class Mute:
     def push(self, text):
         return None
 
+    def flush(self):
+        return ""
+
 def fails(context):
     raise OSError
 
@@ -221,7 +224,8 @@ def test_the_hook_says_whether_the_rules_of_the_request_come_before_or_after(pla
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("class P: pass", "context"),
+        ("class P: pass", "no method __call__"),
+        ("class P:\n  def __call__(self): pass", "context"),
         ("def P(context, first): pass", "keyword-only"),
         ("def P(context, *, first): pass", "first has no annotation"),
         ("def P(context, *, first: Nowhere): pass", "Nowhere"),

@@ -1,0 +1,110 @@
+"""Plug-in rules: what is wrong with the plug-ins of a decoder stage's model.py, read and not run.
+
+Of what only running it can tell (a dict that is computed, a class with bases) loading speaks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from genserve.config.fault import Fault, Severity
+
+__all__ = ["decodes", "plugin_faults"]
+
+_DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
+
+# What `TritonPythonModel` may have, and the methods of a plug-in that is a class.
+_METHODS: Mapping[str, tuple[str, ...]] = {
+    "logits_processors": ("__call__",),
+    "stop_rules": ("__call__",),
+    "output_parsers": ("push", "flush"),
+}
+_SIGNATURE = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"
+
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def decodes(path: Path) -> bool:
+    """Whether a model.py has an `async def decode`, which makes it a decoder stage."""
+    return bool(_DECODE.search(path.read_text(encoding="utf-8", errors="replace")))
+
+
+def plugin_faults(path: Path) -> tuple[Fault, ...]:
+    """Return the faults of a model.py: that it is no Python, or those of its plug-ins."""
+    try:
+        module = ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        place = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
+        return (_fault(path, place, error.msg, remedy="model.py must be Python"),)
+    except ValueError as error:  # a byte of zero
+        return (_fault(path, "", str(error), remedy="model.py must be Python"),)
+    return tuple(
+        _fault(path, f"{node.lineno}:{node.col_offset + 1}", message, remedy=remedy)
+        for node, message, remedy in _findings(module)
+    )
+
+
+def _fault(path: Path, place: str, message: str, *, remedy: str) -> Fault:
+    return Fault(
+        severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy, at_load=True
+    )
+
+
+_Finding = tuple[ast.expr | ast.stmt | ast.arg, str, str]
+
+
+def _findings(module: ast.Module) -> Iterator[_Finding]:
+    definitions = {node.name: node for node in module.body if isinstance(node, _Definition)}
+    model = definitions.get("TritonPythonModel")
+    for statement in model.body if isinstance(model, ast.ClassDef) else ():
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=kind)], value=value) if kind in _METHODS:
+                yield from _of_kind(kind, value, definitions)
+
+
+def _of_kind(kind: str, value: ast.expr, definitions: Mapping[str, _Definition]) -> Iterator[_Finding]:
+    if isinstance(value, ast.List | ast.Set | ast.Tuple | ast.Constant):
+        yield value, f"{kind} must be a dict from names to classes or functions", 'write {"name": Class}'
+    if not isinstance(value, ast.Dict):
+        return
+    for key, factory in zip(value.keys, value.values, strict=True):
+        if isinstance(key, ast.Constant) and not isinstance(key.value, str):
+            yield key, f"{kind}: the name {key.value!r} is no text", "requests call a plug-in by a text"
+        if isinstance(factory, ast.Constant):
+            yield factory, f"{kind}: {factory.value!r} is neither a class nor a function", _SIGNATURE
+        if isinstance(factory, ast.Name) and factory.id in definitions:
+            yield from _of_definition(kind, definitions[factory.id])
+
+
+def _of_definition(kind: str, definition: _Definition) -> Iterator[_Finding]:
+    if not isinstance(definition, ast.ClassDef):
+        positional = definition.args.posonlyargs + definition.args.args
+        yield from _of_signature(kind, definition.name, positional, definition)
+        return
+    if definition.bases or definition.decorator_list:
+        return
+    methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
+    for name in _METHODS[kind]:
+        if name not in methods:
+            yield definition, f"{kind}: {definition.name} has no method {name}", "see docs/decoding.md"
+    made = methods.get("__init__")
+    if made is None:
+        yield definition, f"{kind}: {definition.name} takes no context", _SIGNATURE
+    else:
+        yield from _of_signature(kind, definition.name, (made.args.posonlyargs + made.args.args)[1:], made)
+
+
+def _of_signature(
+    kind: str, name: str, positional: list[ast.arg], function: ast.FunctionDef | ast.AsyncFunctionDef
+) -> Iterator[_Finding]:
+    arguments = function.args
+    if len(positional) != 1 or arguments.vararg or arguments.kwarg:
+        words = "must take a context, and after it keyword-only parameters alone"
+        yield function, f"{kind}: {name} {words}", _SIGNATURE
+    for argument in arguments.kwonlyargs:
+        if argument.annotation is None:
+            words = f"the parameter {argument.arg} of {name} has no annotation"
+            yield argument, f"{kind}: {words}", _SIGNATURE
