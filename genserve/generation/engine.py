@@ -279,8 +279,7 @@ class Engine:
                 accepted = max(0, num_right[sequence] - num_known)
                 outcome.num_drafted += len(tokens) - num_known
                 outcome.num_accepted += accepted
-                refused = num_right[sequence] < len(tokens) and not sequence.finished
-                self._speculation.note_outcome(sequence, accepted=accepted, refused=refused)
+                self._speculation.note_outcome(sequence, accepted=accepted)
 
     def _commit_rows(
         self, logits: LogitsArray, rows: Sequence[tuple[int, Occupant]], outcome: _Outcome

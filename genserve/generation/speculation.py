@@ -10,7 +10,7 @@ with the draw in the place of the coin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from genserve.generation.beam_group import Beam
@@ -21,10 +21,11 @@ from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Draft", "Speculation", "Verifier"]
 
-_HOPE = 0.7             # the share of drafted tokens that is right, before anything is known
-_HOPE_RETURNS = 0.02    # so much of the way back to it with each step in which nothing was tried
+_HOPE = 2.0             # of a draft so many tokens are right, before anything is known
 _NEWEST = 0.2           # the weight of what was seen last
+_HOPE_RETURNS = 0.005   # so much of the way back to it with each step in which a draft was not worth asking
 _GUESSED_COST = 2.0     # of a verification, in decodes, before it was measured
+_COST_FADES = 0.001     # with each such step, so that it is measured again
 _LEAST_COST = 1.2
 
 
@@ -74,7 +75,7 @@ class Speculation:
     def __init__(self, verifier: Verifier, draft: Draft) -> None:
         self.verifier = verifier
         self._draft = draft
-        self._hopes: dict[TokenSequence, float] = {}
+        self._hopes: dict[Occupant, float] = {}
         self._decode_s: dict[int, float] = {}       # by number of rows
         self._verify_s: dict[int, float] = {}
 
@@ -88,16 +89,16 @@ class Speculation:
         if num_rows > self.verifier.max_rows or any(isinstance(s, Beam) for s in sequences):
             return None
         cost = self._cost(num_rows)
-        tokens, num_known, gain = [], [], 0.0
+        num_expected, tokens, num_known = 0.0, [], []
         for sequence in sequences:
             known = sequence.token_ids[sequence.num_computed :][: self.verifier.num_tokens]
             drafted = self._drafted(sequence, self.verifier.num_tokens - len(known), cost=cost)
-            hope = self._hopes.get(sequence, _HOPE) if isinstance(sequence, TokenSequence) else 0.0
-            gain += len(known) - 1 + _expected(hope, len(drafted))
+            num_expected += len(known) + min(len(drafted), self._hopes.get(sequence, _HOPE))
             tokens.append((*known, *drafted))
             num_known.append(len(known))
-        if (len(sequences) + gain) <= cost * len(sequences):
-            self._rest(sequences, num_rows)
+        if num_expected <= cost * len(sequences):
+            if num_rows in self._verify_s:
+                self._verify_s[num_rows] *= 1 - _COST_FADES
             return None
         return Verify(
             sequences=tuple(sequences),
@@ -109,14 +110,14 @@ class Speculation:
     def note_step(self, *, num_rows: int, seconds: float, verified: bool) -> None:
         """Keep how long a step took, plan and forward."""
         known = self._verify_s if verified else self._decode_s
-        known[num_rows] = _moved(known.get(num_rows, seconds), seconds, _NEWEST)
+        guess = self._decode_s.get(num_rows, seconds / _GUESSED_COST) * _GUESSED_COST if verified else seconds
+        before = known.get(num_rows, guess)
+        # One that took far longer had to wait for others.
+        known[num_rows] = _moved(before, min(seconds, 2 * before), _NEWEST)
 
-    def note_outcome(self, sequence: TokenSequence, *, accepted: int, refused: bool) -> None:
-        """Keep how many drafted tokens were right, and whether one was wrong."""
-        hope = self._hopes.get(sequence, _HOPE)
-        for outcome in (*[1.0] * accepted, *[0.0] * refused):
-            hope = _moved(hope, outcome, _NEWEST)
-        self._hopes[sequence] = hope
+    def note_outcome(self, sequence: TokenSequence, *, accepted: int) -> None:
+        """Keep how many tokens of a draft were right."""
+        self._hopes[sequence] = _moved(self._hopes.get(sequence, _HOPE), accepted, _NEWEST)
 
     def drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence, which leaves."""
@@ -128,25 +129,15 @@ class Speculation:
         if count == 0 or not isinstance(sequence, TokenSequence):
             return ()
         hope = self._hopes.get(sequence, _HOPE)
-        return self._draft.propose(sequence, count)[:count] if 1 + _expected(hope, count) > cost else ()
+        if 1 + hope > cost:
+            return self._draft.propose(sequence, count)[:count]
+        self._hopes[sequence] = _moved(hope, _HOPE, _HOPE_RETURNS)
+        return ()
 
     def _cost(self, num_rows: int) -> float:
         """What a verification takes, in decodes."""
         decode_s, verify_s = self._decode_s.get(num_rows, 0.0), self._verify_s.get(num_rows, 0.0)
         return max(_LEAST_COST, verify_s / decode_s) if decode_s and verify_s else _GUESSED_COST
-
-    def _rest(self, sequences: Iterable[Occupant], num_rows: int) -> None:
-        """Let hope return, of sequences that got nothing from a draft, and of what was slow once."""
-        for sequence in sequences:
-            if isinstance(sequence, TokenSequence) and sequence in self._hopes:
-                self._hopes[sequence] = _moved(self._hopes[sequence], _HOPE, _HOPE_RETURNS)
-        if num_rows in self._verify_s:
-            self._verify_s[num_rows] *= 1 - _HOPE_RETURNS / 4
-
-
-def _expected(hope: float, count: int) -> float:
-    """How many of `count` drafted tokens are accepted, if each is right with this probability."""
-    return sum(hope**i for i in range(1, count + 1))
 
 
 def _moved(value: float, target: float, share: float) -> float:

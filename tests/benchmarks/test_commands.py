@@ -79,3 +79,16 @@ def test_the_floor_of_every_size_is_told(tiny_repository: Path, tmp_path: Path) 
     assert report["steps_s"].keys() == report["profiles_s"].keys() == sizes
     assert all(any("(head)" in kind for kind in profile) for profile in report["profiles_s"].values())
     assert all(f"| {size} " in told for size in sizes)
+
+
+def test_speculation_is_measured_beside_plain_decoding(tiny_repository: Path, tmp_path: Path) -> None:
+    told, report = run(
+        "speculation.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--tasks", "story", "--concurrency", "1", "2", "--rounds=1", "--new-tokens=8"),
+        report=tmp_path / "report.json",
+    )
+    assert list(report) == ["story, 1", "story, 2"]
+    assert all(table["same"] for table in report.values())
+    assert "| story, 2" in told

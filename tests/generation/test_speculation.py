@@ -195,8 +195,10 @@ def decoding(*prompts: list[int]) -> list[TokenSequence]:
 def measured(draft, *, cost: float) -> Speculation:
     """A speculation that has seen what a verification takes, in decodes."""
     speculation = Speculation(CachedLogits(), draft)
-    speculation.note_step(num_rows=1, seconds=1.0, verified=False)
-    speculation.note_step(num_rows=1, seconds=cost, verified=True)
+    for num_rows in (1, 2, 3):
+        for _ in range(20):
+            speculation.note_step(num_rows=num_rows, seconds=1.0, verified=False)
+            speculation.note_step(num_rows=num_rows, seconds=cost, verified=True)
     return speculation
 
 
@@ -209,11 +211,11 @@ def test_a_verification_that_takes_as_long_as_its_tokens_is_not_planned():
 def test_drafts_that_were_wrong_are_not_asked_for_until_some_steps_later():
     draft, sequences = Fixed(1, 2, 3), decoding(PROMPT)
     speculation = measured(draft, cost=1.5)
-    for _ in range(5):
-        speculation.note_outcome(sequences[0], accepted=0, refused=True)
-    plans = [speculation.plan(sequences, num_rows=1) for _ in range(100)]
+    for _ in range(10):
+        speculation.note_outcome(sequences[0], accepted=0)
+    plans = [speculation.plan(sequences, num_rows=1) for _ in range(300)]
     assert plans[:10] == [None] * 10
-    assert draft.num_asked < 100
+    assert draft.num_asked < 300
     assert any(plans)
 
 
@@ -231,4 +233,10 @@ def test_one_that_has_a_draft_does_not_slow_down_those_that_have_none():
 
     sequences = decoding([1, 2], [3, 4], [5, 6])
     assert measured(OfFirst(7, 8, 9), cost=1.9).plan(sequences[:1], num_rows=1) is not None
-    assert measured(OfFirst(7, 8, 9), cost=1.9).plan(sequences, num_rows=1) is None
+    assert measured(OfFirst(7, 8, 9), cost=1.9).plan(sequences, num_rows=3) is None
+
+
+def test_one_long_wait_in_a_verification_does_not_turn_it_off():
+    sequences, speculation = decoding(PROMPT), measured(Fixed(1, 2, 3), cost=2.0)
+    speculation.note_step(num_rows=1, seconds=100.0, verified=True)
+    assert speculation.plan(sequences, num_rows=1) is not None
