@@ -19,7 +19,8 @@ from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, join_choices, likeliest
-from genserve.sampling_params import MAX_BEST_OF, SamplingParams, sampling_params
+from genserve.sampling_checks import MAX_BEST_OF
+from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.server.body import Body, StrictRoute
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
