@@ -132,6 +132,7 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         ({"inputs": "x", "parameters": {"penalty_alpha": 0.6}}, "parameters.penalty_alpha", 422),
         ({"inputs": "x", "parameters": {"samplers": ["xtc", "xtc"]}}, "parameters.samplers[1]", 422),
         ({"inputs": "x", "parameters": {"details": "yes"}}, "parameters.details", 422),
+        ({"inputs": "x", "parameters": {"top_n_tokens": 21}}, "parameters.top_n_tokens", 422),
     ],
 )
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])

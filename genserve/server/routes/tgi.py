@@ -24,6 +24,7 @@ from genserve.sampling_params import SamplingParams, sampling_params
 from genserve.server.body import Body, StrictRoute
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
+from genserve.server.routes.tgi_scores import LikelyTokens, prefill
 from genserve.server.services import Open, Services, SharedServices
 from genserve.server.sse import EventStream, event, read_all
 from genserve.structured_outputs import structured_outputs_of_format
@@ -38,12 +39,11 @@ _NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | 
     **{option.name: f"parameters.{option.name}" for option in fields(SamplingParams)},
     "prompt": "inputs",
     "max_tokens": "parameters.max_new_tokens",
+    "top_logprobs": "parameters.top_n_tokens",
 }
 # Known and not honoured: the values with which a client asks for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": (None,),
-    "decoder_input_details": (None, False),
-    "top_n_tokens": (None, 0),
 }
 # TGI has no word for a text that was cut off because it went round in circles.
 FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
@@ -113,6 +113,8 @@ class Parameters(DecodingFields):
                 "stop": self.stop,
                 "seed": self.seed,
                 "logprobs": logprobs,
+                "top_logprobs": self.top_n_tokens or 0,
+                "prompt_logprobs": 0 if self.decoder_input_details else None,
                 "best_of": self.best_of or 1,
                 "structured_outputs": self.form(),
             }
@@ -144,6 +146,9 @@ async def generate_stream(body: GenerateBody, services: SharedServices) -> Respo
     """Complete a prompt and answer token by token, as server-sent events."""
     if (body.parameters.best_of or 1) > 1:
         field = "parameters.best_of"
+        raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
+    if body.parameters.decoder_input_details:
+        field = "parameters.decoder_input_details"
         raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
     opened = await _open(body, services, logprobs=True)
     return EventStream(opened.stream, TokenFrames(opened, body))
@@ -183,6 +188,7 @@ class TokenFrames:
         self._sampling = body.parameters.sampling()
         self._text: list[str] = [body.inputs] if body.parameters.return_full_text else []
         self._num_tokens = 0
+        self._likely = LikelyTokens(opened.model.tokenizer) if body.parameters.top_n_tokens else None
 
     def start(self) -> bytes:
         """See `Frames`."""
@@ -194,11 +200,13 @@ class TokenFrames:
         events = b""
         # A decoding loop may end its sequence without a last token; the event of the ending needs one.
         tokens = _tokens(delta, self._opened) or [{**_NO_TOKEN, "text": delta.text}]
+        likely = self._likely.read(delta) if self._likely else []
         for index, token in enumerate(tokens):
             self._num_tokens += 1
             last = delta.finish_reason is not None and index == len(tokens) - 1
             ending = self._ending(delta) if last else '"generated_text": null, "details": null'
-            events += event(f'{{"index": {self._num_tokens}, "token": {json.dumps(token)}, {ending}}}')
+            top = f'"top_tokens": {json.dumps(likely[index])}, ' if likely else ""
+            events += event(f'{{"index": {self._num_tokens}, "token": {json.dumps(token)}, {top}{ending}}}')
         return events
 
     def error(self, error: GenserveError) -> bytes:
@@ -233,6 +241,10 @@ async def _generate(
 ) -> tuple[dict[str, Any], int, dict[str, str]]:
     started_s = time.monotonic()
     details = bool(body.parameters.details)
+    for name in () if details else ("top_n_tokens", "decoder_input_details"):
+        if getattr(body.parameters, name):
+            field = f"parameters.{name}"
+            raise InvalidRequest(f"{field} needs parameters.details", field=field)
     opened = await _open(body, services, logprobs=details)
     deltas = await read_all(opened.stream, request)
     completions = join_choices(deltas)
@@ -243,7 +255,7 @@ async def _generate(
     if details:
         seeds: tuple[int | None, ...] = opened.seeds if body.parameters.sampling() else (None,)
         told = [
-            _details(one, [d for d in deltas if d.choice == choice], opened) | {"seed": seed}
+            _details(one, [d for d in deltas if d.choice == choice], opened, body.parameters) | {"seed": seed}
             for choice, (one, seed) in enumerate(zip(completions, seeds, strict=True))
         ]
         answer["details"] = told[best]
@@ -261,14 +273,21 @@ async def _generate(
     return answer, 200, headers
 
 
-def _details(completion: Completion, deltas: list[Delta], opened: Open) -> dict[str, Any]:
-    return {
+def _details(
+    completion: Completion, deltas: list[Delta], opened: Open, asked: Parameters
+) -> dict[str, Any]:
+    tokenizer, scores = opened.model.tokenizer, completion.prompt_logprobs
+    likely = LikelyTokens(tokenizer)
+    details: dict[str, Any] = {
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
         "generated_tokens": completion.usage.completion_tokens,
-        "prefill": [],
+        "prefill": prefill(tokenizer, opened.prompts[0], scores) if asked.decoder_input_details else [],
         "tokens": [token for delta in deltas for token in _tokens(delta, opened)],
     }
+    if asked.top_n_tokens:
+        details["top_tokens"] = [top for delta in deltas for top in likely.read(delta)]
+    return details
 
 
 def _tokens(delta: Delta, opened: Open) -> list[dict[str, Any]]:
