@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.truncation import Truncation, kept
+from genserve.generation.truncation import Truncation, exponentials, kept, level_of_best
 from genserve.sampling_params import SamplingParams
 from genserve.sampling_stages import STAGES, acting
 
@@ -90,16 +90,14 @@ def left_by(row: FloatArray, stages: Stages, *, chance: float) -> tuple[NDArray[
     kalomaze, as llama.cpp has it; top-h Potraghloo et al. (NeurIPS 2025), as transformers has it; mirostat
     Basu et al. (ICLR 2021), and its second version as llama.cpp has it.
     """
-    ids = np.flatnonzero(row > -np.inf)
-    values = row[ids] - row.max()
+    ids, values = _finite(np.arange(row.size), row - row.max())
     for name in stages.order:
         if name == "temperature":
-            values = _tempered(values, stages.params)
-            keep = values > -np.inf
+            ids, values = _finite(ids, _tempered(values, stages.params))
         else:
             keep = _keep(name, ids, values, stages, chance=chance, vocab_size=row.size)
-        ids, values = ids[keep], values[keep]
-        values -= values.max()
+            ids, values = ids[keep], values[keep]
+            values = values - values.max()
     return ids, values
 
 
@@ -140,11 +138,20 @@ def _acting_stages(params: SamplingParams, names: tuple[str, ...]) -> tuple[str,
     return tuple(name for name in names if any(acting(params, [name])))
 
 
+def _finite(ids: NDArray[np.int64], values: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
+    if values.min() > -np.inf:
+        return ids, values
+    keep = values > -np.inf
+    return ids[keep], values[keep]
+
+
 def _tempered(values: FloatArray, params: SamplingParams) -> FloatArray:
     temperature = params.temperature
     if params.dynatemp_range and values.size > 1:
-        share = _entropy(_log_shares(values)) / math.log(values.size)
-        temperature = dynamic_temperature(params, share)
+        weights = exponentials(values)
+        total = float(weights.sum(dtype=np.float64))
+        entropy = math.log(total) - float((weights * values).sum(dtype=np.float64)) / total
+        temperature = dynamic_temperature(params, max(entropy, 0.0) / math.log(values.size))
     with np.errstate(over="ignore"):  # all but the best go to -inf, as they should
         tempered: FloatArray = values / np.float32(max(temperature, COLDEST))
     return tempered
@@ -175,15 +182,16 @@ def _keep(
 
 def _without_likely(ids: NDArray[np.int64], values: FloatArray, stages: Stages) -> NDArray[np.bool_]:
     """Keep the least of the likely ones, and what is no more likely than it."""
-    likely = np.exp(_log_shares(values)) >= stages.params.xtc_threshold
-    level = values[likely].min() if likely.any() else np.inf
+    threshold = stages.params.xtc_threshold * float(exponentials(values).sum(dtype=np.float64))
+    likely = values[values >= math.log(threshold)] if threshold else values
+    level = likely.min() if likely.size else np.inf
     keep: NDArray[np.bool_] = values <= level
     return keep if not np.isin(ids[~keep], stages.spared_ids).any() else np.ones_like(keep)
 
 
 def _top_h_level(values: FloatArray, share: float) -> float:
-    best = _best(values)
-    log_shares = _log_shares(best)
+    best = _best(values).astype(np.float64)
+    log_shares = best - math.log(np.exp(best).sum())
     entropy = np.cumsum(-np.exp(log_shares) * log_shares)
     count = int((entropy <= share * entropy[-1]).sum())
     return float(best[max(count, 1) - 1])
@@ -191,8 +199,8 @@ def _top_h_level(values: FloatArray, share: float) -> float:
 
 def _mirostat_level(values: FloatArray, stages: Stages, *, vocab_size: int) -> float:
     if stages.params.mirostat_mode == 2:
-        # The shares' logarithms differ from the values by a constant, the best one's.
-        return min(0.0, -stages.most_bits * math.log(2) - float(_log_shares(values).max()))
+        total = float(exponentials(values).sum(dtype=np.float64))
+        return min(0.0, math.log(total) - stages.most_bits * math.log(2))
     best = _best(values)
     if best.size < 2:
         return 0.0
@@ -205,16 +213,5 @@ def _mirostat_level(values: FloatArray, stages: Stages, *, vocab_size: int) -> f
 
 def _best(values: FloatArray, count: int = NUM_BEST) -> FloatArray:
     """Return the highest values, sorted downwards."""
-    others = max(0, values.size - count)
-    best: FloatArray = np.sort(np.partition(values, others)[others:] if others else values)[::-1]
+    best: FloatArray = np.sort(values[values >= level_of_best(values, count)])[::-1][:count]
     return best
-
-
-def _log_shares(values: FloatArray) -> NDArray[np.float64]:
-    exact = values.astype(np.float64)
-    shifted: NDArray[np.float64] = exact - exact.max()
-    return shifted - math.log(np.exp(shifted).sum())
-
-
-def _entropy(log_shares: NDArray[np.float64]) -> float:
-    return -float((np.exp(log_shares) * log_shares).sum())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from genserve.backends import torch_sampler
+from genserve.backends.row_picker import pick_rows
 from genserve.generation import sampler
+from genserve.generation.pick import pick
 from tests.backends.test_torch_sampler import VOCAB_SIZE, asked, levels, on_a_border, random_rules
+from tests.fakes.sequences import sequence_of
 
 
 def test_tokens_are_those_of_the_host_for_the_same_seeds(device):
@@ -30,3 +34,27 @@ def test_rows_that_are_not_finite_are_told(device):
     rows = torch.from_numpy(logits).to(device)
     picked = torch_sampler.pick_rows(rows, drawing=range(4), rules=rules, asking=asked(*range(4)))
     assert picked.finite.tolist() == [True, False, False, False]
+
+
+STAGED = [
+    {"mirostat_mode": 1},
+    {"mirostat_mode": 2, "mirostat_tau": 3.0},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8},
+    {"dynatemp_range": 0.5, "top_h": 0.8},
+    {"samplers": ("top_k", "typical_p", "min_p", "temperature"), "top_k": 50, "typical_p": 0.9, "min_p": 0.1},
+]
+
+
+def test_rows_with_stages_of_their_own_are_drawn_as_on_the_host(device):
+    rng = np.random.default_rng(3)
+    logits = (rng.standard_normal((60, VOCAB_SIZE)) * 3).astype(np.float32)
+
+    def sequences():
+        common = {"vocab_size": VOCAB_SIZE, "temperature": 1.0, "xtc_spared_ids": [2]}
+        return [sequence_of([1, 5, 1, 5, 1], seed=i, **common, **STAGED[i % 5]) for i in range(60)]
+
+    host = pick(logits.copy(), sequences(), picker=pick_rows)
+    picked = pick(torch.from_numpy(logits).to(device), sequences(), picker=pick_rows)
+    assert sum(a.token_id == b.token_id for a, b in zip(host, picked, strict=True)) >= 59
+    for a, b in zip(host, picked, strict=True):
+        assert a.token_id != b.token_id or a.surprise_bits == pytest.approx(b.surprise_bits, abs=1e-4)
