@@ -61,6 +61,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "min_tokens": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "no_repeat_ngram_size": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "stream_interval": (lambda x: 1 <= x <= 1024, "must be between 1 and 1024"),
+    "thinking_token_budget": (lambda x: 0 <= x < 2**31, "must be between 0 and 2^31 - 1"),
     "truncate_prompt_tokens": (
         lambda x: x == -1 or 1 <= x < 2**31,
         "must be -1 (what the context leaves), or between 1 and 2^31 - 1",
@@ -102,6 +103,7 @@ _NOT_WITH_BEAMS = (
     "logprob_token_ids",
     "logprobs_mode",
     "structured_outputs",
+    "thinking_token_budget",
     "logits_processors",
     "stop_rules",
     "output_parser",
@@ -214,6 +216,11 @@ def _require_logprobs(params: SamplingParams) -> None:
 
 
 def _require_together(params: SamplingParams) -> None:
+    require(
+        params.structured_outputs is None or params.thinking_token_budget is None,
+        "thinking_token_budget",
+        "cannot be combined with structured_outputs",
+    )
     require(
         params.max_tokens is None or params.min_tokens <= params.max_tokens,
         "min_tokens",

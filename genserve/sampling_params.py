@@ -85,6 +85,7 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "processed"] = "raw"     # of the answer: the model's, or after all rules
     prompt_logprobs: int | None = None      # the same for each token of the prompt; None: nothing
     structured_outputs: StructuredOutputs | None = None    # the form that the text has; None: any
+    thinking_token_budget: int | None = None    # then the model's end tag follows; None: it thinks on
     truncate_prompt_tokens: int | None = None   # a longer prompt is cut to this; None: never
     truncation_side: Literal["left", "right"] = "left"     # where a prompt is cut
     cache_salt: str | None = None           # who has the same one shares cached prefixes, nobody else
@@ -167,6 +168,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs_mode: Literal["raw", "processed"]
     prompt_logprobs: int | None
     structured_outputs: StructuredOutputs | StructuredOutputOptions | None
+    thinking_token_budget: int | None
     truncate_prompt_tokens: int | None
     truncation_side: Literal["left", "right"]
     cache_salt: str | None

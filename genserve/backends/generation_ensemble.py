@@ -9,7 +9,8 @@ from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.generation.beam_group import BeamGroup
 from genserve.generation.loop import EngineLoop
-from genserve.generation.plugins import PluginContext
+from genserve.generation.plugins import LogitsProcessor, PluginContext
+from genserve.generation.thinking import ThinkingBudget
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Chat, Prompt
 from genserve.sampling_params import SamplingParams
@@ -21,6 +22,9 @@ from genserve.text.stoppable_text import StopFinder, StoppableText
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["GenerationEnsemble"]
+
+# Qwen's, DeepSeek's, SmolLM's.
+THINKING_TAGS = ("<think>", "</think>")
 
 
 class GenerationEnsemble:
@@ -154,7 +158,7 @@ class GenerationEnsemble:
             seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             text=self.plugins.parsed(text, context),
-            plugins=self.plugins.for_sequence(context),
+            plugins=self.plugins.for_sequence(context, ours=self._thinking(context)),
             max_length=max_length,
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
@@ -210,6 +214,24 @@ class GenerationEnsemble:
         if not params.xtc_probability:
             return []
         return [*self.tokenizer.eos_token_ids, *self.tokenizer.encode("\n", add_special_tokens=False)[-1:]]
+
+    def _thinking(self, context: PluginContext) -> list[tuple[str, LogitsProcessor]]:
+        """Return what keeps to the request's budget, if it has one."""
+        name = "thinking_token_budget"
+        num_tokens = context.params.thinking_token_budget
+        if num_tokens is None:
+            return []
+        start_id, end_id = (self.tokenizer.token_id(tag) for tag in THINKING_TAGS)
+        if start_id is None or end_id is None:
+            tags = " and ".join(THINKING_TAGS)
+            raise InvalidRequest(f"{name} needs a model with the tokens {tags}", field=name)
+        budget = ThinkingBudget(
+            num_tokens=num_tokens,
+            start_id=start_id,
+            end_id=end_id,
+            num_prompt_tokens=len(context.prompt_token_ids),
+        )
+        return [(name, budget)]
 
     def _truncated(
         self, token_ids: Sequence[int], params: SamplingParams, *, max_length: int

@@ -71,6 +71,7 @@ class DecodingFields(Body):
     early_stopping: Literal[True, False, "never"] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None

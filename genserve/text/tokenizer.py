@@ -121,6 +121,11 @@ class Tokenizer:
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary; None: it has none of this name."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     def token_texts(self) -> list[str]:
         """The text of each token of the vocabulary alone, by id; empty for a special one."""
         alone = [[token_id] for token_id in range(self.vocab_size)]

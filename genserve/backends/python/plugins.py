@@ -13,14 +13,14 @@ from __future__ import annotations
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from genserve.backends.parsed_text import ParsedText
 from genserve.errors import InvalidRequest, RepositoryError
-from genserve.generation.plugins import HOOKS, PluginContext, SequencePlugins, plugin_call
+from genserve.generation.plugins import HOOKS, LogitsProcessor, PluginContext, SequencePlugins, plugin_call
 from genserve.generation.token_sequence import AnswerText
 from genserve.plugin_call import PluginCall
 
@@ -72,15 +72,20 @@ class Plugins:
 
     by_kind: Mapping[str, Mapping[str, Plugin]] = field(default_factory=dict)
 
-    def for_sequence(self, context: PluginContext) -> SequencePlugins:
-        """Make those that act on tokens, as the request's parameters name them.
+    def for_sequence(
+        self, context: PluginContext, *, ours: Sequence[tuple[str, LogitsProcessor]] = ()
+    ) -> SequencePlugins:
+        """Make those that act on tokens, as the request's parameters name them; `ours` come after them.
 
         Raises:
             InvalidRequest: there is no such plug-in, or see `Plugin.make`.
             ModelFailed: see `Plugin.make`.
         """
         return SequencePlugins(
-            processors=self._made("logits_processors", context.params.logits_processors, context),
+            processors=[
+                *self._made("logits_processors", context.params.logits_processors, context),
+                *ours,
+            ],
             stop_rules=self._made("stop_rules", context.params.stop_rules, context),
         )
 
