@@ -69,10 +69,12 @@ def stages_of(params: SamplingParams, *, spared_ids: tuple[int, ...]) -> Stages 
     if params.mirostat_mode:
         order = (*_acting_stages(params, ("temperature",)), "mirostat")
         return Stages(order=order, params=params, most_bits=2 * params.mirostat_tau)
-    if params.samplers or params.top_h or params.xtc_probability or params.dynatemp_range:
-        order = _acting_stages(params, params.samplers or tuple(STAGES))
-        return Stages(order=order, params=params, spared_ids=spared_ids)
-    return None
+    rare = params.top_h or params.xtc_probability or params.dynatemp_range
+    if not rare and not params.samplers:
+        return None
+    usual = _acting_stages(params, tuple(STAGES))
+    order = _acting_stages(params, params.samplers or tuple(STAGES))
+    return Stages(order=order, params=params, spared_ids=spared_ids) if rare or order != usual else None
 
 
 def left_by(row: FloatArray, stages: Stages, *, chance: float) -> tuple[NDArray[np.int64], FloatArray]:

@@ -24,6 +24,7 @@ from genserve.backends import torch_stages
 from genserve.generation import stages as host_stages
 from genserve.generation.stages import Stages, stages_of
 from genserve.sampling_params import SamplingParams
+from genserve.sampling_stages import STAGES
 from tests.llama_cpp import recorded
 
 VOCAB_SIZE = 300
@@ -66,8 +67,9 @@ def left_by(
     row: np.ndarray, *, place, chance: float = 0.0, spared: Sequence[int] = (), **options
 ) -> np.ndarray:
     """The distribution of a row that a token is drawn from."""
-    stages = stages_of(SamplingParams(**{"temperature": 1.0, **options}), spared_ids=tuple(spared))
-    assert stages is not None
+    params = SamplingParams(**{"temperature": 1.0, **options})
+    # One that needs none would go through the usual order, which others test.
+    stages = stages_of(params, spared_ids=tuple(spared)) or Stages(order=params.samplers, params=params)
     before = row.copy()
     left = place(row, stages, chance)
     np.testing.assert_array_equal(row, before)
@@ -190,3 +192,6 @@ def test_a_learned_cut_may_become_as_wide_or_as_narrow_as_it_likes(place):
 def test_the_usual_order_needs_no_stages():
     usual = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, top_n_sigma=2.0)
     assert stages_of(usual, spared_ids=()) is None
+    said = {"temperature": 0.7, "top_k": 5, "min_p": 0.1}
+    assert stages_of(SamplingParams(**said, samplers=tuple(STAGES)), spared_ids=()) is None
+    assert stages_of(SamplingParams(**said, samplers=tuple(reversed(STAGES))), spared_ids=()) is not None
