@@ -47,6 +47,8 @@ def generate(
     )
     options = with_assignments(options, set_)
     if prompt == "-":
+        if sys.stdin.isatty():
+            print("The prompt, and Ctrl-D behind it:", file=sys.stderr)
         # A pipe's last line end belongs to the line, not to the prompt: it would change the answer.
         prompt = sys.stdin.read().removesuffix("\n")
     console = make_console()

@@ -17,9 +17,14 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
     from genserve.cli.local_models import local_models
     from genserve.cli.render import make_console
 
+    found = local_models(model_repository)
+    if not found:
+        pull = f"genserve pull smollm2 --model-repository {model_repository}"
+        print(f"there is no generation model in {model_repository}; `{pull}` brings one")
+        return
     headings = ("model", "size", "precision", "top-1", "perplexity", "KL", "state")
     table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for model in local_models(model_repository):
+    for model in found:
         state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
         table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *model.quality, state)
     make_console().print(table)

@@ -23,7 +23,7 @@ def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> Sa
         name, equals, value = assignment.partition("=")
         if not equals:
             raise InvalidRequest(
-                f"--set {assignment} gives no value", remedy="write it as --set repetition_penalty=1.2"
+                f"--set {assignment} gives no value", remedy=f"write --set {assignment}=VALUE"
             )
         merged[name] = read_value(value)
     sampling_params(merged)     # better refused before a model is loaded

@@ -43,3 +43,9 @@ def test_the_quality_is_that_of_the_graph_that_the_config_chooses(tmp_path: Path
 def test_a_server_s_models_are_one_name_a_line() -> None:
     with scripted(json_reply({"object": "list", "data": [{"id": "a"}, {"id": "b"}]})) as server:
         assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"
+
+
+def test_an_empty_repository_says_how_to_bring_a_model_into_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
+    assert "no generation model" in result.stdout
+    assert f"genserve pull smollm2 --model-repository {tmp_path}" in result.stdout
