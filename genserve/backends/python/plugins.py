@@ -63,7 +63,7 @@ class Plugin:
             try:
                 return self.factory(context, **arguments)
             except ValueError as error:
-                raise InvalidRequest(f"{field}.args: {error}", field=f"{field}.args") from None
+                raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

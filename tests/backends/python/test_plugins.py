@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import functools
+import itertools
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from genserve.backends.parsed_text import ParsedText
 from genserve.backends.python.decoding import load_decoding
@@ -13,11 +18,13 @@ from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
 from genserve.generation.engine import Engine
 from genserve.generation.pick import pick
 from genserve.generation.plugins import PluginContext, SequencePlugins
+from genserve.generation.speculation import Speculation
 from genserve.llm import LLM
 from genserve.sampling_params import SamplingParams
+from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
-from tests.fakes.sequences import IdText, sample_loop, sequence_of
-from tests.plugins import copy_with_plugins
+from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
+from tests.plugins import copy_with_plugins, documented_model
 
 FAULTY = """
 
@@ -121,6 +128,43 @@ def test_an_output_parser_rewrites_the_text_while_it_streams(llm):
         deltas = list(stream)
     assert "".join(delta.text for delta in deltas) == hidden != plain
     assert sum(bool(delta.text) for delta in deltas) > 1
+
+
+@functools.cache
+def documented():
+    names: dict[str, Any] = {}
+    exec(documented_model(), names)
+    return names
+
+
+PIECES = ["<think>", "</think>", "<", "</", "think>", "a", "\n"]
+
+
+@given(pieces=st.lists(st.sampled_from(PIECES)), cuts=st.lists(st.integers(0, 60)))
+def test_the_documented_parser_hides_the_same_wherever_the_text_is_cut(pieces, cuts):
+    text = "".join(pieces)
+    parser = documented()["Hide"](None)
+    ends = sorted({min(cut, len(text)) for cut in (0, *cuts, len(text))})
+    shown = [parser.push(text[start:end]) for start, end in itertools.pairwise(ends)]
+    expected = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
+    assert "".join(shown) + parser.flush() == expected
+
+
+def test_a_processor_sees_each_token_once_where_several_are_tried_in_one_step():
+    asked: list[int] = []
+
+    def counts(token_ids, logits):
+        asked.append(len(token_ids))
+
+    model = CachedLogits()
+    sequence = sequence_of([5, 6, 7], max_tokens=9, plugins=SequencePlugins(processors=[("counts", counts)]))
+    engine = Engine(model, decode=sample_loop, speculation=Speculation(model, Oracle()), clock=Clock())
+    engine.add(sequence)
+    while engine.step():
+        pass
+    assert "verify 1" in model.forwards
+    assert sequence.token_ids[3:] == greedy_answer([5, 6, 7], num_tokens=9)
+    assert asked == list(range(3, 12))
 
 
 def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
