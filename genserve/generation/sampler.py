@@ -16,7 +16,7 @@ from genserve.generation.likelihood import Asked, likelihood
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.generation.stages import left_by
-from genserve.generation.truncation import BLOCK, Truncation, exponentials, kept
+from genserve.generation.truncation import BLOCK, Truncation, exponentials, kept, level_of_best
 from genserve.request import TokenLogprob
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "uniforms",
 ]
 
+FEW = 4096  # weights that are summed up one by one
 # Makes of a seed another one, for a second number per step.
 ASIDE = np.uint64(0xD1B54A32D192ED03)
 
@@ -113,10 +114,9 @@ def pick_rows(
     logprobs = []
     with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
         for asked in asking:
-            if asked.processed:
-                row, ids = processed(logits[asked.row], rules, index=_index(drawn, asked.row))
-            else:
-                row, ids = raw[asked.row], None
+            row, ids = logits[asked.row] if asked.processed else raw[asked.row], None
+            if asked.processed and (index := _index(drawn, asked.row)) is not None:
+                row, ids = processed(row, rules, index=index)
             token_id = int(token_ids[asked.row])
             found = likelihood(row, token_id, num_top=asked.num_top, named=asked.named, ids=ids)
             logprobs.append(found)
@@ -154,33 +154,33 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
     uniform = uniforms(rows.seed, rows.step)
     token_ids = np.empty(len(logits), dtype=np.int64)
     for index, row in enumerate(logits):
-        if (stages := rows.stages[index]) is not None:
-            ids, values = left_by(row, stages, chance=rows.chance(index))
-            token_ids[index] = _draw_among(ids, values, uniform[index])
-            continue
-        scaled = _scaled(row, rows.temperature[index])
-        token_ids[index] = _draw(scaled, rows.truncation(index, size=row.size), uniform[index])
+        values, ids = processed(row, rows, index=index)
+        place = _draw(exponentials(values), uniform[index])
+        token_ids[index] = place if ids is None else ids[place]
     return token_ids
 
 
-def processed(
-    row: FloatArray, rules: SamplingRows, *, index: int | None
-) -> tuple[FloatArray, TokenArray | None]:
+def processed(row: FloatArray, rules: SamplingRows, *, index: int) -> tuple[FloatArray, TokenArray | None]:
     """Return what a token is drawn from: logits after all rules, and of which ids; None: of all.
 
     Args:
         row: [V] float32; not modified.
-        rules: of the rows that draw.
-        index: of the row among these; None: it does not draw, and is left as it is.
+        rules: of several rows.
+        index: of this one among them.
     """
-    if index is None:
-        return row, None
     if (stages := rules.stages[index]) is not None:
         ids, values = left_by(row, stages, chance=rules.chance(index))
         return values, ids
+    truncation, left = rules.truncation(index, size=row.size), None
+    if truncation.top_k and not truncation.top_n_sigma:
+        # What comes before top-k keeps the order: all the rest of the row needs no temperature.
+        left = np.flatnonzero(row >= level_of_best(row, truncation.top_k))
+        row = row[left]
     scaled = _scaled(row, rules.temperature[index])
-    places = kept(scaled, rules.truncation(index, size=row.size))
-    return (scaled, None) if places is None else (scaled[places], places)
+    places = kept(scaled, truncation)
+    if places is None:
+        return scaled, None
+    return scaled[places], places if left is None else left[places]
 
 
 def _scaled(row: FloatArray, temperature: np.float32) -> FloatArray:
@@ -215,21 +215,10 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def _draw(scaled: FloatArray, rules: Truncation, uniform: float) -> int:
-    """Draw from what a row [V] keeps."""
-    ids = kept(scaled, rules)
-    if ids is None:
-        return _draw_from_all(exponentials(scaled), uniform)
-    return _draw_among(ids, scaled[ids], uniform)
-
-
-def _draw_among(ids: NDArray[np.int64], values: FloatArray, uniform: float) -> int:
-    cumulative = np.cumsum(exponentials(values), dtype=np.float64)
-    return int(ids[_invert(cumulative, uniform)])
-
-
-def _draw_from_all(weights: FloatArray, uniform: float) -> int:
-    """Draw from a whole row in two levels, a block and then a token in it."""
+def _draw(weights: FloatArray, uniform: float) -> int:
+    """Draw a place, of many in two levels: a block and then a place in it."""
+    if weights.size <= FEW:
+        return _invert(np.cumsum(weights, dtype=np.float64), uniform)
     starts = np.arange(0, weights.size, BLOCK)
     cumulative = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
     block = _invert(cumulative, uniform)
