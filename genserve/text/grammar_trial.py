@@ -15,13 +15,13 @@ from typing import Any
 
 __all__ = ["LIMITS", "compile_refusal"]
 
-# Of llguidance's parser, at which an answer fails: its defaults hold up a step for tenths of a second, and
-# take hundreds of megabytes.
+# Of llguidance's parser, at which an answer fails. By its defaults one mask can take a second, during which
+# all other answers wait, and what it keeps hundreds of megabytes; with these some 10 ms and 25 MB.
 LIMITS: Mapping[str, Any] = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
-    "max_lexer_states": 30_000,
+    "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
 MAX_CPU_S = 3
@@ -31,19 +31,19 @@ STACK_BYTES = 4 * 2**20     # less than the threads of a server have
 MAX_MESSAGE_CHARS = 600
 
 
-def compile_refusal(grammar: str) -> str:
-    """Return why a grammar of llguidance does not compile, in at most a few seconds; empty if it does."""
+def compile_refusal(grammar: str, *, max_cpu_s: int = MAX_CPU_S) -> str:
+    """Return why a grammar of llguidance does not compile, in time and memory; empty if it does."""
     import llguidance  # where a first request needs it
 
     packages = Path(llguidance.__file__).parents[1]
-    command = [sys.executable, "-I", "-S", __file__, str(packages)]
+    command = [sys.executable, "-I", "-S", __file__, str(packages), str(max_cpu_s)]
     try:
         child = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=MAX_WALL_S)
     except subprocess.TimeoutExpired:
         return f"it takes longer than {MAX_WALL_S} s to compile"
     if child.returncode == 0:
         return child.stdout.decode(errors="replace")
-    return f"it takes more than {MAX_CPU_S} s, or more memory than it may, to compile; or it nests too deeply"
+    return f"it takes more than {max_cpu_s} s, or more memory than it may, to compile; or it nests too deeply"
 
 
 def _report(grammar: str) -> None:
@@ -56,7 +56,7 @@ def _report(grammar: str) -> None:
     sys.stdout.buffer.write(matcher.get_error()[:MAX_MESSAGE_CHARS].encode())
 
 
-def _bound() -> None:
+def _bound(*, max_cpu_s: int) -> None:
     """Let this process have little, where the system can see to that."""
     try:
         import os
@@ -64,14 +64,15 @@ def _bound() -> None:
     except ImportError:
         return
     os.nice(10)
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":
-    sys.path.append(sys.argv[1])
-    _bound()
+    _, folder, seconds = sys.argv
+    sys.path.append(folder)
+    _bound(max_cpu_s=int(seconds))
     threading.stack_size(STACK_BYTES)
     trial = threading.Thread(target=_report, args=(sys.stdin.buffer.read().decode(),))
     trial.start()

@@ -115,7 +115,7 @@ class Grammars:
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
             reason = _dead_end(matcher.deep_copy())
         if reason:
-            raise _unusable(reason)
+            raise _unusable(f"as it is: {reason}")
         with self._lock:
             self._compiled[outputs] = matcher
             while len(self._compiled) > MAX_COMPILED:
@@ -132,7 +132,10 @@ class Grammars:
                 "structured_outputs needs a model with an end-of-sequence token", field="structured_outputs"
             )
         num_tokens = max(self._vocab_size, self._tokenizer.vocab_size)
-        return LLTokenizer(self._tokenizer.to_json(), n_vocab=num_tokens, eos_token=ending)
+        try:
+            return LLTokenizer(self._tokenizer.to_json(), n_vocab=num_tokens, eos_token=ending)
+        except ValueError as error:
+            raise _unusable(f"with this model, whose tokenizer llguidance does not know: {error}") from None
 
 
 def _dead_end(matcher: LLMatcher) -> str:
@@ -151,7 +154,7 @@ def _failure(matcher: LLMatcher) -> str:
 
 def _unusable(reason: str) -> InvalidRequest:
     name = "structured_outputs"
-    return InvalidRequest(f"{name} cannot be used: {reason}", field=name)
+    return InvalidRequest(f"{name} cannot be used {reason}", field=name)
 
 
 def _source(outputs: StructuredOutputs) -> str:
@@ -173,6 +176,6 @@ def _source(outputs: StructuredOutputs) -> str:
             try:
                 return grammar_from("gbnf", outputs.text)
             except ValueError as error:
-                raise _unusable(str(error)) from None
+                raise _unusable(f"as it is: {error}") from None
         case _:
             return LLMatcher.grammar_from_lark(outputs.text)

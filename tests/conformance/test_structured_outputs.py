@@ -1,0 +1,125 @@
+"""Answers in a form, over real sockets: openai-python, huggingface_hub and our own clients."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+import huggingface_hub
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from genserve import LLM, Client
+from genserve.errors import InvalidRequest
+
+SOME_FORM = {"structured_outputs": {"regex": "a+"}}
+TURN: list[Any] = [{"role": "user", "content": "Rate Paris."}]
+
+
+class Rating(pydantic.BaseModel):
+    """What a program wants of a chat."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    place: Literal["Paris", "Rome"]
+    stars: int = pydantic.Field(ge=1, le=5)
+
+
+@pytest.fixture
+def client(tiny_server):
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_pydantic_class_is_answered_with_an_instance_of_it(client):
+    answer = client.chat.completions.parse(
+        model="tiny", messages=TURN, response_format=Rating, temperature=1.0, seed=1, n=3
+    )
+    assert all(isinstance(choice.message.parsed, Rating) for choice in answer.choices)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+def test_a_stream_of_a_pydantic_class_ends_with_an_instance_of_it(client):
+    asked: dict[str, Any] = {"model": "tiny", "messages": TURN, "seed": 2}
+    with client.chat.completions.stream(**asked, response_format=Rating) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion().choices[0].message
+    assert isinstance(final.parsed, Rating)
+    assert "".join(pieces) == final.content
+    whole = client.chat.completions.parse(**asked, response_format=Rating)
+    assert whole.choices[0].message.content == final.content
+
+
+def test_the_form_of_a_completion(client):
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}
+    asked = {"type": "json_schema", "json_schema": {"name": "flags", "schema": schema}}
+    answer = client.completions.create(
+        model="tiny", prompt=["a", "b"], max_tokens=200, seed=3, extra_body={"response_format": asked}
+    )
+    for choice in answer.choices:
+        jsonschema.validate(json.loads(choice.text), schema)
+
+
+def test_a_form_that_max_tokens_cuts_ends_by_length(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=TURN, max_tokens=3, extra_body={"structured_outputs": {"regex": "[ab]{50}"}}
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, **SOME_FORM}, "structured_outputs"),
+        ({**SOME_FORM, "use_beam_search": True}, "structured_outputs"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_cannot_be_kept_to_is_refused_where_it_was_said(client, extra, param, stream):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(
+            model="tiny", messages=TURN, max_tokens=5, temperature=0, stream=stream, extra_body=extra
+        )
+    assert refusal.value.param == param
+
+
+def test_tgis_grammar(tiny_server):
+    client = huggingface_hub.InferenceClient(tiny_server.url)
+    text = client.text_generation(
+        "x", grammar={"type": "regex", "value": "[ab]{3}-[0-9]"}, max_new_tokens=30, do_sample=True, seed=4
+    )
+    assert re.fullmatch("[ab]{3}-[0-9]", text)
+    with pytest.raises(huggingface_hub.errors.ValidationError, match=r"parameters\.grammar"):
+        client.text_generation("x", grammar={"type": "regex", "value": "[a"}, max_new_tokens=3)
+
+
+def test_our_client_and_our_library_answer_alike(tiny_server, tiny_repository):
+    options: Any = {"structured_outputs": {"choice": ["yes", "no", "both"]}, "temperature": 1.0, "seed": 5}
+    with Client(tiny_server.url) as client, LLM(tiny_repository) as llm:
+        here = llm.chat("?", **options)
+        assert here.text in ("yes", "no", "both")
+        assert client.chat("?", **options) == here
+        assert client.generate("?", **options).text == llm.generate("?", **options).text
+        with pytest.raises(InvalidRequest) as refusal:
+            client.chat("?", structured_outputs={"regex": "[a"})
+    assert refusal.value.field == "structured_outputs"
+
+
+def test_a_form_is_kept_beside_answers_without_one(tiny_server):
+    """The neighbours' texts are those that they have alone."""
+    free: Any = {"temperature": 1.0, "seed": 6, "max_tokens": 20, "ignore_eos": True}
+    with Client(tiny_server.url) as client:
+        alone = client.generate("hello", **free).text
+        held: Any = {"structured_outputs": {"regex": "[a-z]{40}"}, "temperature": 1.0, "max_tokens": 60}
+        with client.stream("x", **held) as stream:
+            assert next(stream.text_stream)
+            assert client.generate("hello", **free).text == alone
+            assert re.fullmatch("[a-z]{40}", stream.final().text)

@@ -1,0 +1,217 @@
+"""Masks in a step: grammars here are tables of which ids may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from genserve.backends import row_picker
+from genserve.errors import InvalidRequest, ModelFailed
+from genserve.generation.answer_grammar import token_masks
+from genserve.generation.engine import Engine
+from genserve.generation.pick import pick
+from genserve.generation.speculation import Speculation
+from genserve.request import FinishReason
+from tests.fakes.drafts import Foreseen
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits
+from tests.fakes.sequences import Clock, sample_loop, sequence_of
+
+EOS = 5
+
+
+class Steps:
+    """`AnswerGrammar`: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
+
+    def __init__(self, *steps: Sequence[int]) -> None:
+        self.failure = ""
+        self._steps = list(steps)
+
+    @property
+    def complete(self) -> bool:
+        return not self._steps
+
+    def fill(self, mask: np.ndarray) -> None:
+        bits = np.zeros(32 * mask.size, dtype=np.uint8)
+        bits[list(self._steps[0])] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        self.failure = "" if self._steps[0] else "too many states"
+
+    def accept(self, token_id: int) -> bool:
+        return token_id in self._steps.pop(0)
+
+
+def run(engine: Engine, *sequences) -> dict:
+    """Run to the end; returns the errors of those that failed."""
+    failed = {}
+    for sequence in sequences:
+        engine.add(sequence)
+    while result := engine.step():
+        failed |= result.failed
+        engine.check_integrity()
+    return failed
+
+
+def answer(sequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+@pytest.mark.parametrize("num_tokens", [64, 70, 320])
+def test_every_bit_forbids_its_own_token(num_tokens):
+    allowed = [0, 31, 32, 63]
+    masks = token_masks([None, Steps(allowed), Steps([7])], num_tokens=num_tokens)
+    assert masks is not None
+    assert masks.rows == (1, 2)
+    assert masks.forced == {2}
+    (_, of_first), (_, of_second) = masks.forbidden(num_tokens)
+    assert np.flatnonzero(~of_first).tolist() == allowed
+    assert np.flatnonzero(~of_second).tolist() == [7]
+
+
+def test_rows_without_a_grammar_make_no_mask():
+    assert token_masks([None, None], num_tokens=64) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_gets_what_its_grammar_allows_and_its_neighbour_what_it_would_get_alone(temperature):
+    def beside(**grammar):
+        return sequence_of([3, 4], max_tokens=6, temperature=temperature, seed=11, **grammar)
+
+    alone = beside()
+    run(Engine(CachedLogits(), decode=sample_loop), alone)
+    for constrained in ([[8, 9, 10]] * 4, [[VOCAB_SIZE - 1]] * 4):
+        plain, held = beside(), beside(grammar=Steps(*constrained))
+        assert run(Engine(CachedLogits(), decode=sample_loop), plain, held) == {}
+        assert answer(plain) == answer(alone)
+        assert all(token_id in step for token_id, step in zip(answer(held), constrained, strict=True))
+
+
+def test_an_answer_ends_where_its_form_is_complete_even_before_min_tokens_and_at_the_last_token():
+    for limits in ({"max_tokens": 9, "min_tokens": 5}, {"max_tokens": 2}):
+        sequence = sequence_of([3, 4], grammar=Steps([8], [9]), eos_token_ids=[EOS], **limits)
+        run(Engine(CachedLogits(), decode=sample_loop), sequence)
+        assert answer(sequence) == [8, 9]
+        assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
+
+
+def test_max_tokens_cuts_a_form_that_is_not_complete():
+    sequence = sequence_of([3, 4], grammar=Steps([8], [9], [10]), max_tokens=2)
+    run(Engine(CachedLogits(), decode=sample_loop), sequence)
+    assert (answer(sequence), sequence.finish_reason) == ([8, 9], FinishReason.LENGTH)
+
+
+def test_a_grammar_that_fails_fails_its_own_request_alone():
+    plain, held = sequence_of([3, 4], max_tokens=6), sequence_of([3, 4], grammar=Steps([8], []), max_tokens=6)
+    failed = run(Engine(CachedLogits(), decode=sample_loop), plain, held)
+    assert list(failed) == [held]
+    assert isinstance(failed[held], InvalidRequest)
+    assert "too many states" in str(failed[held])
+    assert len(answer(plain)) == 6
+
+
+def test_what_grammar_and_other_rules_leave_together_is_nothing_and_says_so():
+    held = sequence_of([3, 4], grammar=Steps([8], [9]), suppress_tokens=(8,), max_tokens=6)
+    failed = run(Engine(CachedLogits(), decode=sample_loop), held)
+    assert "leaves no token" in str(failed[held])
+
+
+def test_the_other_rules_act_on_what_the_grammar_leaves():
+    held = sequence_of([3, 4], grammar=Steps([8, 9], [8, 9]), logit_bias={9: 100.0, 20: 100.0}, max_tokens=2)
+    run(Engine(CachedLogits(), decode=sample_loop), held)
+    assert answer(held) == [9, 9]
+
+
+def test_log_probabilities_are_the_models_or_those_of_what_is_left():
+    for mode, known in (("raw", False), ("processed", True)):
+        held = sequence_of([3, 4], grammar=Steps([8]), logprobs=True, logprobs_mode=mode, max_tokens=2)
+        run(Engine(CachedLogits(), decode=sample_loop), held)
+        delta = held.take_delta()
+        assert delta is not None
+        assert (delta.logprobs[0] == 0.0) is known
+
+
+def test_a_loop_that_appends_what_its_form_forbids_fails():
+    async def stubborn(sequence):
+        await sequence.sample()
+        sequence.append(20)
+
+    held = sequence_of([3, 4], grammar=Steps([8, 9]), max_tokens=6)
+    failed = run(Engine(CachedLogits(), decode=stubborn), held)
+    assert isinstance(failed[held], ModelFailed)
+    assert "grammar" in str(failed[held])
+
+
+def test_a_loop_may_append_of_its_own_what_its_form_allows():
+    async def own(sequence):
+        sequence.append(8)
+        while not sequence.finished:
+            sequence.append(await sequence.sample())
+
+    held = sequence_of([3, 4], grammar=Steps([8, 9], [10]), max_tokens=6)
+    assert run(Engine(CachedLogits(), decode=own), held) == {}
+    assert answer(held) == [8, 10]
+
+
+def halves() -> Steps:
+    """36 times: one of half the ids, in turns."""
+    return Steps(*[range(32), range(32, 64)] * 18)
+
+
+def held_alone(prompt: Sequence[int]) -> list[int]:
+    sequence = sequence_of(prompt, max_length=48, grammar=halves())
+    run(Engine(CachedLogits(), decode=sample_loop), sequence)
+    return answer(sequence)
+
+
+def test_a_preempted_answer_goes_on_in_its_form():
+    model = CachedLogits(num_slots=2, max_length=48, page_tokens=4, max_cached_tokens=64)
+    engine = Engine(model, decode=sample_loop)
+    held = [sequence_of([n] * 10, max_length=48, grammar=halves()) for n in (1, 2)]
+    engine.add(held[0])
+    engine.step()
+    assert run(engine, held[1]) == {}
+    assert held[1].preempted
+    for sequence in held:
+        assert answer(sequence) == held_alone(sequence.token_ids[:10])
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.3])
+def test_an_answer_that_is_foreseen_is_the_one_without_foresight(error_rate):
+    prompt = [5] * 10
+    known = sequence_of([*prompt, *held_alone(prompt)])
+    known.num_prompt_tokens = len(prompt)
+    model = CachedLogits(max_length=64)
+    speculation = Speculation(model, Foreseen([known], error_rate=error_rate))
+    engine = Engine(model, decode=sample_loop, speculation=speculation, clock=Clock())
+    held = sequence_of(prompt, max_length=48, grammar=halves())
+    assert run(engine, held) == {}
+    assert answer(held) == answer(known)
+    assert "verify 1" in model.forwards
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_torch_masks_as_numpy_does(temperature):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((6, 320), dtype=np.float32)
+    steps = [None, range(300, 320), [7], None, rng.choice(320, 200, replace=False).tolist(), [319, 0]]
+
+    def sequences():
+        return [
+            sequence_of(
+                [1],
+                vocab_size=320,
+                temperature=temperature,
+                seed=row,
+                logprobs=True,
+                grammar=None if step is None else Steps(list(step)),
+            )
+            for row, step in enumerate(steps)
+        ]
+
+    of_numpy = pick(logits.copy(), sequences(), picker=row_picker.pick_rows)
+    of_torch = pick(torch.from_numpy(logits.copy()), sequences(), picker=row_picker.pick_rows)
+    assert [p.token_id for p in of_torch] == [p.token_id for p in of_numpy]
+    for picked, step in zip(of_torch, steps, strict=True):
+        assert step is None or picked.token_id in step

@@ -1,0 +1,99 @@
+"""Forms that would hold up a server, or end it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from genserve.errors import InvalidRequest
+from genserve.structured_outputs import StructuredOutputs, structured_outputs
+from genserve.text.grammar_trial import compile_refusal
+from genserve.text.grammars import Grammars
+from genserve.text.tokenizer import Tokenizer
+
+ENDLESS = {"type": "string", "allOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(30)]}
+DEEP_RULES = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(4000)) + '\nr4000: "c"'
+DEEP_REFERENCES = {
+    "$ref": "#/$defs/0",
+    "$defs": {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}, "type": "array"} for n in range(1000)},
+}
+
+
+def of_schema(schema) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def of_lark(text: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(text)
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_repository) -> Grammars:
+    return Grammars(Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1"), vocab_size=320)
+
+
+def test_what_compiles_is_not_refused():
+    assert compile_refusal(of_schema(nested(30))) == ""
+    assert compile_refusal(of_lark('start: "a"')) == ""
+
+
+def test_the_reason_is_that_of_the_compiler():
+    assert "nobody" in compile_refusal(of_lark("start: nobody"))
+    assert "recursion limit" in compile_refusal(of_schema(nested(200)))
+
+
+@pytest.mark.parametrize("schema", [ENDLESS, {"type": "integer", "multipleOf": 99999989}])
+def test_a_schema_that_takes_for_ever_is_refused_in_bounded_time(schema):
+    assert "more than 1 s" in compile_refusal(of_schema(schema), max_cpu_s=1)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        of_lark(DEEP_RULES),
+        of_schema(DEEP_REFERENCES | {"$defs": DEEP_REFERENCES["$defs"] | {"1000": {}}}),
+    ],
+    ids=["rules", "references"],
+)
+def test_what_nests_deeper_than_the_stack_ends_a_process_of_its_own(grammar):
+    assert "nests too deeply" in compile_refusal(grammar)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": "(" * 20000 + "a" + ")" * 20000},
+        {"grammar": "start: " + "(" * 20000 + '"a"' + ")" * 20000},
+        {"grammar": "root ::= " + "(" * 20000 + '"a"' + ")" * 20000},
+    ],
+    ids=["regex", "lark", "gbnf"],
+)
+def test_what_is_too_much_for_a_parser_is_refused(grammars, options):
+    form = structured_outputs(options)
+    assert form is not None
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        grammars.begin(form)
+
+
+def test_a_regex_of_endless_states_fails_where_it_gets_too_large(grammars):
+    grammar = grammars.begin(StructuredOutputs(form="regex", text="(a?){1000}{1000}"))
+    mask = np.empty(10, dtype=np.int32)
+    for _ in range(2000):
+        grammar.fill(mask)
+        if not mask.any():
+            break
+        assert grammar.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1]))
+    assert "too many" in grammar.failure
