@@ -60,7 +60,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> C
     Raises:
         InvalidRequest: an option is unknown or out of range.
     """
-    params = _params(options)
+    params = _generate_params(options)
     body = tgi_generate.request_body(prompt, model=model, params=params)
 
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
@@ -77,7 +77,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> C
 
 def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamCall:
     """Complete a prompt, delta by delta. Raises what `generate` raises."""
-    params = _params(options)
+    params = _generate_params(options)
     body = tgi_generate.request_body(prompt, model=model, params=params)
     return StreamCall(
         request=_post("/generate_stream", body),
@@ -145,22 +145,19 @@ def models() -> Call[list[str]]:
 def _chat_body(
     messages: Messages, *, model: str | None, options: Mapping[str, Any]
 ) -> tuple[SamplingParams, dict[str, Any]]:
-    params = _params(options)
+    params = sampling_params(options)
     return params, openai_chat.request_body(read_chat(messages), model=model, params=params)
 
 
-def _params(options: Mapping[str, Any]) -> SamplingParams:
-    """Read the options of all but `complete`, whose dialect has token ids for what these would answer."""
+def _generate_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Read the options; TGI's dialect has no answer to these."""
     params = sampling_params(options)
     for name, asked in (
-        ("top_logprobs", params.top_logprobs > 0),
         ("logprob_token_ids", bool(params.logprob_token_ids)),
         ("prompt_logprobs", params.prompt_logprobs is not None),
     ):
         if asked:
-            raise InvalidRequest(
-                f"{name} is not for this client", field=name, remedy="use complete, or LLM"
-            )
+            raise InvalidRequest(f"{name} is not for generate", field=name, remedy="use complete, or LLM")
     return params
 
 

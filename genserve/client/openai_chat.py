@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from genserve.request import Chat, Completion, Delta, FinishReason, StopReason, Usage
+from genserve.client.scored_tokens import read_prompt_logprobs, token_id_of
+from genserve.request import Chat, Completion, Delta, FinishReason, StopReason, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerEvents", "finish_reason_of", "read_completion", "request_body"]
@@ -23,6 +24,7 @@ def request_body(chat: Chat, *, model: str | None, params: SamplingParams) -> di
         "messages": [asdict(message) for message in chat.messages],
         **_template_fields(chat),
         **params.changed(),
+        **({"return_tokens_as_token_ids": True} if _wants_others(params) else {}),
         "temperature": params.temperature,
         "return_token_ids": True,
     }
@@ -49,6 +51,10 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
         text=choice["message"]["content"],
         token_ids=_token_ids(choice),
         logprobs=_logprobs(choice, params),
+        top_logprobs=_top_logprobs(choice, params),
+        prompt_logprobs=read_prompt_logprobs(
+            reply.get("prompt_token_ids") or (), reply.get("prompt_logprobs") or ()
+        ),
         finish_reason=finish_reason_of(choice),
         stop_reason=choice.get("stop_reason"),
         usage=_usage(reply["usage"]),
@@ -76,6 +82,7 @@ class AnswerEvents:
             text=choice["delta"].get("content") or "",
             token_ids=_token_ids(choice),
             logprobs=_logprobs(choice, self._params),
+            top_logprobs=_top_logprobs(choice, self._params),
         )
         if self._finish_reason and chunk.get("usage"):
             return replace(
@@ -97,6 +104,18 @@ def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float,
         return ()
     # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
     return tuple(float("nan") if e["logprob"] is None else e["logprob"] for e in found["content"])
+
+
+def _wants_others(params: SamplingParams) -> bool:
+    return bool(params.top_logprobs or params.logprob_token_ids)
+
+
+def _top_logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[TopTokens, ...]:
+    found = choice.get("logprobs")
+    if not _wants_others(params) or not found:
+        return ()
+    tops = (entry["top_logprobs"] for entry in found["content"])
+    return tuple(tuple((token_id_of(one["token"]), one["logprob"]) for one in top) for top in tops)
 
 
 def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:

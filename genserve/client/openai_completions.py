@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genserve.client.openai_chat import finish_reason_of
-from genserve.request import Completion, TokenLogprob, TopTokens, Usage
+from genserve.client.scored_tokens import read_prompt_logprobs, token_id_of
+from genserve.request import Completion, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["read_completions", "request_body"]
-
-ID_PREFIX = "token_id:"
 
 
 def request_body(
@@ -58,7 +57,7 @@ def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion
         # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
         logprobs=tuple(math.nan if level is None else level for level in told.get("token_logprobs", ())),
         top_logprobs=tops,
-        prompt_logprobs=_prompt_logprobs(prompt_ids, choice.get("prompt_logprobs") or ()),
+        prompt_logprobs=read_prompt_logprobs(prompt_ids, choice.get("prompt_logprobs") or ()),
         finish_reason=finish_reason_of(choice),
         stop_reason=choice.get("stop_reason"),
         usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
@@ -67,25 +66,9 @@ def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion
 
 def _top(levels: Mapping[str, float], params: SamplingParams) -> TopTokens:
     """Read the others that were asked for; the token itself is beside them."""
-    pairs = ((int(name.removeprefix(ID_PREFIX)), level) for name, level in levels.items())
+    pairs = ((token_id_of(name), level) for name, level in levels.items())
     top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
     if params.logprob_token_ids:
         return tuple(pair for pair in top if pair[0] in params.logprob_token_ids)
     return tuple(top[: params.top_logprobs])
 
-
-def _prompt_logprobs(
-    prompt_ids: Sequence[int], entries: Sequence[Mapping[str, Mapping[str, Any]] | None]
-) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        _token_logprob(token_id, entry)
-        for token_id, entry in zip(prompt_ids, entries, strict=bool(entries))
-        if entry is not None
-    )
-
-
-def _token_logprob(token_id: int, entry: Mapping[str, Mapping[str, Any]]) -> TokenLogprob:
-    ranked = sorted((one["rank"], int(i), one["logprob"]) for i, one in entry.items() if one["rank"])
-    return TokenLogprob(
-        logprob=entry[str(token_id)]["logprob"], top=tuple((i, level) for _, i, level in ranked)
-    )

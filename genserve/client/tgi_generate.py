@@ -6,10 +6,10 @@ by vLLM's names are genserve's additions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from genserve.request import Completion, Delta, FinishReason, Usage
+from genserve.request import Completion, Delta, FinishReason, TopTokens, Usage
 from genserve.sampling_params import SamplingParams
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
@@ -27,6 +27,8 @@ def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> d
     changed.pop("logprobs", None)  # the details have them
     if "max_tokens" in changed:
         changed["max_new_tokens"] = changed.pop("max_tokens")
+    if "top_logprobs" in changed:
+        changed["top_n_tokens"] = changed.pop("top_logprobs")
     if params.temperature == 0:
         changed = {name: value for name, value in changed.items() if name not in _SAMPLING}
     parameters = {"details": True, "do_sample": params.temperature > 0, **changed}
@@ -53,6 +55,7 @@ def read_completion(
         text=reply["generated_text"],
         token_ids=tuple(token["id"] for token in details["tokens"]),
         logprobs=_logprobs(details["tokens"], params),
+        top_logprobs=_top_logprobs(details.get("top_tokens") or ()),
         finish_reason=_finish_reason(details),
         stop_reason=details.get("stop_reason"),
         usage=Usage(
@@ -92,6 +95,7 @@ class AnswerEvents:
             text=text,
             token_ids=(token["id"],),
             logprobs=_logprobs([token], self._params),
+            top_logprobs=_top_logprobs([event["top_tokens"]]) if event.get("top_tokens") else (),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             usage=usage,
@@ -108,6 +112,10 @@ def _finish_reason(details: Mapping[str, Any]) -> FinishReason:
 def _logprobs(tokens: list[Mapping[str, Any]], params: SamplingParams) -> tuple[float, ...]:
     # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
     return tuple(_number(token["logprob"]) for token in tokens) if params.logprobs else ()
+
+
+def _top_logprobs(tops: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[TopTokens, ...]:
+    return tuple(tuple((token["id"], token["logprob"]) for token in top) for top in tops)
 
 
 def _number(value: float | None) -> float:

@@ -144,12 +144,34 @@ def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
     assert client.models() == [llm.model]
 
 
-@pytest.mark.parametrize("options", [{"prompt_logprobs": 0}, {"logprobs": True, "top_logprobs": 2}])
-def test_what_the_wire_has_no_words_for_is_refused_by_name(client: Any, options: SamplingOptions) -> None:
-    for ask in (client.generate, client.stream, client.chat, client.chat_stream):
+@pytest.mark.parametrize(
+    "options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}]
+)
+def test_what_tgis_dialect_has_no_words_for_is_refused_by_name(client: Any, options: SamplingOptions) -> None:
+    for ask in (client.generate, client.stream):
         with pytest.raises(InvalidRequest) as refused:
             ask("Tea is", **options)
         assert refused.value.field in options
+
+
+def test_the_likeliest_tokens_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
+    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=3)
+    generated, chatted = llm.generate("Tea is", **options), llm.chat("Hi", **options)
+    assert [len(top) for top in generated.top_logprobs] == [3] * 4
+    for found, expected in (
+        (client.generate("Tea is", **options), generated),
+        (client.stream("Tea is", **options).final(), generated),
+        (client.chat("Hi", **options), chatted),
+        (client.chat_stream("Hi", **options).final(), chatted),
+    ):
+        assert levels(found, logprobs=True) == pytest.approx(levels(expected, logprobs=True), abs=1e-4)
+
+
+def test_a_chat_is_scored_as_in_process(client: Any, llm: LLM) -> None:
+    options = SamplingOptions(max_tokens=2, logprobs=True, logprob_token_ids=[9, 3], prompt_logprobs=1)
+    expected = levels(llm.chat("Hi", **options), logprobs=True)
+    assert len(expected) > 10
+    assert levels(client.chat("Hi", **options), logprobs=True) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
