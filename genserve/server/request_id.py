@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import uuid
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["RequestId"]
 
 # What may stand in a log as it is; anything else is not given back.
-_ID = re.compile(r"[!-~]{1,128}")
+_ID = re.compile(rb"[!-~]{1,128}")
+_NAME = b"x-request-id"
 
 
 class RequestId:
@@ -25,12 +25,12 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        given = next((value for name, value in scope["headers"] if name == _NAME), b"")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] = [*message["headers"], (_NAME, request_id)]
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -44,6 +44,7 @@ class Plugin:
     name: str
     factory: Callable[..., Any]
     arguments: TypeAdapter[dict[str, Any]]
+    schema: Mapping[str, Any]       # of the arguments, as JSON
 
     def make(self, call: PluginCall, context: PluginContext, *, field: str) -> Any:
         """Make one for a token sequence.
@@ -101,7 +102,7 @@ class Plugins:
     def described(self) -> dict[str, dict[str, Any]]:
         """Return, by kind and name, the JSON schema of the arguments of each."""
         return {
-            kind: {name: plugin.arguments.json_schema() for name, plugin in plugins.items()}
+            kind: {name: plugin.schema for name, plugin in plugins.items()}
             for kind, plugins in self.by_kind.items()
             if plugins
         }
@@ -146,6 +147,7 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
     try:
         _require_methods(kind, factory)
         arguments = _arguments(name, factory)
+        schema = arguments.json_schema()
     except Exception as error:  # an annotation is code of the repository
         reason = str(error).partition("\n")[0]  # pydantic's go on for a page
         raise RepositoryError(
@@ -156,7 +158,7 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
             f"{_where(factory, path)}: {kind}[{name!r}]: its hook is {factory.hook!r}",
             remedy=f"it is one of {', '.join(HOOKS)}",
         )
-    return Plugin(kind=_KINDS[kind], name=name, factory=factory, arguments=arguments)
+    return Plugin(kind=_KINDS[kind], name=name, factory=factory, arguments=arguments, schema=schema)
 
 
 def _require_methods(kind: str, factory: Any) -> None:
