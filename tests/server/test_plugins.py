@@ -71,7 +71,7 @@ def test_the_ensemble_takes_them_as_parameters_in_json(server, answered):
         ({"output_parser": "hide"}, "output_parser must be JSON as text"),
         ({"stop_rules": 3}, "stop_rules must be JSON as text"),
         ({"stop_rules": '[{"name": "x"}]'}, "stop_rules[0].name: the model has no stop rule 'x'"),
-        ({"cache_salt": 3}, "cache_salt must have"),
+        ({"cache_salt": 3}, "cache_salt must be text"),
     ],
 )
 def test_the_ensemble_refuses_what_they_cannot_be(server, parameters, words):
