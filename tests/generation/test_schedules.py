@@ -145,6 +145,6 @@ def test_no_schedule_changes_an_answer_loses_a_request_or_passes_the_budget(firs
     for schedule in schedules:
         schedule.run(num_steps=25)
     assert sum(schedule.num_preempted for schedule in schedules) > 5
-    assert sum(s.num_cached_tokens for schedule in schedules for s in schedule.ended) > 500
+    assert sum(s.num_cached_tokens for schedule in schedules for s in schedule.ended) > 250
     num_accepted = sum(schedule.num_accepted for schedule in schedules)
     assert 100 < num_accepted < sum(schedule.num_drafted for schedule in schedules)
