@@ -78,12 +78,13 @@ class GenerationEnsemble:
         return sequence
 
     def prepare_choices(
-        self, prompt: Prompt, params: SamplingParams, *, num_choices: int
+        self, prompt: Prompt, params: SamplingParams, *, num_choices: int, arrived_s: float | None = None
     ) -> list[TokenSequence]:
         """Turn a prompt into so many token sequences, ready to submit to `loop`.
 
         Takes time in proportion to the prompt: keep it off an event loop. Where there is a seed, the
-        choices have it and the ones after it, so that they differ.
+        choices have it and the ones after it, so that they differ. `max_time_ms` begins at `arrived_s` by the
+        clock of `loop`; None: now.
 
         Raises:
             InvalidRequest: an empty prompt, bad text or messages, ids outside the vocabulary;
@@ -93,8 +94,9 @@ class GenerationEnsemble:
         """
         width = self._beam_width(params, num_choices=num_choices)
         max_length = self.loop.longest(width) if width > 1 else self.max_length
-        limit_ms = params.max_time_ms
-        deadline_s = None if limit_ms is None else self.loop.now_s + limit_ms / 1000
+        deadline_s = None
+        if params.max_time_ms is not None:
+            deadline_s = (self.loop.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000
         field, token_ids = self._encode(prompt)
         token_ids = self._truncated(token_ids, params, max_length=max_length)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)

@@ -95,7 +95,8 @@ class Services:
         if params.best_of > n:
             n, params = params.best_of, replace(params, logprobs=True)
         _check_count(len(prompts), n=n, limit=ensemble.loop.capacity)
-        sequences = await run_in_threadpool(_prepare, ensemble, prompts, params, n)
+        arrived_s = ensemble.loop.now_s
+        sequences = await run_in_threadpool(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
         # Before the engine's thread has them.
         prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
         if self._outbox is None:
@@ -119,12 +120,17 @@ def _check_count(num_prompts: int, *, n: int, limit: int) -> None:
 
 
 def _prepare(
-    ensemble: GenerationEnsemble, prompts: Sequence[Prompt], params: SamplingParams, n: int
+    ensemble: GenerationEnsemble,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    n: int,
+    arrived_s: float,
 ) -> list[TokenSequence]:
     sequences: list[TokenSequence] = []
     for index, prompt in enumerate(prompts):
         try:
-            sequences += ensemble.prepare_choices(prompt, params, num_choices=n)
+            sequences += ensemble.prepare_choices(prompt, params, num_choices=n, arrived_s=arrived_s)
         except InvalidRequest as error:
             raise renamed(error, {"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {}) from None
     return sequences

@@ -97,3 +97,13 @@ def test_the_token_that_begins_each_text_stays_where_a_prompt_is_cut_on_the_left
     assert ensemble.prepare([5, 6, 7, 8, 9], params).token_ids == [5, 8, 9]
     assert ensemble.prepare([6, 5, 7, 8, 9], params).token_ids == [7, 8, 9]
     assert ensemble.prepare([5, 6], SamplingParams(truncate_prompt_tokens=1)).token_ids == [5]
+
+
+def test_the_time_of_a_request_begins_when_it_came_and_is_that_of_all_its_choices(ensemble):
+    params = SamplingParams(max_time_ms=1500)
+    sequences = ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
+    assert [sequence.deadline_s for sequence in sequences] == [8.5, 8.5]
+    before_s = ensemble.loop.now_s
+    sequence = ensemble.prepare("x", params)
+    assert before_s + 1.5 <= sequence.deadline_s <= ensemble.loop.now_s + 1.5
+    assert ensemble.prepare("x", SamplingParams()).deadline_s is None
