@@ -19,6 +19,7 @@ _LOGITS = {
     "kv_cache_bytes": _BYTES,             # what the KV cache of all slots may take together
     "prefix_cache": _SWITCH,              # whether token sequences share what they begin with
     "speculation": _METHOD,               # how tokens are drafted
+    "draft_model": _TEXT,                 # the ensemble that drafts them
 }
 _ONNXRUNTIME = _LOGITS | {
     "intra_op_thread_count": _NUMBER,

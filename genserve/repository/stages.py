@@ -111,7 +111,7 @@ def load_generation(
     accept(fault for model in (entry, *stages.values()) for fault in model_faults(model, entries))
     names = _logits_names(stages["logits"])
     placement = logits_placement(stages["logits"], strict_placement=options.strict_placement)
-    ensemble = _ensemble(entry, stages, placement=placement, options=options, metrics=metrics)
+    ensemble = _ensemble(entry, stages, entries, placement=placement, options=options, metrics=metrics)
     load_s = time.monotonic() - started_s
     of_text, of_logits = ModelStatistics(), ModelStatistics()
     generation = TextGeneration(ensemble, statistics=of_text)
@@ -164,7 +164,13 @@ class _Inside:
 
 
 def _ensemble(
-    entry: ModelEntry, stages: Chain, *, placement: Placement, options: RepositoryOptions, metrics: Metrics
+    entry: ModelEntry,
+    stages: Chain,
+    entries: Mapping[str, ModelEntry],
+    *,
+    placement: Placement,
+    options: RepositoryOptions,
+    metrics: Metrics,
 ) -> GenerationEnsemble:
     tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
     decoder = stages["decoder"]
@@ -177,7 +183,9 @@ def _ensemble(
         stage=stages["logits"],
         options=options,
         metrics=metrics,
-        speculation=load_drafting(stages["logits"], logits, placement=placement),
+        speculation=load_drafting(
+            stages["logits"], logits, entries, tokenizer=tokenizer, placement=placement
+        ),
     )
     return GenerationEnsemble(
         name=entry.name,

@@ -72,6 +72,10 @@ class Tokenizer:
             tokenizer = _IN_USE[key] = Tokenizer(read_tokenizer_files(path))
         return tokenizer
 
+    def has_vocabulary_of(self, other: Tokenizer) -> bool:
+        """Whether each token id means the same in both."""
+        return bool(self._backend.get_vocab() == other._backend.get_vocab())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. Text of special tokens in it means these tokens: the caller meant them.
 

@@ -14,23 +14,32 @@ from genserve.errors import GenserveError
 from genserve.repository.drafting import load_drafting
 from genserve.repository.index import scan
 from genserve.repository.logits_runtime import logits_file
+from genserve.text.tokenizer import Tokenizer
+from tests.checkpoints import tiny_tokenizer
 from tests.fakes.logits import CachedLogits
 
 PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
 
 
-def speculating(repository: Path, root: Path, method: str = "prompt_lookup") -> Path:
-    shutil.copytree(repository, root, dirs_exist_ok=True)
-    parameter = f'parameters [ {{ key: "speculation" value {{ string_value: "{method}" }} }} ]\n'
-    [config] = root.glob("*_logits/config.pbtxt")
-    config.write_text(config.read_text() + parameter)
+def speculating(repository: Path, root: Path, **parameters: str) -> Path:
+    """A copy of the repository with these parameters of `tiny`, prompt lookup if there are none."""
+    shutil.copytree(repository, root)
+    config = root / "tiny_logits" / "config.pbtxt"
+    for name, value in (parameters or {"speculation": "prompt_lookup"}).items():
+        add_parameter(config, name, value)
     return root
 
 
-def test_the_texts_are_those_without(tiny_repository, tmp_path):
+def add_parameter(config: Path, name: str, value: str) -> None:
+    parameter = f'parameters [ {{ key: "{name}" value {{ string_value: "{value}" }} }} ]\n'
+    config.write_text(config.read_text() + parameter)
+
+
+@pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
+def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
     with (
         LLM(tiny_repository) as plain,
-        LLM(speculating(tiny_repository, tmp_path / "models")) as speculative,
+        LLM(speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
     ):
         for options in ({}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2, "logprobs": True}):
             for prompt in PROMPTS:
@@ -40,19 +49,42 @@ def test_the_texts_are_those_without(tiny_repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [("prompt_lookups", "method of speculation"), ("prompt_lookup", "verification.onnx is missing")],
+    ("parameters", "message"),
+    [
+        ({"speculation": "prompt_lookups"}, "method of speculation"),
+        ({"draft_model": "nobody"}, "'nobody' is not in the repository"),
+        ({"draft_model": "tiny_logits"}, "'tiny_logits' is not in the repository as a model that generates"),
+        ({"draft_model": "tiny", "speculation": "prompt_lookup"}, "has two drafts"),
+    ],
 )
-def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, method, message):
-    root = speculating(tiny_repository, tmp_path / "models", method)
-    (root / "tiny_logits" / "1" / "verification.onnx").unlink()
+def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, parameters, message):
+    root = speculating(tiny_repository, tmp_path / "models", **parameters)
     with pytest.raises(GenserveError, match=message):
         LLM(root)
+
+
+def test_an_export_that_has_no_graph_for_it_is_refused(tiny_repository, tmp_path):
+    root = speculating(tiny_repository, tmp_path / "models")
+    (root / "tiny_logits" / "1" / "verification.onnx").unlink()
+    with pytest.raises(GenserveError, match=r"verification.onnx is missing"):
+        LLM(root)
+
+
+def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
+    root = speculating(tiny_repository, tmp_path / "models", draft_model="other")
+    for stage in ("", "_tokenizer", "_logits", "_decoder"):
+        copy = shutil.copytree(tiny_repository / f"tiny{stage}", root / f"other{stage}")
+        config = copy / "config.pbtxt"
+        config.write_text(config.read_text().replace("tiny", "other"))
+    tiny_tokenizer(vocab_size=300).save(str(root / "other_tokenizer" / "1" / "tokenizer.json"))
+    with pytest.raises(GenserveError, match="another vocabulary"):
+        LLM(root, "tiny")
 
 
 @pytest.mark.parametrize("kind", ["CPU", "GPU"])
 def test_only_graphs_of_ours_on_the_cpu_speculate(tiny_repository, tmp_path, kind):
     entry = scan([speculating(tiny_repository, tmp_path / "models")])["tiny_logits"]
+    tokenizer = Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1")
     logits = OnnxLogits(logits_file(entry), num_slots=1) if kind == "GPU" else CachedLogits()
     with pytest.raises(GenserveError, match="tiny_logits cannot speculate"):
-        load_drafting(entry, logits, placement=Placement(name="there", kind=kind))
+        load_drafting(entry, logits, {}, tokenizer=tokenizer, placement=Placement(name="there", kind=kind))
