@@ -164,8 +164,9 @@ def _largest(row: FloatArray, count: int) -> list[int]:
     They lie in the blocks with the `count` largest maxima: no more than these are looked through.
     """
     num_blocks = math.ceil(row.size / BLOCK)
-    ids = np.arange(row.size)
-    if count < num_blocks:
+    if count >= num_blocks:
+        ids = np.arange(row.size)
+    else:
         starts = np.arange(0, row.size, BLOCK)
         maxima = np.maximum.reduceat(row, starts)
         blocks = np.argpartition(maxima, num_blocks - count)[num_blocks - count :]
