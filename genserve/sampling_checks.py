@@ -53,6 +53,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "presence_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "length_penalty": (lambda x: -10 <= x <= 10, "must be between -10 and 10"),
+    "diversity_penalty": (lambda x: 0 <= x <= 100, "must be between 0 and 100"),
     "max_tokens": (lambda x: x >= 1, "must be at least 1"),
     "top_k": (lambda x: 0 <= x < 2**31, "must be between 0 (off) and 2^31 - 1"),
     "seed": (lambda x: 0 <= x < 2**64, "must be between 0 and 2^64 - 1"),
@@ -69,6 +70,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "priority": (lambda x: -(2**31) <= x < 2**31, "must be between -2^31 and 2^31 - 1"),
     "max_time_ms": (lambda x: 1 <= x < 2**31, "must be between 1 and 2^31 - 1"),
     "beam_width": (lambda x: x >= 1, "must be at least 1"),
+    "num_beam_groups": (lambda x: x >= 1, "must be at least 1"),
     "best_of": (lambda x: 1 <= x <= MAX_BEST_OF, f"must be between 1 and {MAX_BEST_OF}"),
     "penalty_window": (lambda x: 0 <= x < 2**31, "must be between 0 (all) and 2^31 - 1"),
     "dry_allowed_length": (lambda x: 1 <= x <= 128, "must be between 1 and 128"),
@@ -82,7 +84,7 @@ _TEXTS: Mapping[str, tuple[int, int]] = {
     "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     "dry_sequence_breakers": (MAX_DRY_BREAKERS, MAX_DRY_BREAKER_CHARS),
 }
-_BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping")
+_BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
 _NOT_WITH_BEAMS = (
     "temperature",
@@ -201,6 +203,8 @@ def _require_beams(params: SamplingParams) -> None:
     rule = "cannot be combined with use_beam_search" if searching else "needs use_beam_search"
     for name in _NOT_WITH_BEAMS if searching else _BEAMS_ALONE:
         require(getattr(params, name) == default[name], name, rule)
+    both = (params.num_beam_groups > 1) == (params.diversity_penalty > 0)
+    require(both, "diversity_penalty", "above 0 and num_beam_groups above 1 need each other")
 
 
 def _require_logprobs(params: SamplingParams) -> None:

@@ -77,6 +77,8 @@ class SamplingParams:
     beam_width: int | None = None           # so many beams; None: as many as answers are asked for
     length_penalty: float = 1.0             # an answer's score is divided by its tokens to the power of this
     early_stopping: bool | Literal["never"] = False     # when beams end; see docs/sampling.md
+    num_beam_groups: int = 1                # the beams of a group compete with each other alone
+    diversity_penalty: float = 0.0          # off what groups before have taken at the same step
     best_of: int = 1                        # so many answers are drawn, and the likeliest returned
     seed: int | None = None                 # same seed, same text, whatever else runs; None: a fresh one
     logprobs: bool = False                  # report the log-probability of each picked token
@@ -160,6 +162,8 @@ class SamplingOptions(TypedDict, total=False):
     beam_width: int | None
     length_penalty: float
     early_stopping: bool | Literal["never"]
+    num_beam_groups: int
+    diversity_penalty: float
     best_of: int
     seed: int | None
     logprobs: bool

@@ -127,6 +127,11 @@ class GenerationEnsemble:
         width = params.beam_width or num_choices
         if num_choices > width:
             raise InvalidRequest(f"n is {num_choices}, and beam_width {width}", field="n")
+        if width % params.num_beam_groups:
+            raise InvalidRequest(
+                f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
+                field="num_beam_groups",
+            )
         if width > self.num_slots:
             raise InvalidRequest(
                 f"{width} beams are asked for; {self.name} runs {self.num_slots} sequences together",

@@ -1,119 +1,33 @@
-"""Beam group: the token sequences of one beam search, which step together, and the answers they come to."""
+"""Beam group: one beam search, its beams, which step together, and the answers that they come to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, takewhile
 
 import numpy as np
 
-from genserve.generation.beam_search import (
-    BeamRules,
-    Candidate,
-    Finished,
-    Hypothesis,
-    Search,
-    advance,
-    best,
-    log_softmax,
-)
+from genserve.generation.beam import Beam, Copy
+from genserve.generation.beam_search import BeamRules, Finished, log_softmax
+from genserve.generation.beam_strand import Strand
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logit_edits import apply_edits, join_edits
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.token_sequence import AnswerText, TokenSequence
 from genserve.request import TokenLogprob
 
-__all__ = ["Beam", "BeamGroup", "Copy"]
-
-# Of a beam that takes the place of one that is missing, because the rules leave too few.
-_SPARE = -np.inf
-
-
-class Beam:
-    """One of the answers that a search follows: tokens in a slot of the cache, an `Occupant`.
-
-    Belongs to the engine's thread. The attributes that it shares with a token sequence mean the same.
-
-    Attributes:
-        group: the search.
-        num_slots: those that it needs: of the first beam, before the others have theirs, all of them.
-        likelihoods: of its answer's tokens, if the request asks for them.
-    """
-
-    __slots__ = (
-        "group",
-        "likelihoods",
-        "logit_rules",
-        "num_cached_tokens",
-        "num_computed",
-        "num_prefilled",
-        "num_prompt_tokens",
-        "num_slots",
-        "preempted",
-        "token_ids",
-    )
-
-    def __init__(self, group: BeamGroup, prompt_token_ids: Sequence[int]) -> None:
-        self.group = group
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_slots = 1
-        self.num_computed = 0
-        self.num_prefilled = 0
-        self.num_cached_tokens = 0
-        self.preempted = False
-        self.likelihoods: list[TokenLogprob] = []
-        self.logit_rules = group.answers[0].fresh_rules()
-
-    @property
-    def answer(self) -> list[int]:
-        """Its tokens behind the prompt."""
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_pending(self) -> int:
-        """How many tokens are not in the KV cache yet."""
-        return len(self.token_ids) - self.num_computed
-
-    @property
-    def cache_salt(self) -> str | None:
-        """That of the request."""
-        return self.group.answers[0].cache_salt
-
-    @property
-    def priority(self) -> int:
-        """That of the request."""
-        return self.group.answers[0].priority
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether part of the prompt is still to be computed by a prefill."""
-        return self.num_computed < self.num_prompt_tokens
-
-    @property
-    def num_to_prefill(self) -> int:
-        """How many tokens of the prompt are to be computed by a prefill."""
-        return self.num_prompt_tokens - self.num_computed
-
-    def preempt(self) -> None:
-        """Begin anew, since its slot is somebody else's; the search stays where it is."""
-        self.num_computed = self.num_prefilled = 0
-        self.preempted = True
-
-    def follow(self, other: Beam) -> None:
-        """Become a copy of another beam."""
-        self.token_ids = other.token_ids.copy()
-        self.likelihoods = other.likelihoods.copy()
-        self.logit_rules = self.group.answers[0].fresh_rules()
+__all__ = ["BeamGroup", "Reorder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """The slot of `target` is to hold what that of `source` holds."""
+class Reorder:
+    """What a step makes of the slots."""
 
-    source: Beam
-    target: Beam
+    copies: tuple[Copy, ...]        # before the next forward
+    leaving: tuple[Beam, ...]       # they need theirs no more
 
 
 class BeamGroup:
@@ -146,19 +60,25 @@ class BeamGroup:
         self.beams = [Beam(self, first.token_ids) for _ in range(width)]
         self.lead.num_slots = width
         self.done = False
-        self._rules = BeamRules(
-            width=width,
+        self._max_new_tokens = first.max_new_tokens
+        self._ending_ids = first.ending_ids
+        self._new_text = new_text if params.stop else None
+        self._num_sure = 0
+        rules = BeamRules(
+            width=width // params.num_beam_groups,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
-            max_new_tokens=first.max_new_tokens,
+            max_new_tokens=self._max_new_tokens,
         )
-        self._ending_ids = first.ending_ids
-        # So many that, whatever ends, as many beams as before can go on.
-        self._num_candidates = width * max(2, 1 + len(self._ending_ids))
-        self._new_text = new_text if params.stop else None
-        self._search = Search()
-        self._scores = [0.0]
-        self._num_sure = 0
+        self._strands = [
+            Strand(
+                self.beams[start : start + rules.width],
+                rules=rules,
+                num_endings=len(self._ending_ids),
+                ends=self._ends,
+            )
+            for start in range(0, width, rules.width)
+        ]
         for answer in answers:
             answer.beams = self
 
@@ -178,7 +98,7 @@ class BeamGroup:
             beam.preempt()
         self.lead.num_slots = len(self.beams)
 
-    def step(self, logits: FloatArray) -> list[Copy] | None:
+    def step(self, logits: FloatArray) -> Reorder | None:
         """Add a token to each beam, and to the answers those that are sure now.
 
         Args:
@@ -186,59 +106,79 @@ class BeamGroup:
                 nothing follows the prompt yet. Not modified.
 
         Returns:
-            The slots to be copied before the next forward; None: the logits are not finite, or the rules
-            leave no token.
+            What is to be done with the slots; None: the logits are not finite, or the rules leave no token.
         """
-        if not self.lead.answer:
+        is_first = not self.lead.answer
+        if is_first:
             for answer in self.answers:
                 answer.num_cached_tokens = self.lead.num_cached_tokens
         log_probs = log_softmax(logits)
         if not np.isfinite(log_probs.max(axis=1)).all():
             return None
-        self._edit(log_probs)
-        candidates = best(log_probs, scores=self._scores, count=self._num_candidates)
-        if not candidates:
-            return None
-        self._search = advance(
-            self._search,
-            candidates,
-            complete=lambda candidate: self._complete(candidate, logits),
-            num_tokens=len(self.lead.token_ids) + 1 - self.lead.num_prompt_tokens,
-            rules=self._rules,
-        )
-        if self._search.done:
-            return self._end()
-        copies = self._go_on(self._search.live, logits)
-        self._append_sure()
-        return copies
+        strands = [strand for strand in self._strands if not strand.search.done]
+        ends = list(accumulate(len(strand.beams) for strand in strands))
+        copies: list[Copy] = []
+        taken: Counter[int] = Counter()
+        for strand, end in zip(strands, ends, strict=True):
+            rows = slice(0, 1) if is_first else slice(end - len(strand.beams), end)
+            levels = self._edited(log_probs[rows], strand.beams, taken=taken)
+            made = strand.step(levels, tell=partial(self._likelihood, logits[rows]))
+            if made is None:
+                return None
+            copies += made
+            taken.update(candidate.token_id for candidate in strand.search.live)
+        return self._reordered(strands, copies, is_first=is_first)
 
-    def _edit(self, log_probs: FloatArray) -> None:
-        """Apply what the request changes; transformers does it to the log-probabilities too."""
-        beams = self.beams[: len(log_probs)]
+    def _edited(
+        self, log_probs: FloatArray, beams: Sequence[Beam], *, taken: Mapping[int, int]
+    ) -> FloatArray:
+        """Return the log-probabilities with what the request changes of them, as transformers does it.
+
+        What the groups before this one have taken at this step is worth less: Vijayakumar et al.,
+        "Diverse Beam Search" (2016), with the Hamming diversity.
+        """
+        penalty = self.answers[0].params.diversity_penalty
+        if penalty:
+            log_probs = log_probs.copy()
+            times = np.array(list(taken.values()), dtype=np.float32)
+            log_probs[:, list(taken)] -= np.float32(penalty) * times
+        beams = beams[: len(log_probs)]
         edits = [b.logit_rules.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.logit_rules]
         if edits:
             apply_edits(log_probs, join_edits(edits))
+        return log_probs
 
-    def _likelihood(self, candidate: Candidate, logits: FloatArray) -> list[TokenLogprob]:
-        """Return how likely a candidate's token is, before any rule; nothing if that is not asked for."""
+    def _reordered(
+        self, strands: Sequence[Strand], copies: Sequence[Copy], *, is_first: bool
+    ) -> Reorder | None:
+        """Go on with the strands that are not done, and append to the answers what is sure, or the best."""
+        going = [strand for strand in strands if not strand.search.done]
+        if not going:
+            return self._end()
+        leaving = [beam for strand in strands if strand.search.done for beam in strand.beams]
+        self.beams = [beam for strand in going for beam in strand.beams]
+        if is_first:
+            # The lead, which has the only slot, is of the first strand. That is not done if another is not:
+            # what it goes on with is worth less to the others, and what it ends with as much.
+            assert self.lead is self._strands[0].beams[0]
+            self.lead.num_slots = len(self.beams)
+        self._append_sure()
+        return Reorder(copies=tuple(copies), leaving=tuple(leaving))
+
+    def _likelihood(self, logits: FloatArray, row: int, token_id: int) -> list[TokenLogprob]:
+        """Return how likely a token is, before any rule; nothing if that is not asked for."""
         params = self.answers[0].params
         if not params.logprobs:
             return []
-        return [likelihood(logits[candidate.beam], candidate.token_id, num_top=params.top_logprobs)]
+        return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
 
-    def _complete(self, candidate: Candidate, logits: FloatArray) -> Hypothesis | None:
-        """Return the answer that a candidate's token completes, if it does."""
-        beam = self.beams[candidate.beam]
-        token_ids = (*beam.answer, candidate.token_id)
-        ends = (
-            candidate.token_id in self._ending_ids
-            or len(token_ids) == self._rules.max_new_tokens
+    def _ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer is complete."""
+        return (
+            token_ids[-1] in self._ending_ids
+            or len(token_ids) == self._max_new_tokens
             or self._stops(token_ids)
         )
-        if not ends:
-            return None
-        likelihoods = (*beam.likelihoods, *self._likelihood(candidate, logits))
-        return Hypothesis(token_ids=token_ids, likelihoods=likelihoods)
 
     def _stops(self, token_ids: Sequence[int]) -> bool:
         """Whether a stop string has appeared; a text cannot be forked, so it is written anew."""
@@ -249,31 +189,9 @@ class BeamGroup:
             text.push(token_id)
         return text.stop is not None
 
-    def _go_on(self, live: Sequence[Candidate], logits: FloatArray) -> list[Copy]:
-        """Make the beams those that the search goes on with; returns the slots to be copied."""
-        spare = [replace(live[0], score=_SPARE)] * (len(self.beams) - len(live))
-        following = [*live, *spare]
-        parents = [self.beams[candidate.beam] for candidate in following]
-        free = [beam for beam in self.beams if beam not in parents]
-        copies: list[Copy] = []
-        beams: list[Beam] = []
-        for parent in parents:
-            if parent in beams:
-                copies.append(Copy(source=parent, target=free.pop()))
-                beams.append(copies[-1].target)
-            else:
-                beams.append(parent)
-        for copy in copies:
-            copy.target.follow(copy.source)
-        for beam, candidate in zip(beams, following, strict=True):
-            beam.token_ids.append(candidate.token_id)
-            beam.likelihoods += self._likelihood(candidate, logits)
-        self.beams, self._scores = beams, [candidate.score for candidate in following]
-        return copies
-
     def _append_sure(self) -> None:
         """Append to all answers what the beams, and the complete ones that are among the best, agree on."""
-        kept = self._search.finished[: len(self.answers)]
+        kept = self._ranked(strand.search.finished for strand in self._strands)
         rivals = [b.token_ids[b.num_prompt_tokens + self._num_sure :] for b in self.beams]
         rivals += [[*f.hypothesis.token_ids[self._num_sure :]] for f in kept]
         columns = zip(*rivals, strict=False)
@@ -285,26 +203,22 @@ class BeamGroup:
 
     def settle(self) -> None:
         """Append the rest of the best there are, complete or not; for those whose time is over."""
-        if self.done or not self.lead.answer:
-            return
-        self.done = True
-        answers = [
-            Hypothesis(token_ids=tuple(b.answer), likelihoods=tuple(b.likelihoods)) for b in self.beams
-        ]
-        length = len(self.lead.answer) ** self._rules.length_penalty
-        begun = [
-            Finished(hypothesis=hypothesis, score=score / length)
-            for hypothesis, score in zip(answers, self._scores, strict=True)
-        ]
-        self._append_best(sorted([*self._search.finished, *begun], key=lambda f: -f.score))
+        if self.lead.answer and not self.done:
+            self.done = True
+            self._append_best(self._ranked(strand.standing() for strand in self._strands))
 
-    def _end(self) -> list[Copy] | None:
+    def _end(self) -> Reorder | None:
         """Append the rest of the best; None if the rules have not left as many as are asked for."""
         self.done = True
-        if len(self._search.finished) < len(self.answers):
+        ranked = self._ranked(strand.search.finished for strand in self._strands)
+        if len(ranked) < len(self.answers):
             return None
-        self._append_best(self._search.finished)
-        return []
+        self._append_best(ranked)
+        return Reorder(copies=(), leaving=())
+
+    def _ranked(self, found: Iterable[Sequence[Finished]]) -> list[Finished]:
+        """Return those that may be answers, the best first; there are not more than answers."""
+        return sorted(chain(*found), key=lambda finished: -finished.score)[: len(self.answers)]
 
     def _append_best(self, ranked: Sequence[Finished]) -> None:
         for answer, finished in zip(self.answers, ranked, strict=False):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from genserve.errors import GenserveError, InvalidRequest, ModelFailed
-from genserve.generation.beam_group import Beam
+from genserve.generation.beam import Beam
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_model import LogitsArray, LogitsModel, TokenArray
@@ -317,13 +317,15 @@ class Engine:
         advanced: list[TokenSequence] = []
         for group in dict.fromkeys(beam.group for beam in row_of):
             rows = logits[[row_of[beam] for beam in group.beams if beam in row_of]]
-            copies = group.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
-            if copies is None:
+            reorder = group.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
+            if reorder is None:
                 failed.update(dict.fromkeys(group.answers, _not_finite(group.answers[0])))
             elif group.done and self._prefix_cache:
                 self._slots.park(group.lead, now_s=self.clock())
-            elif group.together:
-                for copy in copies:
+            else:
+                self._slots.release(reorder.leaving)
+            if reorder is not None and group.together:
+                for copy in reorder.copies:
                     self._slots.copy(source=copy.source, target=copy.target)
             advanced += group.answers
         return advanced

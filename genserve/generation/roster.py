@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection
 from itertools import islice
 
-from genserve.generation.beam_group import Beam
+from genserve.generation.beam import Beam
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.planner import Decode, Prefill, PrefillBudget, Room, StepPlan, Verify, plan_step
 from genserve.generation.prefixes import awaited, worth_reusing

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from genserve.generation.beam_group import Beam
+from genserve.generation.beam import Beam
 from genserve.generation.cache_memory import CacheMemory
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.logits_request import LogitsRequest

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from genserve.generation.beam_group import Beam
+from genserve.generation.beam import Beam
 from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.planner import Verify
 from genserve.generation.slots import Occupant

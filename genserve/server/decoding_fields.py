@@ -69,6 +69,8 @@ class DecodingFields(Body):
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: Literal[True, False, "never"] | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from genserve.request import Delta, FinishReason, join_deltas
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 
+ENDS = range(1, 9)
 BUDGET = PrefillBudget(alone=8, beside_decoding=4)
 
 
@@ -79,6 +81,8 @@ def test_company_arrivals_departures_and_short_memory_never_change_an_answer(see
                 width = rng.choice([2, 3])
                 options = {"width": width, "n": rng.randint(1, width), "max_tokens": rng.randint(1, 15)}
                 options |= {"eos_token_ids": [1, 2, 3], "repetition_penalty": 1.1}
+                if rng.random() < 0.4:
+                    options |= {"num_beam_groups": width, "diversity_penalty": 0.7}
                 groups.append((group_of(prompt, **options), {"prompt": prompt} | options))
                 add(engine, groups[-1][0])
             else:
@@ -147,6 +151,56 @@ def test_a_search_waits_until_all_its_slots_are_free_and_is_not_overtaken():
         assert not late.num_computed
     run(engine)
     assert answers_of(group) == alone([5, 6], max_tokens=4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_of_beams_are_those_of_a_plain_diverse_search(seed):
+    rng = random.Random(seed)
+    num_groups, width = rng.choice([(2, 1), (3, 1), (2, 2), (3, 2)])
+    prompt, penalty, num_tokens = random_prompt(rng), rng.choice([0.3, 1.0, 5.0]), rng.choice([1, 2, 6, 10])
+    n = rng.randint(1, num_groups * width)
+    options = {"length_penalty": rng.choice([0.0, 1.0]), "max_tokens": num_tokens, "early_stopping": True}
+    options |= {"num_beam_groups": num_groups, "diversity_penalty": penalty, "eos_token_ids": ENDS}
+    found = alone(prompt, width=num_groups * width, n=n, **options)
+    expected = plain_diverse_search(
+        prompt,
+        num_groups=num_groups,
+        width=width,
+        penalty=penalty,
+        length_penalty=options["length_penalty"],
+        ends=ENDS,
+        num_tokens=num_tokens,
+    )
+    assert found == expected[:n]
+
+
+def plain_diverse_search(
+    prompt, *, num_groups, width, penalty, length_penalty, ends, num_tokens
+) -> list[list[int]]:
+    """Group after group, all that could follow in one sorted list; `width` answers end a group."""
+    beams = [[(0.0, [])] for _ in range(num_groups)]
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(num_groups)]
+    for step in range(1, num_tokens + 1):
+        taken = [0] * VOCAB_SIZE
+        for group in range(num_groups):
+            if len(finished[group]) == width:
+                continue
+            following = []
+            for score, answer in beams[group]:
+                row = torch.from_numpy(logits_after([*prompt, *answer]).copy()).log_softmax(0).tolist()
+                following += [
+                    (score + row[token_id] - penalty * taken[token_id], [*answer, token_id])
+                    for token_id in range(VOCAB_SIZE)
+                ]
+            following.sort(reverse=True)
+            for score, answer in following[:width]:
+                if answer[-1] in ends or step == num_tokens:
+                    finished[group].append((score / step**length_penalty, answer))
+            finished[group] = sorted(finished[group], reverse=True)[:width]
+            beams[group] = [one for one in following if one[1][-1] not in ends][:width]
+            for _, answer in beams[group] if step < num_tokens else ():
+                taken[answer[-1]] += 1
+    return [answer for _, answer in sorted(chain(*finished), reverse=True)]
 
 
 def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
