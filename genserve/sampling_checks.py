@@ -212,6 +212,7 @@ def _require_logprobs(params: SamplingParams) -> None:
     require(params.logprobs or not params.top_logprobs, "top_logprobs", "needs logprobs")
     require(params.logprobs or not named, "logprob_token_ids", "needs logprobs")
     require(not named or not params.top_logprobs, "logprob_token_ids", "goes without top_logprobs")
+    require(params.logprobs or params.logprobs_mode == "raw", "logprobs_mode", "needs logprobs")
     require(
         len(set(named)) == len(named) <= MAX_LOGPROB_TOKEN_IDS,
         "logprob_token_ids",

@@ -78,6 +78,7 @@ from genserve.sampling_params import sampling_params
         ({"logprob_token_ids": list(range(257)), "logprobs": True}, "logprob_token_ids"),
         ({"logprob_token_ids": [5], "logprobs": True, "top_logprobs": 1}, "logprob_token_ids"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
+        ({"logprobs_mode": "processed"}, "logprobs_mode"),
         ({"top_h": 1.1}, "top_h"),
         ({"xtc_probability": -0.1}, "xtc_probability"),
         ({"xtc_threshold": 2}, "xtc_threshold"),

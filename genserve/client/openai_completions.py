@@ -71,4 +71,3 @@ def _top(levels: Mapping[str, float], params: SamplingParams) -> TopTokens:
     if params.logprob_token_ids:
         return tuple(pair for pair in top if pair[0] in params.logprob_token_ids)
     return tuple(top[: params.top_logprobs])
-
