@@ -154,6 +154,7 @@ class SequencePlugins:
             except GenserveError as error:  # the other rows have done nothing
                 self.failure = self.failure or error
                 row[:] = float("nan")
+                return
 
 
 @contextmanager

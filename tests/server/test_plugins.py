@@ -50,6 +50,17 @@ def test_openais_completions_take_them(server, answered):
         assert completion.choices[0].text == "".join(chunk.choices[0].text for chunk in stream) == answered
 
 
+def test_each_answer_of_a_request_has_plugins_of_its_own(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
+
+        def complete(seed, n):
+            options = {"max_tokens": 40, "temperature": 1.0, "seed": seed, "n": n, "extra_body": CALLS}
+            return client.completions.create(model="tiny", prompt=PROMPT, **options).choices
+
+        together = complete(5, 3)
+        assert [c.text for c in together] == [complete(seed, 1)[0].text for seed in (5, 6, 7)]
+
+
 def test_a_chat_takes_them(server):
     with Client(server.url) as client:
         answer = client.chat(PROMPT, max_tokens=40, **DRAWN, **CALLS).text

@@ -60,6 +60,8 @@ class Plugin:
             arguments = self.arguments.validate_json(json.dumps(call.args))
         except ValidationError as error:
             raise _refused(error, field=f"{field}.args") from None
+        except TypeError as error:  # of a caller in this process
+            raise InvalidRequest(f"{field}.args must be what JSON can hold: {error}", field=field) from None
         with plugin_call(self.kind, self.name):
             try:
                 return self.factory(context, **arguments)

@@ -91,6 +91,20 @@ def test_a_logits_processor_changes_what_can_be_picked(llm):
     assert not any(char.isdigit() for char in "".join(rid))
 
 
+def test_the_documented_processor_takes_the_tensor_of_a_device():
+    context = PluginContext(
+        tokenizer=Digits(), vocab_size=12, prompt_token_ids=(1,), params=SamplingParams(), seed=0
+    )
+    row = torch.zeros(12)
+    documented()["NoDigits"](context)([1], row)
+    assert torch.isfinite(row).tolist() == [False] * 10 + [True] * 2
+
+
+class Digits:
+    def decode(self, token_ids):
+        return "0123456789ab"[token_ids[0]]
+
+
 def test_its_arguments_are_the_requests(llm):
     ones = {"max_tokens": 6, "logit_bias": {token_id(llm, "1"): 100.0}}
     assert llm.generate("x", **ones).text == "111111"
@@ -188,6 +202,7 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
         ({"stop_rules": [call("at_most_lines", lines="3")]}, "stop_rules[0].args.lines", "integer"),
         ({"stop_rules": [call("at_most_lines", lines=0)]}, "stop_rules[0].args.lines", "greater than"),
         ({"logits_processors": [call("no_digits", firts=1)]}, "logits_processors[0].args.firts", "none of"),
+        ({"logits_processors": [call("no_digits", first={1})]}, "logits_processors[0]", "JSON"),
         ({"output_parser": call("hide", start="")}, "output_parser.args", "a tag is empty"),
         ({"output_parser": call("show")}, "output_parser.name", "known are hide"),
         ({"output_parser": "hide"}, "output_parser", "name and args"),
