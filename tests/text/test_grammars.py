@@ -11,6 +11,14 @@ from genserve.errors import InvalidRequest
 from genserve.structured_outputs import structured_outputs
 from genserve.text.grammars import MAX_COMPILED, Grammar, Grammars
 from genserve.text.tokenizer import Tokenizer
+from tests.text.vocabularies import (
+    bloom,
+    byte_level_bpe,
+    sentencepiece_bpe,
+    tokenizer_of,
+    unigram,
+    word_piece,
+)
 
 VOCAB_SIZE = 333     # padded, as models do
 
@@ -31,18 +39,20 @@ def begin(grammars: Grammars, **options) -> Grammar:
     return grammars.begin(form)
 
 
-def next_ids(grammar: Grammar) -> list[int]:
-    mask = np.full(-(-VOCAB_SIZE // 32), -1, dtype=np.int32)
+def next_ids(grammar: Grammar, *, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
     grammar.fill(mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-def random_text(grammar: Grammar, tokenizer: Tokenizer, *, seed: int) -> str | None:
+def random_text(
+    grammar: Grammar, tokenizer: Tokenizer, *, seed: int, vocab_size: int = VOCAB_SIZE
+) -> str | None:
     """What a model gives that knows nothing; None if it does not come to an end."""
     rng = np.random.default_rng(seed)
     token_ids: list[int] = []
     for _ in range(400):
-        token_ids.append(int(rng.choice(next_ids(grammar))))
+        token_ids.append(int(rng.choice(next_ids(grammar, vocab_size=vocab_size))))
         if token_ids[-1] in tokenizer.eos_token_ids:
             return tokenizer.decode(token_ids[:-1])
         assert grammar.accept(token_ids[-1])
@@ -159,3 +169,34 @@ def test_the_latest_forms_stay_compiled_and_no_more(grammars):
     assert kept == [f"x{number}" for number in range(3, MAX_COMPILED + 3)]
     begin(grammars, regex="x3")
     assert [form.text for form in grammars._compiled][-1] == "x3"
+
+
+@pytest.mark.parametrize("family", [byte_level_bpe, sentencepiece_bpe, bloom])
+def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
+    tokenizer = ending(family())
+    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size)
+    for seed in range(20):
+        text = random_text(
+            begin(grammars, regex="ab?( a| b| é)*"), tokenizer, seed=seed, vocab_size=tokenizer.vocab_size
+        )
+        assert text is None or re.fullmatch("ab?( a| b| é)*", text)
+
+
+@pytest.mark.parametrize("family", [unigram, word_piece])
+def test_a_family_whose_tokens_are_not_is_refused(family):
+    tokenizer = ending(family())
+    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not know"):
+        begin(Grammars(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
+
+
+def test_a_model_that_never_ends_a_text_is_refused():
+    tokenizer = tokenizer_of(byte_level_bpe())
+    with pytest.raises(InvalidRequest, match="end-of-sequence"):
+        begin(Grammars(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
+
+
+def ending(backend) -> Tokenizer:
+    """A tokenizer that ends a text with the third of its tokens."""
+    tokenizer = tokenizer_of(backend)
+    tokenizer.eos_token_ids = frozenset({2})
+    return tokenizer
