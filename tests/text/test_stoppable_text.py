@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -202,6 +203,15 @@ def test_an_expression_that_is_none_is_refused(pattern: str) -> None:
         StopRegex(pattern)
     assert raised.value.field == "stop_regex"
     assert "(?s:.)" not in raised.value.message
+
+
+def test_an_expression_that_has_too_many_states_fails_by_name_and_takes_no_more_memory() -> None:
+    finder = StopRegex("a.{20}c")
+    rng = random.Random(5)
+    pieces = ("".join(rng.choices("ab", k=5)) for _ in range(20_000))
+    with pytest.raises(InvalidRequest, match="too much memory") as raised:
+        any(map(finder.find, pieces))
+    assert raised.value.field == "stop_regex"
 
 
 @pytest.mark.parametrize("family", TOKENIZERS)
