@@ -20,7 +20,7 @@ class Foreseen:
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         length = len(sequence.token_ids)
         answer = self._answers[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
-        return [i + (self._rng.random() < self._error_rate) for i in answer[length : length + count]]
+        return [i ^ (self._rng.random() < self._error_rate) for i in answer[length : length + count]]
 
     def drop(self, sequence: TokenSequence) -> None:
         pass

@@ -20,6 +20,14 @@ from tests.fakes.logits import CachedLogits
 
 PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
 
+OPTIONS = (
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"repetition_penalty": 1.2, "logprobs": True},
+    {"structured_outputs": {"regex": "(abc|abd){3,40}"}},
+    {"stop": ["e"], "temperature": 1.0, "seed": 1},
+)
+
 
 def speculating(repository: Path, root: Path, **parameters: str) -> Path:
     """A copy of the repository with these parameters of `tiny`, prompt lookup if there are none."""
@@ -41,7 +49,7 @@ def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
         LLM(tiny_repository) as plain,
         LLM(speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
     ):
-        for options in ({}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2, "logprobs": True}):
+        for options in OPTIONS:
             for prompt in PROMPTS:
                 found = speculative.generate(prompt, max_tokens=60, **options)
                 assert found.text == plain.generate(prompt, max_tokens=60, **options).text
