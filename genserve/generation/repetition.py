@@ -16,7 +16,7 @@ __all__ = ["Repetition"]
 
 # A repetition that is longer counts as so long: it costs more than any logit is worth.
 MAX_LENGTH = 256
-MAX_PENALTY = 1e30  # a float32 holds it, and what is left of a logit
+MAX_PENALTY = 1e9   # nothing is left of a token, and sums of what is weighted stay exact
 
 
 class Repetition:

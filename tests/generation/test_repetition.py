@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.generation.repetition import MAX_LENGTH, Repetition
+from genserve.generation.repetition import MAX_LENGTH, MAX_PENALTY, Repetition
 from genserve.sampling_params import SamplingParams
 
 VOCAB_SIZE = 6
@@ -60,7 +60,7 @@ def test_as_tokens_come_the_penalties_are_those_of_the_definition(breakers, allo
 
 def test_a_long_repetition_costs_more_than_a_logit_is_worth_and_stays_a_number():
     [amount] = penalties([1] * 1000, dry_base=100).values()
-    assert amount == np.float32(1e30)
+    assert amount == np.float32(MAX_PENALTY)
 
 
 def test_a_repetition_counts_up_to_its_largest_length():
