@@ -10,6 +10,7 @@ with the draw in the place of the coin.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from genserve.generation.slots import Occupant
 from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Draft", "Speculation", "Verifier"]
+
+logger = logging.getLogger(__name__)
 
 _HOPE = 2.0             # of a draft so many tokens are right, before anything is known
 _NEWEST = 0.2           # the weight of what was seen last
@@ -75,6 +78,7 @@ class Speculation:
     def __init__(self, verifier: Verifier, draft: Draft) -> None:
         self.verifier = verifier
         self._draft = draft
+        self._has_failed = False
         self._hopes: dict[Occupant, float] = {}
         self._decode_s: dict[int, float] = {}       # by number of rows
         self._verify_s: dict[int, float] = {}
@@ -130,9 +134,20 @@ class Speculation:
             return ()
         hope = self._hopes.get(sequence, _HOPE)
         if 1 + hope > cost:
-            return self._draft.propose(sequence, count)[:count]
+            return self._proposed(sequence, count)
         self._hopes[sequence] = _moved(hope, _HOPE, _HOPE_RETURNS)
         return ()
+
+    def _proposed(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """Ask the draft. One that fails is asked no more: answers do without it."""
+        if self._has_failed:
+            return ()
+        try:
+            return self._draft.propose(sequence, count)[:count]
+        except Exception:
+            logger.exception("drafting failed; there will be no drafts until the model is loaded again")
+            self._has_failed = True
+            return ()
 
     def _cost(self, num_rows: int) -> float:
         """What a verification takes, in decodes."""

@@ -236,6 +236,19 @@ def test_one_that_has_a_draft_does_not_slow_down_those_that_have_none():
     assert measured(OfFirst(7, 8, 9), cost=1.9).plan(sequences, num_rows=3) is None
 
 
+def test_a_draft_that_fails_is_asked_no_more_and_the_answer_goes_on(caplog):
+    class Broken(Fixed):
+        def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+            self.num_asked += 1
+            raise RuntimeError("out of memory")
+
+    draft, sequence = Broken(), sequence_of(PROMPT, max_tokens=10)
+    run(speculating(CachedLogits(), draft), sequence)
+    assert answer(sequence) == greedy_answer(PROMPT, num_tokens=10)
+    assert draft.num_asked == 1
+    assert "drafting failed" in caplog.text
+
+
 def test_one_long_wait_in_a_verification_does_not_turn_it_off():
     sequences, speculation = decoding(PROMPT), measured(Fixed(1, 2, 3), cost=2.0)
     speculation.note_step(num_rows=1, seconds=100.0, verified=True)
