@@ -163,6 +163,8 @@ _PARAMETERS = {
     "beam_width": ("TYPE_INT32", 1),
     "length_penalty": ("TYPE_FP32", 1),
     "early_stopping": ("TYPE_BOOL", 1),
+    "guided_decoding_guide_type": ("TYPE_STRING", 1),
+    "guided_decoding_guide": ("TYPE_STRING", 1),
     "stream": ("TYPE_BOOL", 1),
 }
 

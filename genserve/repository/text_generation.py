@@ -37,6 +37,8 @@ _PARAMETERS = {
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
 }
+# What they call the forms of an answer, and what `structured_outputs` does.
+_GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 # Parameters of a request whose values are JSON, since they are no tensors.
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
 
@@ -178,10 +180,35 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     without_refused_methods(parameters)  # other parameters that nobody knows are passed over, as Triton does
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
+    options["structured_outputs"] = _form(inputs)
     width = options.pop("beam_width", None) or 1    # how Triton's clients say that they want no search
     if width > 1:
         options |= {"use_beam_search": True, "beam_width": width}
     return sampling_params(options)
+
+
+def _form(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
+    """Return what the tensors say of the form of the answers; empty texts say nothing."""
+    kind, guide = (_text(inputs, name) for name in ("guided_decoding_guide_type", "guided_decoding_guide"))
+    if not kind and not guide:
+        return None
+    if kind not in _GUIDES:
+        known = ", ".join(_GUIDES)
+        name = "guided_decoding_guide_type"
+        raise InvalidRequest(f"{name} must be one of {known}", field=name)
+    form = _GUIDES[kind]
+    if bool(guide) == (form == "json_object"):
+        name = "guided_decoding_guide"
+        raise InvalidRequest(f"{name} must {'not ' if guide else ''}be there for {kind}", field=name)
+    return {form: True if form == "json_object" else guide}
+
+
+def _text(inputs: Mapping[str, Tensor], name: str) -> str:
+    """Return the text that an input has for every row of the batch; empty if it is not there."""
+    distinct = set(texts(inputs[name])) if name in inputs else {""}
+    if len(distinct) > 1:
+        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+    return distinct.pop() if distinct else ""
 
 
 def _parsed(name: str, text: Parameter) -> Any:

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any, Literal
 
+import httpx2
 import huggingface_hub
 import jsonschema
 import openai
@@ -99,6 +100,46 @@ def test_tgis_grammar(tiny_server):
     assert re.fullmatch("[ab]{3}-[0-9]", text)
     with pytest.raises(huggingface_hub.errors.ValidationError, match=r"parameters\.grammar"):
         client.text_generation("x", grammar={"type": "regex", "value": "[a"}, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "form"),
+    [
+        ("json", "", r"\{.*\}"),
+        ("json_schema", '{"enum": ["a b", 7]}', '"a b"|7'),
+        ("regex", "[ab]{3}-[0-9]", "[ab]{3}-[0-9]"),
+        ("ebnf_grammar", 'root ::= "x" [ab]', "x[ab]"),
+        ("", "", None),
+    ],
+)
+def test_the_tensors_of_the_ensemble(tiny_server, kind, guide, form):
+    body = {"text_input": "x", "max_tokens": 40, "temperature": 1.0, "random_seed": 1}
+    guided = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+    url = f"{tiny_server.url}/v2/models/tiny/generate"
+    text = httpx2.post(url, json=body | guided).json()["text_output"]
+    if form is None:
+        assert text == httpx2.post(url, json=body).json()["text_output"]
+    elif kind == "json":
+        assert text.startswith("{")
+    else:
+        assert re.fullmatch(form, text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "reason"),
+    [
+        ("xml", "a", "json_schema"),
+        ("", "a", "json_schema"),
+        ("json", "{}", "must not be there"),
+        ("regex", "", "must be there"),
+        ("regex", "[a", "unclosed"),
+    ],
+)
+def test_tensors_that_say_no_form_are_refused(tiny_server, kind, guide, reason):
+    guided = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+    answer = httpx2.post(f"{tiny_server.url}/v2/models/tiny/generate", json={"text_input": "x", **guided})
+    assert answer.status_code == 400
+    assert reason in answer.json()["error"]
 
 
 def test_our_client_and_our_library_answer_alike(tiny_server, tiny_repository):

@@ -17,39 +17,39 @@ def step(backend_stage: str) -> str:
     ("old", "new", "golden"),
     [
         (step("logits"), step("logit"),
-         ["34:7: error: ensemble smollm2 contains models that are not available or ambiguous: "
+         ["36:7: error: ensemble smollm2 contains models that are not available or ambiguous: "
           "smollm2_logit; did you mean smollm2_logits?"]),
         (f"{step('logits')}\n      model_version: -1", f"{step('logits')}\n      model_version: 2",
-         ["35:7: error: ensemble 'smollm2' depends on 'smollm2_logits' whose required version 2 is not "
+         ["37:7: error: ensemble 'smollm2' depends on 'smollm2_logits' whose required version 2 is not "
           "loaded.; write `model_version: -1` for the latest; served are 1"]),
         ('      input_map { key: "logits" value: "logits" }\n', "",
-         ["37:7: error: ensemble tensor 'logits' is unused in ensemble 'smollm2'; take it out of the "
+         ["39:7: error: ensemble tensor 'logits' is unused in ensemble 'smollm2'; take it out of the "
           "`output_map`, or add it to the ensemble's `output`",
-          "39:5: error: in ensemble smollm2, input logits in model smollm2_decoder is not mapped to any "
+          "41:5: error: in ensemble smollm2, input logits in model smollm2_decoder is not mapped to any "
           'ensemble tensors; add `input_map { key: "logits" value: ... }`']),
         ('input_map { key: "top_p" value', 'input_map { key: "topp" value',
-         ["46:7: error: in ensemble smollm2, ensemble tensor top_p is mapping to non-existing input topp in "
+         ["48:7: error: in ensemble smollm2, ensemble tensor top_p is mapping to non-existing input topp in "
           "model smollm2_decoder; did you mean top_p?"]),
         (OUTPUT_OF_LOGITS, OUTPUT_OF_LOGITS.replace('key: "logits"', 'key: "logit"'),
-         ["37:7: error: in ensemble smollm2, ensemble tensor logits is mapped from non-existing output logit "
+         ["39:7: error: in ensemble smollm2, ensemble tensor logits is mapped from non-existing output logit "
           "in model smollm2_logits; did you mean logits?"]),
         ('value: "text_output"', 'value: "text"',
-         ["24:12: error: ensemble output 'text_output' for ensemble smollm2' is not used; did you mean "
+         ["26:12: error: ensemble output 'text_output' for ensemble smollm2' is not used; did you mean "
           "text_input?",
-          "58:7: error: ensemble tensor 'text' is unused in ensemble 'smollm2'; take it out of the "
+          "62:7: error: ensemble tensor 'text' is unused in ensemble 'smollm2'; take it out of the "
           "`output_map`, or add it to the ensemble's `output`"]),
         ("max_batch_size: 32", "max_batch_size: 64",
-         ["28:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
+         ["30:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
           "smollm2_tokenizer which only allows maximum batch size to be 32; write `max_batch_size: 32` in "
           "the ensemble, or more in the model",
-          "34:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model smollm2_logits "
+          "36:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model smollm2_logits "
           "which only allows maximum batch size to be 32; write `max_batch_size: 32` in the ensemble, or "
           "more in the model",
-          "40:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
+          "42:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
           "smollm2_decoder which only allows maximum batch size to be 32; write `max_batch_size: 32` in the "
           "ensemble, or more in the model"]),
         ('name: "top_p" data_type: TYPE_FP32 dims: [ 1 ]', 'name: "top_p" data_type: TYPE_FP16 dims: [ 2 ]',
-         ["46:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 is "
+         ["48:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 is "
           "inferred from model smollm2 while TYPE_FP32 is inferred from model smollm2_decoder; both configs "
           "must say the same of it; -1 fits any size"]),
     ],
