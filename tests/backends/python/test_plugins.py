@@ -37,6 +37,15 @@ class Breaks:
         if len(token_ids) >= self.after:
             return {"raise": lambda: 1 / 0, "exit": exit, "shape": lambda: seen[:2]}[self.how]()
 
+class Insists:
+    hook = "post_penalty"
+
+    def __init__(self, context, *, text: str):
+        [self.id] = context.tokenizer.encode(text)
+
+    def __call__(self, token_ids, logits):
+        logits[self.id] = 1e9
+
 class Mute:
     def __init__(self, context):
         pass
@@ -51,7 +60,9 @@ def fails(context):
     raise OSError
 
 class TritonPythonModel(TritonPythonModel):
-    logits_processors = TritonPythonModel.logits_processors | {"breaks": Breaks, "fails": fails}
+    logits_processors = TritonPythonModel.logits_processors | {
+        "breaks": Breaks, "fails": fails, "insists": Insists
+    }
     stop_rules = TritonPythonModel.stop_rules | {"breaks": Breaks}
     output_parsers = TritonPythonModel.output_parsers | {"mute": Mute}
 """
@@ -229,6 +240,10 @@ def test_a_call_that_the_model_cannot_make_is_refused_by_its_field(llm, options,
         ({"logits_processors": [call("breaks", how="shape")]}, "returned a ndarray of shape (2,)"),
         ({"logits_processors": [call("fails")]}, "logits processor 'fails' raised OSError"),
         ({"stop_rules": [call("breaks", after=2)]}, "stop rule 'breaks' raised ZeroDivisionError"),
+        (
+            {"logits_processors": [call("insists", text="n")], "structured_outputs": {"choice": ["yes"]}},
+            "which its grammar forbids",
+        ),
         ({"output_parser": call("mute")}, "output parser 'mute' returned a NoneType"),
     ],
 )
