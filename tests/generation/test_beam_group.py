@@ -336,3 +336,17 @@ def test_a_search_whose_time_is_over_gives_the_best_it_has():
     assert answers_of(group) == alone([3, 4], n=2, max_tokens=5)
     assert engine.num_running == 0
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("budget", [64, 68, 100, 128, 200, 256])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_the_longest_search_that_is_let_in_comes_to_its_end(budget, width):
+    model = CachedLogits(num_slots=4, max_length=64, page_tokens=4, max_cached_tokens=budget)
+    engine = Engine(model, decode=sample_loop)
+    longest = engine.longest(width)
+    assert width * (longest + 8) > budget or longest == 64
+    for num_prompt_tokens in (1, longest - 1):
+        group = group_of([7] * num_prompt_tokens, width=width, max_length=longest)
+        add(engine, group)
+        assert run(engine) == 0
+        assert len(group.answers[0].token_ids) == longest

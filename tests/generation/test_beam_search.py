@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
 from genserve.backends.logits_whole import WholeLogits
 from genserve.generation.beam_group import BeamGroup
 from genserve.generation.beam_search import (
     BeamRules,
     Candidate,
+    Finished,
     Hypothesis,
     Search,
     advance,
@@ -115,7 +116,7 @@ def case_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     rng = random.Random(seed)
     width = rng.choice([2, 3, 4])
     ours: dict[str, Any] = {
-        "max_tokens": rng.choice([1, 2, 5, 8, 12]),
+        "max_tokens": rng.choice([1, 2, 5, 9, 14]),
         "length_penalty": rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0]),
         "early_stopping": rng.choice([False, True, "never"]),
     }
@@ -125,7 +126,7 @@ def case_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "early_stopping": ours["early_stopping"],
         "num_beams": width,
         "n": rng.randint(1, width),
-        "eos": rng.sample(range(VOCAB_SIZE - 1), rng.choice([0, 1, 1, 2, 3, 4])),
+        "eos": rng.sample(range(VOCAB_SIZE - 1), rng.choice([0, 1, 2, 4, 8, 12])),
     }
     if rng.random() < 0.4:
         ours["repetition_penalty"] = theirs["repetition_penalty"] = rng.choice([0.8, 1.3])
@@ -193,3 +194,39 @@ def test_one_that_ends_below_the_width_is_no_answer_but_those_above_are():
     assert [f.hypothesis.token_ids for f in after.finished] == [(0,)]
     assert [c.token_id for c in after.live] == [1, 3]
     assert not after.done
+
+
+def test_a_search_is_over_when_transformers_heuristic_says_so():
+    rng = random.Random(0)
+    verdicts = set()
+    for _ in range(300):
+        width, length_penalty = rng.choice([1, 2, 4]), rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0])
+        early_stopping = rng.choice([False, True, "never"])
+        num_tokens = rng.randint(1, 12)
+        rules = BeamRules(
+            width=width, length_penalty=length_penalty, early_stopping=early_stopping, max_new_tokens=12
+        )
+        scores = sorted((-10 * rng.random() for _ in range(rng.randint(0, width))), reverse=True)
+        answer = Hypothesis(token_ids=(1,), likelihoods=())
+        before = Search(finished=tuple(Finished(hypothesis=answer, score=score) for score in scores))
+        best_live = -30 * rng.random()
+        live = [Candidate(beam=0, token_id=i, score=best_live - i) for i in range(width)]
+        after = advance(before, live, complete=lambda _: None, num_tokens=num_tokens, rules=rules)
+        finished = torch.tensor([[True] * len(scores) + [False] * (width - len(scores))])
+        may_improve = GenerationMixin._check_early_stop_heuristic(
+            is_early_stop_heuristic_unsatisfied=torch.ones((1, 1), dtype=torch.bool),
+            running_beam_scores=torch.tensor([[c.score for c in live]]),
+            beam_scores=torch.tensor([scores + [-1e9] * (width - len(scores))]),
+            is_sent_finished=finished,
+            cur_len=num_tokens + 5,
+            max_length=12 + 5,
+            decoder_prompt_len=5,
+            early_stopping=early_stopping,
+            length_penalty=length_penalty,
+        )
+        goes_on = GenerationMixin._beam_search_has_unfinished_sequences(
+            may_improve, finished, torch.zeros((1, width), dtype=torch.bool), early_stopping
+        )
+        assert after.done is not bool(goes_on)
+        verdicts.add((early_stopping, after.done))
+    assert len(verdicts) == 6
