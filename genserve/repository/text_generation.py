@@ -56,6 +56,8 @@ class TextGeneration:
         self._num_preparing = 0
         # Rendering and tokenizing take time in proportion to the prompt, and `submit` must not block.
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"prepare-{ensemble.name}")
+        # Forms may take seconds to compile: for those there is one more.
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compile-{ensemble.name}")
 
     @property
     def ready(self) -> bool:
@@ -77,11 +79,13 @@ class TextGeneration:
         with self._lock:
             self.ensemble.loop.check_room(self._num_preparing + inference.batch_size)
             self._num_preparing += inference.batch_size
-        self._workers.submit(self._open, inference)
+        workers = self._compiler if "guided_decoding_guide" in inference.inputs else self._workers
+        workers.submit(self._open, inference)
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
         self._workers.shutdown(cancel_futures=False)
+        self._compiler.shutdown(cancel_futures=False)
         self.ensemble.close()
 
     def _open(self, inference: Inference) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
-from starlette.concurrency import run_in_threadpool
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import Closed, InvalidRequest, Overloaded
@@ -28,6 +29,8 @@ from genserve.server.readiness import Readiness
 from genserve.settings import ServerSettings
 
 __all__ = ["Open", "Services", "SharedServices"]
+
+MAX_FORM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ class Services:
     trace_settings: TraceSettings = field(default_factory=TraceSettings)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
+    _of_forms: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_FORM_THREADS))
     _outbox: EventLoopOutbox | None = None
     _kserve_outbox: ResponseOutbox | None = None
 
@@ -96,7 +100,10 @@ class Services:
             n, params = params.best_of, replace(params, logprobs=True)
         _check_count(len(prompts), n=n, limit=ensemble.loop.capacity)
         arrived_s = ensemble.loop.now_s
-        sequences = await run_in_threadpool(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
+        prepare = partial(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
+        # Forms may take seconds to compile, one after the other: those who wait must not hold all threads.
+        limiter = self._of_forms if params.structured_outputs is not None else None
+        sequences = await to_thread.run_sync(prepare, limiter=limiter)
         # Before the engine's thread has them.
         prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
         if self._outbox is None:

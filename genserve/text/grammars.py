@@ -131,11 +131,10 @@ class Grammars:
             raise InvalidRequest(
                 "structured_outputs needs a model with an end-of-sequence token", field="structured_outputs"
             )
-        num_tokens = max(self._vocab_size, self._tokenizer.vocab_size)
         try:
-            return LLTokenizer(self._tokenizer.to_json(), n_vocab=num_tokens, eos_token=ending)
+            return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=ending)
         except ValueError as error:
-            raise _unusable(f"with this model, whose tokenizer llguidance does not know: {error}") from None
+            raise _unusable(f"with this model, whose tokenizer llguidance does not take: {error}") from None
 
 
 def _dead_end(matcher: LLMatcher) -> str:

@@ -185,8 +185,13 @@ def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
 @pytest.mark.parametrize("family", [unigram, word_piece])
 def test_a_family_whose_tokens_are_not_is_refused(family):
     tokenizer = ending(family())
-    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not know"):
+    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
         begin(Grammars(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
+
+
+def test_a_tokenizer_of_more_tokens_than_logits_is_refused(tokenizer):
+    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
+        begin(Grammars(tokenizer, vocab_size=300), regex="a")
 
 
 def test_a_model_that_never_ends_a_text_is_refused():
