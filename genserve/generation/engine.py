@@ -12,12 +12,13 @@ import numpy as np
 from genserve.errors import GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.beam import Beam
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
+from genserve.generation.forwards import Forwards, note_computed
 from genserve.generation.likelihood import likelihood
-from genserve.generation.logits_model import LogitsArray, LogitsModel, TokenArray
+from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
 from genserve.generation.pick import RowPicker, pick
-from genserve.generation.planner import Decode, Prefill, PrefillBudget, StepPlan, Verify
+from genserve.generation.planner import Prefill, PrefillBudget, StepPlan, Verify
 from genserve.generation.roster import Roster
 from genserve.generation.sampler import pick_rows, select_rows
 from genserve.generation.slots import Occupant, Slots
@@ -87,9 +88,9 @@ class Engine:
             speculation: several tokens of a sequence in one step; None: never.
             clock: seconds.
         """
-        self._model = model
         self.clock = clock
         self._slots = Slots(model)
+        self._forwards = Forwards(model, self._slots, verifier=speculation.verifier if speculation else None)
         self._speculation = speculation
         self._roster = Roster(
             self._slots,
@@ -198,58 +199,17 @@ class Engine:
 
     def _forward(self, plan: StepPlan) -> tuple[LogitsArray, Sequence[int]]:
         """Run the plan; returns the logits, and the row of each of its sequences."""
-        slots = self._slots.of(plan.sequences)
-        match plan:
-            case Prefill():
-                past = plan.sequences[0].num_computed
-                chunks = [
-                    s.token_ids[past : past + n] for s, n in zip(plan.sequences, plan.num_tokens, strict=True)
-                ]
-                logits = self._model.prefill(chunks, first_slot=slots[0], past=past)
-                counts, rows = plan.num_tokens, list(range(len(slots)))
-            case Decode():
-                logits = self._decode(plan.sequences, slots)
-                counts, rows = (1,) * len(slots), slots
-            case Verify():
-                logits = self._verify(plan, slots)
-                # What is behind the first token of each is known to be right when it is committed.
-                counts, rows = (1,) * len(slots), [slot * plan.width for slot in slots]
-        self._note_seconds(plan, slots)
-        for sequence, count in zip(plan.sequences, counts, strict=True):
-            if isinstance(plan, Prefill) and sequence.num_prefilled == sequence.num_computed:
-                sequence.num_prefilled += count
-            sequence.num_computed += count
-        return logits, rows
-
-    def _decode(self, sequences: Sequence[Occupant], slots: Sequence[int]) -> LogitsArray:
-        """Run one token of each sequence; a slot between them that has none gets an idle row.
-
-        An idle row writes behind what its slot holds, where the next tokens overwrite it.
-        """
-        past_lengths = self._past_lengths(slots)
-        token_ids = np.zeros(len(past_lengths), dtype=np.int64)
-        token_ids[slots] = [s.token_ids[s.num_computed] for s in sequences]
-        return self._model.decode(token_ids, past_lengths)
-
-    def _verify(self, plan: Verify, slots: Sequence[int]) -> LogitsArray:
-        """Run several tokens of each sequence; padding is written where the next tokens overwrite it."""
-        assert self._speculation is not None
-        past_lengths = self._past_lengths(slots)
-        token_ids = np.zeros((len(past_lengths), plan.width), dtype=np.int64)
-        for slot, tokens in zip(slots, plan.tokens, strict=True):
-            token_ids[slot, : len(tokens)] = tokens
-        return self._speculation.verifier.verify(token_ids, past_lengths)
-
-    def _past_lengths(self, slots: Sequence[int]) -> TokenArray:
-        residents = self._slots.residents[: max(slots) + 1]
-        return np.array([r.num_computed if r else 0 for r in residents], dtype=np.int64)
-
-    def _note_seconds(self, plan: StepPlan, slots: Sequence[int]) -> None:
-        """Tell the speculation what the step took so far, drafts included."""
+        logits, rows = self._forwards.run(plan)
         if self._speculation is not None and not isinstance(plan, Prefill):
+            # What the step took so far, drafts included.
             seconds = self.clock() - self._step_started_s
-            verified = isinstance(plan, Verify)
-            self._speculation.note_step(num_rows=max(slots) + 1, seconds=seconds, verified=verified)
+            self._speculation.note_step(
+                num_rows=max(self._slots.of(plan.sequences)) + 1,
+                seconds=seconds,
+                verified=isinstance(plan, Verify),
+            )
+        note_computed(plan)
+        return logits, rows
 
     def _commit(self, plan: StepPlan, logits: LogitsArray, rows: Sequence[int]) -> StepResult:
         """Give each that is fully computed its token or its row, and after a verification the next ones."""
