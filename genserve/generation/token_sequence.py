@@ -271,7 +271,7 @@ class TokenSequence:
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
         if self.grammar is not None and not self.grammar.accept(token_id):
-            raise ModelFailed(f"token id {token_id} cannot follow in a grammar: {self.grammar.failure}")
+            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {self.grammar.failure}")
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)

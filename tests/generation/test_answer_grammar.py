@@ -141,7 +141,7 @@ def test_a_loop_that_appends_what_its_form_forbids_fails():
     held = sequence_of([3, 4], grammar=Steps([8, 9]), max_tokens=6)
     failed = run(Engine(CachedLogits(), decode=stubborn), held)
     assert isinstance(failed[held], ModelFailed)
-    assert "token id 20 cannot follow in a grammar: it is not allowed" in str(failed[held])
+    assert "token id 20 came, which its grammar forbids: it is not allowed" in str(failed[held])
 
 
 def test_a_loop_may_append_of_its_own_what_its_form_allows():
