@@ -5,8 +5,8 @@
 picks for 1, 8 and 32 token sequences by the engine's own `pick`, from rows of the model's logits over real
 text (peaked) and from normal noise (flat), and beside it in the same rounds by `plain_sampling.py`, which
 sorts; both with one thread, whose CPU time is told, since a short call waits long where others compute. Then
-each method by turns with decode steps of the model, as a server has them: its share of the fastest one. Prints
-tables in Markdown, of medians; a ratio is that of the rounds.
+each method by turns with decode steps of the model, as a server has them: its share of the fastest step.
+Prints tables in Markdown, of medians; a ratio is that of the rounds.
 """
 
 from __future__ import annotations
