@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -169,6 +171,20 @@ def test_the_latest_forms_stay_compiled_and_no_more(grammars):
     assert kept == [f"x{number}" for number in range(3, MAX_COMPILED + 3)]
     begin(grammars, regex="x3")
     assert [form.text for form in grammars._compiled][-1] == "x3"
+
+
+def test_llguidance_is_loaded_by_the_first_request_that_asks_for_a_form(tiny_repository):
+    program = f"""
+import sys
+from genserve import LLM
+with LLM({str(tiny_repository)!r}) as llm:
+    llm.generate("a", max_tokens=2)
+    print("llguidance" in sys.modules, "torch" in sys.modules)
+    print(llm.generate("a", structured_outputs=dict(choice=["yes"])).text)
+    print("llguidance" in sys.modules, "torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["False False", "yes", "True False"]
 
 
 @pytest.mark.parametrize("family", [byte_level_bpe, sentencepiece_bpe, bloom])
