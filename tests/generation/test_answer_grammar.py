@@ -1,4 +1,4 @@
-"""Masks in a step: grammars here are tables of which ids may come next."""
+"""Masks in a step."""
 
 from __future__ import annotations
 
@@ -16,32 +16,11 @@ from genserve.generation.pick import pick
 from genserve.generation.speculation import Speculation
 from genserve.request import FinishReason
 from tests.fakes.drafts import Foreseen
+from tests.fakes.grammars import Steps
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
 EOS = 5
-
-
-class Steps:
-    """`AnswerGrammar`: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
-
-    def __init__(self, *steps: Sequence[int]) -> None:
-        self.failure = ""
-        self._steps = list(steps)
-
-    @property
-    def complete(self) -> bool:
-        return not self._steps
-
-    def fill(self, mask: np.ndarray) -> None:
-        bits = np.zeros(32 * mask.size, dtype=np.uint8)
-        bits[list(self._steps[0])] = 1
-        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
-        self.failure = "" if self._steps[0] else "too many states"
-
-    def accept(self, token_id: int) -> bool:
-        self.failure = "" if token_id in self._steps[0] else "it is not allowed"
-        return token_id in self._steps.pop(0)
 
 
 def run(engine: Engine, *sequences) -> dict:

@@ -11,6 +11,7 @@ from genserve.backends.row_picker import pick_rows
 from genserve.generation import sampler
 from genserve.generation.pick import pick
 from tests.backends.test_torch_sampler import VOCAB_SIZE, asked, levels, on_a_border, random_rules
+from tests.fakes.grammars import Steps
 from tests.fakes.sequences import sequence_of
 
 
@@ -58,3 +59,17 @@ def test_rows_with_stages_of_their_own_are_drawn_as_on_the_host(device):
     assert sum(a.token_id == b.token_id for a, b in zip(host, picked, strict=True)) >= 59
     for a, b in zip(host, picked, strict=True):
         assert a.token_id != b.token_id or a.surprise_bits == pytest.approx(b.surprise_bits, abs=1e-4)
+
+
+def test_what_a_grammar_forbids_is_masked_where_the_logits_lie(device):
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((3, VOCAB_SIZE), dtype=np.float32)
+    allowed = [[7], [3, VOCAB_SIZE - 1], rng.choice(VOCAB_SIZE, 5000, replace=False).tolist()]
+
+    def sequences():
+        return [sequence_of([1], vocab_size=VOCAB_SIZE, grammar=Steps(step)) for step in allowed]
+
+    host = pick(logits.copy(), sequences(), picker=pick_rows)
+    picked = pick(torch.from_numpy(logits).to(device), sequences(), picker=pick_rows)
+    assert [a.token_id for a in picked] == [a.token_id for a in host]
+    assert all(a.token_id in step for a, step in zip(picked, allowed, strict=True))
