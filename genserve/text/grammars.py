@@ -132,7 +132,10 @@ class Grammars:
                 "structured_outputs needs a model with an end-of-sequence token", field="structured_outputs"
             )
         try:
-            return LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=ending)
+            # Where a form leaves one text alone, llguidance tokenizes it: the name of a special token in it
+            # must not become that token, which its masks would then allow and its parser refuse.
+            tokenizer = self._tokenizer.as_plain_json()
+            return LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ending)
         except ValueError as error:
             raise _unusable(f"with this model, whose tokenizer llguidance does not take: {error}") from None
 

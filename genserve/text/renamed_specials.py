@@ -41,6 +41,10 @@ class RenamedSpecials:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
 
+    def to_json(self) -> str:
+        """Return the copy as `tokenizers` writes it to tokenizer.json."""
+        return str(self._backend.to_str())
+
     def _rename_words(self, model: dict[str, Any]) -> None:
         """Rename those that are words of the model too, which could be found in a text by it."""
         words = model["vocab"]

@@ -135,9 +135,9 @@ class Tokenizer:
         alone = [[token_id] for token_id in range(self.vocab_size)]
         return list(self._backend.decode_batch(alone, skip_special_tokens=True))
 
-    def to_json(self) -> str:
-        """The tokenizer as `tokenizers` writes it to tokenizer.json."""
-        return str(self._backend.to_str())
+    def as_plain_json(self) -> str:
+        """The tokenizer.json of one to which the names of special tokens are ordinary text."""
+        return self._renamed_specials.to_json()
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -94,6 +94,16 @@ def test_a_choice_is_one_of_them_whatever_they_hold(grammars, tokenizer):
     assert not accepts(begin(grammars, choice=choices), tokenizer, "yes p")
 
 
+@pytest.mark.parametrize("text", ["{}", "a{}b", "{}{}"])
+def test_the_name_of_a_special_token_is_text_like_any_other(grammars, tokenizer, text):
+    text = text.replace("{}", tokenizer.eos_token)
+    grammar, token_ids = begin(grammars, choice=[text]), []
+    while not grammar.complete:
+        token_ids.append(next_ids(grammar)[0])
+        assert grammar.accept(token_ids[-1])
+    assert tokenizer.decode(token_ids) == text
+
+
 @pytest.mark.parametrize(
     "grammar", ['?start: "<" NAME ">"\nNAME: /[a-z]+/', 'root ::= "<" [a-z]+ ">"'], ids=["lark", "gbnf"]
 )
