@@ -98,7 +98,8 @@ class Services:
         ensemble = self.repository.get(model)
         if params.best_of > n:
             n, params = params.best_of, replace(params, logprobs=True)
-        _check_count(len(prompts), n=n, limit=ensemble.loop.capacity)
+        name = "best_of" if params.best_of > 1 else "n"
+        _check_count(len(prompts), n=n, name=name, limit=ensemble.loop.capacity)
         arrived_s = ensemble.loop.now_s
         prepare = partial(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
         # Forms may take seconds to compile, one after the other: those who wait must not hold all threads.
@@ -117,11 +118,11 @@ class Services:
         return Open(model=ensemble, stream=stream, prompts=prompt_ids, seeds=tuple(s.seed for s in sequences))
 
 
-def _check_count(num_prompts: int, *, n: int, limit: int) -> None:
+def _check_count(num_prompts: int, *, n: int, name: str, limit: int) -> None:
     if num_prompts * n > limit:
         raise InvalidRequest(
-            f"{num_prompts} prompts with n = {n} are more than the {limit} requests that may run and wait",
-            field="n" if n > 1 else "prompt",
+            f"{num_prompts} prompts with {name} = {n} are more than the {limit} requests that may run and wait",
+            field=name if n > 1 else "prompt",
             remedy="send several requests, or raise --max-queue",
         )
 

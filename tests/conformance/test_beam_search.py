@@ -145,6 +145,7 @@ def test_a_width_above_one_on_the_ensemble_is_a_search(tiny_server, tiny_reposit
         ({"extra_body": {"diversity_penalty": 0.5}}, "diversity_penalty"),
         ({"extra_body": {"length_penalty": 2.0}}, "length_penalty"),
         ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 100, "prompt": [[1]] * 100}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 2, "temperature": 0}, "best_of"),
     ],
