@@ -121,7 +121,8 @@ class Services:
 def _check_count(num_prompts: int, *, n: int, name: str, limit: int) -> None:
     if num_prompts * n > limit:
         raise InvalidRequest(
-            f"{num_prompts} prompts with {name} = {n} are more than the {limit} requests that may run and wait",
+            f"{num_prompts} prompts with {name} = {n} are more than the {limit} requests that may run and "
+            "wait",
             field=name if n > 1 else "prompt",
             remedy="send several requests, or raise --max-queue",
         )
