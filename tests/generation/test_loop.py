@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from genserve.errors import Closed, ModelFailed, Overloaded
+from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
+from genserve.generation.speculation import Speculation
 from genserve.generation.streams import EventLoopOutbox, ThreadStream
 from genserve.metrics import Metrics
 from genserve.request import join_deltas
@@ -375,3 +377,22 @@ def test_a_receiver_that_raises_harms_nobody(loop):
     caller.ask()
     caller.receive()
     assert loop.alive
+
+
+def test_drafted_tokens_are_counted_and_those_that_were_right():
+    metrics, model = Metrics(), CachedLogits()
+    draft = DraftModel(CachedLogits(), num_slots=1, vocab_size=model.vocab_size)
+    loop = EngineLoop(
+        Engine(model, decode=sample_loop, speculation=Speculation(model, draft), clock=Clock()),
+        name="test",
+        num_slots=model.num_slots,
+        max_waiting=1,
+        metrics=metrics.for_model("test"),
+    )
+    with ThreadStream(loop, sequence_of([5], max_tokens=9)) as stream:
+        completion = join_deltas(stream)
+    loop.close()
+    assert list(completion.token_ids) == greedy_answer([5], num_tokens=9)
+    for what in ("draft", "accepted"):
+        name = f"genserve_spec_decode_num_{what}_tokens_total"
+        assert metrics.registry.get_sample_value(name, {"model": "test"}) == 6
