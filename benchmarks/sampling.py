@@ -31,7 +31,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.repository.index import scan
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 from genserve.text.tokenizer import Tokenizer
 
 DRAWN = {"temperature": 0.8}

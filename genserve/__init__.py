@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from genserve.errors import GenserveError
     from genserve.llm import LLM
     from genserve.request import Chat, Completion, Delta, FinishReason, Message, Usage
-    from genserve.sampling_params import SamplingParams
+    from genserve.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -37,7 +37,7 @@ _HOME = {
     "AsyncClient": "genserve.client",
     "Client": "genserve.client",
     "GenserveError": "genserve.errors",
-    "SamplingParams": "genserve.sampling_params",
+    "SamplingParams": "genserve.sampling.params",
 }
 
 

@@ -22,7 +22,7 @@ from genserve.request import (
     read_chat,
     read_prompts,
 )
-from genserve.sampling_params import SamplingOptions, SamplingParams, sampling_params
+from genserve.sampling.params import SamplingOptions, SamplingParams, sampling_params
 from genserve.stream import Stream
 
 __all__ = ["LLM"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from closed_loop import answer_standard_input
 
 from genserve.repository.repository import Repository
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from genserve.generation.loop import Parcel

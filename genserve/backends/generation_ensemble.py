@@ -13,7 +13,7 @@ from genserve.generation.plugins import LogitsProcessor, PluginContext
 from genserve.generation.thinking import ThinkingBudget
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Chat, Prompt
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 from genserve.text.grammars import Grammars
 from genserve.text.spellings import Spellings
 from genserve.text.stop_regex import StopRegex

@@ -19,7 +19,7 @@ from genserve.backends.torch_truncation import (
     sigma_level,
 )
 from genserve.generation.stages import COLDEST, NUM_BEST, Stages, dynamic_temperature, zipf_count, zipf_steps
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["left_by"]
 

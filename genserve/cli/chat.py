@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
-from genserve.sampling_params import SamplingOptions
+from genserve.sampling.params import SamplingOptions
 
 __all__ = ["chat"]
 

@@ -10,7 +10,7 @@ from genserve.cli.conversation import Conversation
 from genserve.cli.model_access import OpenedModel
 from genserve.cli.printed_answer import PrintedAnswer, print_answer
 from genserve.cli.render import make_console, write_text
-from genserve.sampling_params import SamplingOptions
+from genserve.sampling.params import SamplingOptions
 
 __all__ = ["ChatSession"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from genserve.errors import ModelNotFound
 from genserve.request import Message
-from genserve.sampling_params import SamplingOptions
+from genserve.sampling.params import SamplingOptions
 from genserve.stream import Stream
 
 if TYPE_CHECKING:

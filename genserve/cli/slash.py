@@ -12,7 +12,7 @@ from typing import cast
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.typed_options import read_value
 from genserve.errors import InvalidRequest
-from genserve.sampling_params import SamplingOptions, sampling_params
+from genserve.sampling.params import SamplingOptions, sampling_params
 
 __all__ = ["COMMANDS", "SlashCommand", "run_slash"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from genserve.errors import InvalidRequest
-from genserve.sampling_params import SamplingOptions, sampling_params
+from genserve.sampling.params import SamplingOptions, sampling_params
 
 __all__ = ["read_value", "with_assignments"]
 

@@ -16,7 +16,7 @@ from genserve.client.retry import retry_wait_s
 from genserve.client.stream import AsyncStream
 from genserve.errors import GenserveError
 from genserve.request import Completion, Delta, Messages, Prompts
-from genserve.sampling_params import SamplingOptions
+from genserve.sampling.params import SamplingOptions
 
 __all__ = ["AsyncClient"]
 

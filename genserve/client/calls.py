@@ -12,7 +12,7 @@ from genserve.client.delta_decoder import DeltaDecoder
 from genserve.client.failures import not_understood
 from genserve.errors import InvalidRequest
 from genserve.request import Completion, Messages, Prompts, read_chat, read_prompts
-from genserve.sampling_params import SamplingParams, sampling_params
+from genserve.sampling.params import SamplingParams, sampling_params
 
 __all__ = [
     "Call",

@@ -15,7 +15,7 @@ from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
 from genserve.errors import GenserveError
 from genserve.request import Completion, Delta, Messages, Prompts
-from genserve.sampling_params import SamplingOptions
+from genserve.sampling.params import SamplingOptions
 from genserve.stream import Stream
 
 __all__ = ["Client"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from genserve.client.scored_tokens import read_prompt_logprobs, token_id_of
 from genserve.request import Chat, Completion, Delta, FinishReason, StopReason, TopTokens, Usage
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["AnswerEvents", "finish_reason_of", "read_completion", "request_body"]
 

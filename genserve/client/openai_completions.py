@@ -12,7 +12,7 @@ from typing import Any
 from genserve.client.openai_chat import finish_reason_of
 from genserve.client.scored_tokens import read_prompt_logprobs, token_id_of
 from genserve.request import Completion, TopTokens, Usage
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["read_completions", "request_body"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genserve.request import Completion, Delta, FinishReason, TopTokens, Usage
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
 

@@ -11,7 +11,7 @@ from genserve.generation.logit_edits import Entries, LogitEdits
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.generation.plugins import SequencePlugins
 from genserve.generation.repetition import Repetition
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["LogitRules", "logit_rules"]
 

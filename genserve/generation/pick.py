@@ -16,7 +16,7 @@ from genserve.generation.sampler import PickedRows, SamplingRows
 from genserve.generation.stages import COLDEST
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["Pick", "RowPicker", "pick"]
 

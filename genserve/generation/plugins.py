@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.logit_edits import RowEdit
 from genserve.generation.logits_model import LogitsArray
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = [
     "HOOKS",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray, TokenArray
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["Repetition"]
 

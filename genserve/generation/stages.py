@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.truncation import Truncation, exponentials, kept, level_of_best
-from genserve.sampling_params import SamplingParams
-from genserve.sampling_stages import STAGES, acting
+from genserve.sampling.params import SamplingParams
+from genserve.sampling.stages import STAGES, acting
 
 __all__ = [
     "COLDEST",

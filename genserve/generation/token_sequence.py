@@ -17,7 +17,7 @@ from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
 from genserve.generation.stages import stages_of
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from genserve.generation.beam_group import BeamGroup

@@ -14,9 +14,9 @@ from genserve.errors import Closed, GenserveError, InferenceError, InvalidReques
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse, Parameter
-from genserve.refused_methods import without_refused_methods
 from genserve.request import Delta
-from genserve.sampling_params import SamplingParams, sampling_params
+from genserve.sampling.params import SamplingParams, sampling_params
+from genserve.sampling.refused_methods import without_refused_methods
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 

@@ -78,7 +78,7 @@ class DecodingFields(Body):
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    # Here for their refusal, which says why: `refused_methods`.
+    # Here for their refusal, which says why: `sampling/refused_methods.py`.
     penalty_alpha: SkipJsonSchema[Any] = None
     guidance_scale: SkipJsonSchema[Any] = None
     dola_layers: SkipJsonSchema[Any] = None

@@ -23,7 +23,7 @@ from genserve.metrics import Metrics
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
 from genserve.request import Prompt
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 from genserve.server.faults import renamed
 from genserve.server.readiness import Readiness
 from genserve.settings import ServerSettings

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.errors import InvalidRequest
-from genserve.structured_outputs import StructuredOutputs
+from genserve.sampling.structured_outputs import StructuredOutputs
 from genserve.text.grammar_trial import LIMITS, MAX_MESSAGE_CHARS, compile_refusal
 from genserve.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ import pytest
 from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.repository.repository import Repository
 from genserve.request import Chat, Message
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from genserve.cli.conversation import Conversation
 from genserve.cli.model_access import OpenedModel
 from genserve.errors import InvalidRequest
 from genserve.request import Delta, FinishReason, Message, Usage
-from genserve.sampling_params import SamplingOptions, sampling_params
+from genserve.sampling.params import SamplingOptions, sampling_params
 from genserve.stream import Stream
 
 

@@ -14,7 +14,7 @@ from genserve.client import Client
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
 from genserve.request import Completion
-from genserve.sampling_params import SamplingOptions
+from genserve.sampling.params import SamplingOptions
 from tests.client.either_client import BlockingClient
 
 OPTIONS = [

@@ -11,7 +11,7 @@ from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.plugins import SequencePlugins
 from genserve.generation.token_sequence import TokenSequence
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
 
 

@@ -24,8 +24,8 @@ from genserve.generation.engine import Engine
 from genserve.generation.pick import pick
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
-from genserve.sampling_params import SamplingParams
-from genserve.sampling_stages import STAGES
+from genserve.sampling.params import SamplingParams
+from genserve.sampling.stages import STAGES
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import CachedLogits
 from tests.fakes.rows import sampling_rows

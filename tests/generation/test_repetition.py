@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from genserve.generation.repetition import MAX_LENGTH, MAX_PENALTY, Repetition
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 
 VOCAB_SIZE = 6
 

@@ -23,8 +23,8 @@ from transformers import (
 from genserve.backends import torch_stages
 from genserve.generation import stages as host_stages
 from genserve.generation.stages import Stages, stages_of
-from genserve.sampling_params import SamplingParams
-from genserve.sampling_stages import STAGES
+from genserve.sampling.params import SamplingParams
+from genserve.sampling.stages import STAGES
 from tests.llama_cpp import recorded
 
 VOCAB_SIZE = 300

@@ -11,7 +11,7 @@ import torch
 from genserve.errors import InvalidRequest
 from genserve.generation.thinking import ThinkingBudget
 from genserve.llm import LLM
-from genserve.sampling_params import sampling_params
+from genserve.sampling.params import sampling_params
 from tests.live import LiveServer
 
 START, END = 318, 319

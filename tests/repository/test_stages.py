@@ -18,7 +18,7 @@ from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
-from genserve.sampling_params import sampling_params
+from genserve.sampling.params import sampling_params
 from genserve.stream import Stream
 from genserve.tensor import Tensor
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from genserve.sampling_params import SamplingOptions, SamplingParams
+from genserve.sampling.params import SamplingOptions, SamplingParams
 from genserve.server.routes.openai import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody
 from genserve.server.routes.tgi import Parameters

@@ -11,7 +11,7 @@ from genserve.errors import Closed
 from genserve.metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 

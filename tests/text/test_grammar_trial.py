@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.structured_outputs import StructuredOutputs, structured_outputs
+from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
 from genserve.text.grammar_trial import compile_refusal
 from genserve.text.grammars import Grammars
 from genserve.text.tokenizer import Tokenizer

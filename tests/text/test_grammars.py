@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.structured_outputs import structured_outputs
+from genserve.sampling.structured_outputs import structured_outputs
 from genserve.text.grammars import MAX_COMPILED, Grammar, Grammars
 from genserve.text.tokenizer import Tokenizer
 from tests.text.vocabularies import (

@@ -22,7 +22,7 @@ from genserve.backends.parsed_text import ParsedText
 from genserve.errors import InvalidRequest, RepositoryError
 from genserve.generation.plugins import HOOKS, LogitsProcessor, PluginContext, SequencePlugins, plugin_call
 from genserve.generation.token_sequence import AnswerText
-from genserve.plugin_call import PluginCall
+from genserve.sampling.plugin_call import PluginCall
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError

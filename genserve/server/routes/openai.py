@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import InvalidRequest
 from genserve.request import Chat, Completion, Delta, join_choices, read_messages
-from genserve.sampling_checks import MAX_TOP_LOGPROBS
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.checks import MAX_TOP_LOGPROBS
+from genserve.sampling.params import SamplingParams
 from genserve.server.body import Body, StrictRoute
 from genserve.server.faults import renamed
 from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage

@@ -17,8 +17,8 @@ from pydantic import Field, ValidationError, WrapValidator
 
 from genserve.errors import InvalidRequest
 from genserve.request import COMPLETION_TOKENS, Completion, Delta, FinishReason, join_choices
-from genserve.sampling_checks import MAX_TOP_LOGPROBS
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.checks import MAX_TOP_LOGPROBS
+from genserve.sampling.params import SamplingParams
 from genserve.server.body import StrictRoute
 from genserve.server.faults import renamed
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs

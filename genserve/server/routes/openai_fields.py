@@ -13,11 +13,11 @@ from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.errors import InvalidRequest
-from genserve.sampling_checks import MAX_BEST_OF, MAX_TOP_LOGPROBS
-from genserve.sampling_params import SamplingParams, sampling_params
+from genserve.sampling.checks import MAX_BEST_OF, MAX_TOP_LOGPROBS
+from genserve.sampling.params import SamplingParams, sampling_params
+from genserve.sampling.structured_outputs import structured_outputs_of_format
 from genserve.server.body import Body
 from genserve.server.decoding_fields import DecodingFields
-from genserve.structured_outputs import structured_outputs_of_format
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 

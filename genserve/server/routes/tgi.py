@@ -19,15 +19,15 @@ from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, join_choices, likeliest
-from genserve.sampling_checks import MAX_BEST_OF
-from genserve.sampling_params import SamplingParams, sampling_params
+from genserve.sampling.checks import MAX_BEST_OF
+from genserve.sampling.params import SamplingParams, sampling_params
+from genserve.sampling.structured_outputs import structured_outputs_of_format
 from genserve.server.body import Body, StrictRoute
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
 from genserve.server.routes.tgi_scores import LikelyTokens, prefill
 from genserve.server.services import Open, Services, SharedServices
 from genserve.server.sse import EventStream, event, read_all
-from genserve.structured_outputs import structured_outputs_of_format
 from genserve.version import __version__
 
 __all__ = ["router"]

@@ -20,7 +20,7 @@ from genserve.generation.pick import pick
 from genserve.generation.plugins import PluginContext, SequencePlugins
 from genserve.generation.speculation import Speculation
 from genserve.llm import LLM
-from genserve.sampling_params import SamplingParams
+from genserve.sampling.params import SamplingParams
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of

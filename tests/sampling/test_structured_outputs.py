@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.sampling_params import sampling_params
-from genserve.structured_outputs import (
+from genserve.sampling.params import sampling_params
+from genserve.sampling.structured_outputs import (
     MAX_CHARS,
     StructuredOutputs,
     structured_outputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.repetition_detection import RepetitionDetection
+from genserve.sampling.repetition_detection import RepetitionDetection
 
 sizes = st.integers(1, 5)
 

@@ -9,11 +9,15 @@ from functools import cache
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from genserve.errors import InvalidRequest
-from genserve.plugin_call import PluginCall, PluginCallOptions, read_plugin_call, read_plugin_calls
-from genserve.refused_methods import without_refused_methods
-from genserve.repetition_detection import RepetitionDetection, repetition_detection
-from genserve.sampling_checks import require, require_sound
-from genserve.structured_outputs import StructuredOutputOptions, StructuredOutputs, structured_outputs
+from genserve.sampling.checks import require, require_sound
+from genserve.sampling.plugin_call import PluginCall, PluginCallOptions, read_plugin_call, read_plugin_calls
+from genserve.sampling.refused_methods import without_refused_methods
+from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
+from genserve.sampling.structured_outputs import (
+    StructuredOutputOptions,
+    StructuredOutputs,
+    structured_outputs,
+)
 
 __all__ = ["SamplingOptions", "SamplingParams", "sampling_params"]
 

@@ -9,10 +9,10 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from genserve.errors import InvalidRequest
-from genserve.sampling_stages import require_coherent_stages
+from genserve.sampling.stages import require_coherent_stages
 
 if TYPE_CHECKING:
-    from genserve.sampling_params import SamplingParams
+    from genserve.sampling.params import SamplingParams
 
 __all__ = ["MAX_BEST_OF", "MAX_TOP_LOGPROBS", "require", "require_sound"]
 

@@ -1,0 +1,1 @@
+"""Sampling: what a request may ask of the decoding, read and checked before a model sees it."""
