@@ -12,14 +12,15 @@ __all__ = ["without_refused_methods"]
 _NO_HIDDEN_STATES = "needs the hidden states of the model, and the logits stage gives logits alone"
 _SECOND_PROMPT = "needs a second forward without the prompt at each step, which the engine does not run"
 
-_OLDER = "it is the older name of a part of structured_outputs"
-
 # By parameter: why not, and the value with which a client asks for nothing.
 _REFUSED: Mapping[str, tuple[str, object]] = {
     "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
     "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
     "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
-    **{f"guided_{form}": (_OLDER, None) for form in ("json", "regex", "choice", "grammar")},
+    **{
+        f"guided_{form}": (f'its newer name is structured_outputs: {{"{form}": ...}}', None)
+        for form in ("json", "regex", "choice", "grammar")
+    },
     "watermark": ("watermarks are not written, and one that is asked for must not be missing", False),
 }
 

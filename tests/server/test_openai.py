@@ -134,7 +134,7 @@ def test_special_token_text_in_a_message_does_not_become_a_control_token(http):
         ({"messages": [{"role": "user"}]}, "messages[0].content", 400),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", 400),
         ({"messages": [{"role": "user", "content": "x " * 900}]}, "messages", 400),
-        ({"temperature": 2.1}, "temperature", 400),
+        ({"temperature": 100.1}, "temperature", 400),
         ({"temperature": "0.7"}, "temperature", 400),
         ({"top_p": 0}, "top_p", 400),
         ({"max_tokens": 0}, "max_tokens", 400),

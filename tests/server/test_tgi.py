@@ -118,7 +118,20 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         ({"inputs": "x", "parameters": {"stop": ["a"] * 17}}, "parameters.stop", 422),
         ({"inputs": "x", "parameters": {"stop_token_ids": [320]}}, "parameters.stop_token_ids", 422),
         ({"inputs": "x", "parameters": {"seed": -1}}, "parameters.seed", 422),
+        ({"inputs": "x", "parameters": {"best_of": 0}}, "parameters.best_of", 422),
         ({"inputs": "x", "parameters": {"best_of": 2}}, "parameters.best_of", 422),
+        ({"inputs": "x", "parameters": {"adapter_id": "a"}}, "parameters.adapter_id", 422),
+        (
+            {"inputs": "x", "parameters": {"truncate": 2, "truncate_prompt_tokens": 3}},
+            "parameters.truncate",
+            422,
+        ),
+        ({"inputs": "x", "parameters": {"use_beam_search": True, "top_k": 5}}, "parameters.top_k", 422),
+        (
+            {"inputs": "x", "parameters": {"use_beam_search": True, "do_sample": True}},
+            "parameters.do_sample",
+            422,
+        ),
         (
             {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": {"not": {}}}}},
             "parameters.grammar",

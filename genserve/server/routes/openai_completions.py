@@ -89,6 +89,11 @@ class CompletionBody(OpenAIBody):
             prompt_logprobs=self.scores,
         )
 
+    def names(self) -> dict[str, str]:
+        """Our names of what can be wrong, and this request's."""
+        by_echo = self.prompt_logprobs is None and self.echo
+        return super().names() | ({"prompt_logprobs": "echo"} if by_echo else {})
+
     def echoes(self, tokenizer: Tokenizer) -> list[str]:
         """What each prompt's answers begin with; token ids in the text that they stand for."""
         if not self.echo:

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, join_choices, likeliest
-from genserve.sampling.checks import MAX_BEST_OF
+from genserve.sampling.checks import MAX_BEST_OF, require
 from genserve.sampling.params import SamplingParams, sampling_params
 from genserve.sampling.structured_outputs import structured_outputs_of_format
 from genserve.server.body import Body, StrictRoute
@@ -41,10 +41,6 @@ _NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | 
     "max_tokens": "parameters.max_new_tokens",
     "top_logprobs": "parameters.top_n_tokens",
 }
-# Known and not honoured: the values with which a client asks for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "adapter_id": (None,),
-}
 # TGI has no word for a text that was cut off because it went round in circles.
 FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
 
@@ -55,7 +51,7 @@ class Parameters(DecodingFields):
     """TGI's parameters, and vLLM's."""
 
     adapter_id: str | None = None
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, gt=0)
     decoder_input_details: bool | None = None
     details: bool | None = None
     do_sample: bool | None = None
@@ -97,18 +93,14 @@ class Parameters(DecodingFields):
         Raises:
             InvalidRequest: out of range, or asks for something that TGI has and we do not.
         """
-        for name, neutral in _NEUTRAL.items():
-            if getattr(self, name) not in neutral:
-                field = f"parameters.{name}"
-                raise InvalidRequest(f"{field} is not supported", field=field, remedy="leave it out")
-        temperature = 1.0 if self.temperature is None else self.temperature
+        self._require_coherence()
         truncate = {} if self.truncate is None else {"truncate_prompt_tokens": self.truncate}
         return sampling_params(
             {
                 **self.said(),
                 **truncate,
                 "max_tokens": self.max_new_tokens,
-                "temperature": temperature if self.sampling() else 0.0,
+                "temperature": self._temperature(),
                 "top_k": self.top_k or 0,
                 "stop": self.stop,
                 "seed": self.seed,
@@ -119,6 +111,23 @@ class Parameters(DecodingFields):
                 "structured_outputs": self.form(),
             }
         )
+
+    def _require_coherence(self) -> None:
+        searching, several = bool(self.use_beam_search), (self.best_of or 1) > 1
+        cuts = None not in (self.truncate, self.truncate_prompt_tokens)
+        for name, wrong, rule in (
+            ("adapter_id", self.adapter_id is not None, "is not supported"),
+            ("do_sample", searching and self.do_sample, "cannot be combined with use_beam_search"),
+            ("best_of", several and not searching and not self.sampling(), "needs do_sample"),
+            ("truncate", cuts, "cannot be combined with truncate_prompt_tokens"),
+        ):
+            require(not wrong, f"parameters.{name}", rule)
+
+    def _temperature(self) -> float:
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if self.use_beam_search:  # what draws beside it is refused by its own name
+            return 0.0 if temperature == 1.0 else temperature
+        return temperature if self.sampling() else 0.0
 
 
 class GenerateBody(Body):
@@ -241,8 +250,8 @@ async def _generate(
 ) -> tuple[dict[str, Any], int, dict[str, str]]:
     started_s = time.monotonic()
     details = bool(body.parameters.details)
-    for name in () if details else ("top_n_tokens", "decoder_input_details"):
-        if getattr(body.parameters, name):
+    for name in () if details else ("top_n_tokens", "decoder_input_details", "logprobs_mode"):
+        if getattr(body.parameters, name) not in (None, False, 0, "raw"):
             field = f"parameters.{name}"
             raise InvalidRequest(f"{field} needs parameters.details", field=field)
     opened = await _open(body, services, logprobs=details)
