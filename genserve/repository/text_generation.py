@@ -15,7 +15,7 @@ from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.request import Delta
-from genserve.sampling.params import SamplingParams, sampling_params
+from genserve.sampling.params import SamplingOptions, SamplingParams, sampling_params
 from genserve.sampling.refused_methods import without_refused_methods
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
@@ -39,8 +39,12 @@ _PARAMETERS = {
 }
 # What they call the forms of an answer, and what `structured_outputs` does.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+_WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
+_TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
 # Parameters of a request whose values are JSON, since they are no tensors.
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
+# What the parameters of a request say besides; the priority of one is Triton's, who orders queues by it.
+_READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
 
 
 class TextGeneration:
@@ -177,11 +181,12 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     options = {
         option: _scalar(inputs, name, default=None) for name, option in _PARAMETERS.items() if name in inputs
     }
-    for name, option in (("stop_words", "stop"), ("bad_words", "bad_words")):
+    for name, option in _WORDS.items():
         if name in inputs:
             options[option] = [text for text in texts(inputs[name]) if text]
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
-    without_refused_methods(parameters)  # other parameters that nobody knows are passed over, as Triton does
+    without_refused_methods(parameters)
+    _refuse_unread(parameters)
     if "cache_salt" in parameters:
         options["cache_salt"] = parameters["cache_salt"]
     options["structured_outputs"] = _form(inputs)
@@ -189,6 +194,20 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     if width > 1:
         options |= {"use_beam_search": True, "beam_width": width}
     return sampling_params(options)
+
+
+def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
+    """Refuse what only tensors say, unless it asks for nothing; Triton passes over what nobody knows."""
+    names = {name: name for name in SamplingOptions.__annotations__} | _PARAMETERS | _TEXTS
+    default = SamplingParams()
+    for name in names.keys() & parameters.keys() - _READ:
+        nothing = ("", 1) if name == "beam_width" else ("", getattr(default, names[name]))
+        if parameters[name] not in nothing:
+            raise InvalidRequest(
+                f"{name} is not read from the parameters of a request",
+                field=name,
+                remedy="give it as an input tensor; what the ensemble has none for, OpenAI's routes take",
+            )
 
 
 def _form(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:

@@ -137,7 +137,7 @@ def test_a_width_above_one_on_the_ensemble_is_a_search(tiny_server, tiny_reposit
         ({"extra_body": BEAMS, "temperature": 0.7}, "temperature"),
         ({"extra_body": BEAMS, "top_p": 0.7}, "top_p"),
         ({"extra_body": BEAMS, "best_of": 3}, "best_of"),
-        ({"extra_body": BEAMS, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"extra_body": BEAMS, "echo": True, "logprobs": 1}, "echo"),
         ({"extra_body": BEAMS | {"early_stopping": "always"}}, "early_stopping"),
         ({"extra_body": {"beam_width": 3}}, "beam_width"),
         ({"extra_body": BEAMS | {"num_beam_groups": 2, "diversity_penalty": 0.5}}, "num_beam_groups"),

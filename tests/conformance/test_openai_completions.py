@@ -317,7 +317,6 @@ def test_a_client_that_leaves_before_the_answer_frees_all_its_slots(client, tiny
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": 101}, "temperature"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 0, "extra_body": {"use_beam_search": True}}, "echo"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

@@ -83,6 +83,8 @@ def test_the_ensemble_takes_them_as_parameters_in_json(server, answered):
         ({"stop_rules": 3}, "stop_rules must be JSON as text"),
         ({"stop_rules": '[{"name": "x"}]'}, "stop_rules[0].name: the model has no stop rule 'x'"),
         ({"cache_salt": 3}, "cache_salt must be text"),
+        ({"stop_regex": "a"}, "stop_regex is not read from the parameters"),
+        ({"structured_outputs": "{}"}, "structured_outputs is not read from the parameters"),
     ],
 )
 def test_the_ensemble_refuses_what_they_cannot_be(server, parameters, words):
@@ -90,6 +92,12 @@ def test_the_ensemble_refuses_what_they_cannot_be(server, parameters, words):
     reply = httpx2.post(f"{server.url}/v2/models/tiny/generate", json=body)
     assert reply.status_code == 400
     assert words in reply.json()["error"]
+
+
+def test_parameters_that_ask_for_nothing_or_are_nobodys_are_passed_over(server):
+    parameters = {"ignore_eos": False, "stop": "", "priority": 3, "pad_id": 2, "n": 2}
+    body = {"text_input": PROMPT, "max_tokens": 1, "parameters": parameters}
+    assert httpx2.post(f"{server.url}/v2/models/tiny/generate", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
