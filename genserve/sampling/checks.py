@@ -9,7 +9,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.stages import require_coherent_stages
+from genserve.sampling.stages import DRAWING, require_coherent_stages
 
 if TYPE_CHECKING:
     from genserve.sampling.params import SamplingParams
@@ -87,19 +87,7 @@ _TEXTS: Mapping[str, tuple[int, int]] = {
 _BEAMS_ALONE = ("beam_width", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 # Beams draw nothing, and nothing is computed of a prompt but what follows it.
 _NOT_WITH_BEAMS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "top_n_sigma",
-    "top_h",
-    "xtc_probability",
-    "mirostat_mode",
-    "dynatemp_range",
-    "samplers",
+    *DRAWING,
     "best_of",
     "prompt_logprobs",
     "logprob_token_ids",

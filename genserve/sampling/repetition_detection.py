@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from genserve.errors import InvalidRequest
+from genserve.sampling.checks import require
 
 __all__ = ["RepetitionDetection", "repetition_detection"]
 
@@ -76,6 +77,4 @@ def repetition_detection(value: object) -> RepetitionDetection | None:
 
 
 def _require(holds: bool, name: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
-    if not holds:
-        field = f"repetition_detection.{name}"
-        raise InvalidRequest(f"{field} {rule}", field=field)
+    require(holds, f"repetition_detection.{name}", rule)

@@ -7,7 +7,7 @@ from typing import Any
 
 from genserve.errors import InvalidRequest
 
-__all__ = ["STAGES", "acting", "require_coherent_stages"]
+__all__ = ["DRAWING", "STAGES", "acting", "require_coherent_stages"]
 
 # The default order, and the parameters that make each stage act, with the value at which it does not.
 STAGES: Mapping[str, Mapping[str, float]] = {
@@ -21,6 +21,12 @@ STAGES: Mapping[str, Mapping[str, float]] = {
     "epsilon_cutoff": {"epsilon_cutoff": 0.0},
     "eta_cutoff": {"eta_cutoff": 0.0},
     "xtc": {"xtc_probability": 0.0},
+}
+# What makes a draw of a token, by parameter, with the value at which it asks for nothing.
+DRAWING: Mapping[str, object] = {
+    **{name: neutral for parameters in STAGES.values() for name, neutral in parameters.items()},
+    "mirostat_mode": 0,
+    "samplers": (),
 }
 
 

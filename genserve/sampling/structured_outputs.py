@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from genserve.errors import InvalidRequest
+from genserve.sampling.checks import require
 
 __all__ = [
     "Form",
@@ -40,8 +41,8 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         field = "structured_outputs"
-        _require(self.text != "", field, f"has an empty {self.form}")
-        _require(len(self.text) <= MAX_CHARS, field, f"is longer than {MAX_CHARS} characters")
+        require(self.text != "", field, f"has an empty {self.form}")
+        require(len(self.text) <= MAX_CHARS, field, f"is longer than {MAX_CHARS} characters")
 
     def as_options(self) -> dict[str, Any]:
         """Return what `structured_outputs` reads, as JSON has it."""
@@ -72,24 +73,24 @@ def structured_outputs(value: Any, *, field: str = "structured_outputs") -> Stru
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
-    _require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(FORMS)}")
+    require(isinstance(value, Mapping), field, f"must be an object with one of {', '.join(FORMS)}")
     nothing = {"json_object": False}
     said = {name: form for name, form in value.items() if form is not None and form is not nothing.get(name)}
     for name in said:
-        _require(name in FORMS, f"{field}.{name}", f"is not supported; known are {', '.join(FORMS)}")
-    _require(len(said) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
+        require(name in FORMS, f"{field}.{name}", f"is not supported; known are {', '.join(FORMS)}")
+    require(len(said) == 1, field, f"must have exactly one of {', '.join(FORMS)}")
     [(name, form)] = said.items()
     where = f"{field}.{name}"
     match name:
         case "json_object":
-            _require(form is True, where, "must be true or false")
+            require(form is True, where, "must be true or false")
             return StructuredOutputs(form=name, text="{}")
         case "json":
             return _json(form, where)
         case "choice":
             return StructuredOutputs(form=name, text=_choices(form, where))
         case _:
-            _require(isinstance(form, str), where, "must be text")
+            require(isinstance(form, str), where, "must be text")
             return StructuredOutputs(form=name, text=form)
 
 
@@ -107,7 +108,7 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
     """
     if value is None:
         return None
-    _require(isinstance(value, Mapping), field, "must be an object with a type")
+    require(isinstance(value, Mapping), field, "must be an object with a type")
     parts = {name: part for name, part in value.items() if name != "type" and part is not None}
     match value.get("type"), parts:
         case "text", {**rest} if not rest:
@@ -141,7 +142,7 @@ def _schema(schema: Any, field: str) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from None
-    _require(isinstance(schema, Mapping), field, "must be a JSON schema: an object")
+    require(isinstance(schema, Mapping), field, "must be a JSON schema: an object")
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -150,10 +151,5 @@ def _schema(schema: Any, field: str) -> str:
 
 def _choices(choices: Any, field: str) -> str:
     listed = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
-    _require(listed and all(isinstance(c, str) and c for c in choices), field, "must be a list of texts")
+    require(listed and all(isinstance(c, str) and c for c in choices), field, "must be a list of texts")
     return json.dumps(list(choices), ensure_ascii=False)
-
-
-def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
-    if not holds:
-        raise InvalidRequest(f"{field} {rule}", field=field)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
+from genserve.errors import InvalidRequest
+from genserve.sampling.structured_outputs import structured_outputs_of_format
 from genserve.server.body import Body
 
-__all__ = ["DecodingFields", "PluginFields"]
+__all__ = ["DecodingFields", "PluginFields", "Texts"]
 
 
 class PluginFields(Body):
@@ -21,6 +23,10 @@ class PluginFields(Body):
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+# One text stands for a list of it.
+Texts: TypeAlias = Annotated[list[str] | None, BeforeValidator(_listed)]
 
 
 class DecodingFields(Body):
@@ -56,7 +62,7 @@ class DecodingFields(Body):
     suppress_tokens: list[int] | None = None
     bad_words: list[str] | None = None
     min_tokens: int | None = None
-    stop_regex: Annotated[list[str] | None, BeforeValidator(_listed)] = None
+    stop_regex: Texts = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -95,3 +101,15 @@ class DecodingFields(Body):
         """Return the options that the request gives, for `sampling_params`."""
         values = self.model_dump(include=set(DecodingFields.model_fields))
         return {name: value for name, value in values.items() if value is not None}
+
+    def form_beside(self, own: Any, *, field: str) -> Any:
+        """Return the form of the answer: that of `structured_outputs`, or of the dialect's own field.
+
+        Raises:
+            InvalidRequest: both say something, or the dialect's is badly written; `field` is its name.
+        """
+        form = structured_outputs_of_format(own, field=field)
+        if form is not None and self.structured_outputs is not None:
+            message = f"{field} and structured_outputs ask for two forms"
+            raise InvalidRequest(message, field=field, remedy="leave one out")
+        return self.structured_outputs if form is None else form

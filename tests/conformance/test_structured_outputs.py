@@ -78,7 +78,7 @@ def test_a_form_that_max_tokens_cuts_ends_by_length(client):
         ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}, **SOME_FORM}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, **SOME_FORM}, "response_format"),
         ({**SOME_FORM, "use_beam_search": True}, "structured_outputs"),
         ({"guided_choice": ["a"]}, "guided_choice"),
     ],

@@ -137,6 +137,17 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
             "parameters.grammar",
             422,
         ),
+        (
+            {
+                "inputs": "x",
+                "parameters": {
+                    "grammar": {"type": "regex", "value": "a"},
+                    "structured_outputs": {"regex": "b"},
+                },
+            },
+            "parameters.grammar",
+            422,
+        ),
         ({"inputs": "x", "parameters": {"repetition_penalty": 0.0}}, "parameters.repetition_penalty", 422),
         ({"inputs": "x", "parameters": {"frequency_penalty": 3}}, "parameters.frequency_penalty", 422),
         ({"inputs": "x", "parameters": {"bad_words": [""]}}, "parameters.bad_words[0]", 422),

@@ -7,17 +7,16 @@ a field that nobody knows is passed over, and named in the header `x-genserve-ig
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from fastapi import Response
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.checks import MAX_BEST_OF, MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams, sampling_params
-from genserve.sampling.structured_outputs import structured_outputs_of_format
 from genserve.server.body import Body
-from genserve.server.decoding_fields import DecodingFields
+from genserve.server.decoding_fields import DecodingFields, Texts
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
@@ -67,7 +66,7 @@ class OpenAIBody(DecodingFields):
     temperature: float | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_BEST_OF)
-    stop: Annotated[list[str] | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
+    stop: Texts = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -92,7 +91,7 @@ class OpenAIBody(DecodingFields):
                 "seed": None if self.seed is None else self.seed % 2**64,
                 "logprob_token_ids": self.logprob_token_ids,
                 "prompt_logprobs": self.prompt_logprobs,
-                "structured_outputs": self.form(),
+                "structured_outputs": self.form_beside(self.response_format, field="response_format"),
                 **others,
             }
         )
@@ -112,17 +111,6 @@ class OpenAIBody(DecodingFields):
     def num_drawn(self) -> int:
         """How many answers to each prompt are made; `n` of them, the likeliest, are returned."""
         return self.best_of or self.n or 1
-
-    def form(self) -> Any:
-        """What the request says of the form of the answer; raises InvalidRequest."""
-        form = structured_outputs_of_format(self.response_format, field="response_format")
-        if form is not None and self.structured_outputs is not None:
-            raise InvalidRequest(
-                "response_format and structured_outputs ask for two forms",
-                field="structured_outputs",
-                remedy="leave one out",
-            )
-        return self.structured_outputs if form is None else form
 
     def names(self) -> dict[str, str]:
         """Our names of what can be wrong, and this request's."""

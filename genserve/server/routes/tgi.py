@@ -21,7 +21,7 @@ from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, join_choices, likeliest
 from genserve.sampling.checks import MAX_BEST_OF, require
 from genserve.sampling.params import SamplingParams, sampling_params
-from genserve.sampling.structured_outputs import structured_outputs_of_format
+from genserve.sampling.stages import DRAWING
 from genserve.server.body import Body, StrictRoute
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.faults import renamed, tgi_error
@@ -65,23 +65,11 @@ class Parameters(DecodingFields):
     top_n_tokens: int | None = None
     truncate: int | None = Field(default=None, gt=0)
 
-    def sampling(self) -> bool:
+    @property
+    def draws(self) -> bool:
         """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
-        kept = (
-            *(self.top_k, self.min_p, self.epsilon_cutoff, self.eta_cutoff, self.top_n_sigma, self.top_h),
-            *(self.xtc_probability, self.mirostat_mode, self.dynatemp_range, self.samplers),
-        )
-        shares = (self.temperature, self.top_p, self.typical_p)
-        return bool(self.do_sample) or any(kept) or any(share not in (None, 1.0) for share in shares)
-
-    def form(self) -> Any:
-        """What the request says of the form of the answer; raises InvalidRequest."""
-        form = structured_outputs_of_format(self.grammar, field="parameters.grammar")
-        if form is not None and self.structured_outputs is not None:
-            field = "parameters.structured_outputs"
-            message = f"parameters.grammar and {field} ask for two forms"
-            raise InvalidRequest(message, field=field, remedy="leave one out")
-        return self.structured_outputs if form is None else form
+        given = ((getattr(self, name), neutral) for name, neutral in DRAWING.items())
+        return bool(self.do_sample) or any(value not in (None, neutral) for value, neutral in given)
 
     def names(self) -> Mapping[str, str]:
         """Our names of what can be wrong, and this request's."""
@@ -108,7 +96,7 @@ class Parameters(DecodingFields):
                 "top_logprobs": self.top_n_tokens or 0,
                 "prompt_logprobs": 0 if self.decoder_input_details else None,
                 "best_of": self.best_of or 1,
-                "structured_outputs": self.form(),
+                "structured_outputs": self.form_beside(self.grammar, field="parameters.grammar"),
             }
         )
 
@@ -118,7 +106,7 @@ class Parameters(DecodingFields):
         for name, wrong, rule in (
             ("adapter_id", self.adapter_id is not None, "is not supported"),
             ("do_sample", searching and self.do_sample, "cannot be combined with use_beam_search"),
-            ("best_of", several and not searching and not self.sampling(), "needs do_sample"),
+            ("best_of", several and not searching and not self.draws, "needs do_sample"),
             ("truncate", cuts, "cannot be combined with truncate_prompt_tokens"),
         ):
             require(not wrong, f"parameters.{name}", rule)
@@ -127,7 +115,7 @@ class Parameters(DecodingFields):
         temperature = 1.0 if self.temperature is None else self.temperature
         if self.use_beam_search:  # what draws beside it is refused by its own name
             return 0.0 if temperature == 1.0 else temperature
-        return temperature if self.sampling() else 0.0
+        return temperature if self.draws else 0.0
 
 
 class GenerateBody(Body):
@@ -194,7 +182,7 @@ class TokenFrames:
 
     def __init__(self, opened: Open, body: GenerateBody) -> None:
         self._opened = opened
-        self._sampling = body.parameters.sampling()
+        self._sampling = body.parameters.draws
         self._text: list[str] = [body.inputs] if body.parameters.return_full_text else []
         self._num_tokens = 0
         self._likely = LikelyTokens(opened.model.tokenizer) if body.parameters.top_n_tokens else None
@@ -262,7 +250,7 @@ async def _generate(
     prefix = body.inputs if body.parameters.return_full_text else ""
     answer: dict[str, Any] = {"generated_text": prefix + completion.text}
     if details:
-        seeds: tuple[int | None, ...] = opened.seeds if body.parameters.sampling() else (None,)
+        seeds: tuple[int | None, ...] = opened.seeds if body.parameters.draws else (None,)
         told = [
             _details(one, [d for d in deltas if d.choice == choice], opened, body.parameters) | {"seed": seed}
             for choice, (one, seed) in enumerate(zip(completions, seeds, strict=True))
