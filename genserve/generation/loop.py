@@ -162,7 +162,10 @@ class EngineLoop:
             )
 
     def cancel(self, occupant: Occupant) -> None:
-        """Drop a token sequence or a logits request before the next step; fine if it has ended already."""
+        """Drop a token sequence or a logits request before the next step; fine if it has ended already.
+
+        With one answer of a beam search all of them leave.
+        """
         with self._changed:
             self._cancelled.add(occupant)
             self._changed.notify()
@@ -216,6 +219,7 @@ class EngineLoop:
                 sequence, outbox = arrival
                 self._tickets[sequence] = _Ticket(outbox=outbox, submitted_s=now)
                 self._engine.add(sequence)
+        cancelled.update(*(s.beams.answers for s in cancelled if isinstance(s, TokenSequence) and s.beams))
         cancelled &= self._tickets.keys() | self._unanswered
         self._engine.remove(cancelled)
         for occupant in cancelled:

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from genserve.errors import Closed, ModelFailed, Overloaded
+from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
+from genserve.generation.beam_group import BeamGroup
 from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
@@ -18,7 +19,7 @@ from genserve.generation.streams import EventLoopOutbox, ThreadStream
 from genserve.metrics import Metrics
 from genserve.request import join_deltas
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
-from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
@@ -39,6 +40,16 @@ class GatedLogits(CachedLogits):
     def open_gate(self):
         self.open = True
         self.gate.release()
+
+
+class Recorder:
+    """An outbox that keeps what comes."""
+
+    def __init__(self):
+        self.parcels = []
+
+    def deliver(self, parcels):
+        self.parcels += parcels
 
 
 def loop_over(
@@ -133,6 +144,23 @@ async def test_a_closed_stream_frees_its_slot_within_two_steps(gated):
         await asyncio.sleep(0)
     assert loop.num_steps - before <= 2
     assert loop.num_running == 0
+
+
+def test_with_one_answer_of_a_beam_search_all_are_cancelled(gated):
+    model, loop = gated
+    outbox = Recorder()
+    answers = [sequence_of([5], use_beam_search=True, max_tokens=50) for _ in range(2)]
+    BeamGroup(answers, width=2, new_text=IdText)
+    loop.submit(*answers, outbox=outbox)
+    while not loop.num_steps:  # the prefill
+        time.sleep(0)
+    loop.cancel(answers[1])
+    model.open_gate()
+    loop.drain(timeout_s=10)
+    assert loop.num_accepted == 0
+    with ThreadStream(loop, sequence_of([1], max_tokens=5)) as stream:
+        assert list(join_deltas(stream).token_ids) == greedy_answer([1], num_tokens=5)
+    assert not any(isinstance(content, GenserveError) for _, content in outbox.parcels)
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
