@@ -8,6 +8,8 @@ two tokens to the last digits of a float32. Where numpy avoids to sort, a GPU ju
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,14 @@ from genserve.backends.torch_truncation import exponentials, truncated
 from genserve.generation.likelihood import LOWEST, Asked
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.sampler import PickedRows, SamplingRows, uniforms
+from genserve.generation.truncation import Truncation
 from genserve.request import TokenLogprob
 
 __all__ = ["pick_rows"]
+
+_RULES = attrgetter(*(rule.name for rule in fields(Truncation)))
+# Of a row that does not draw: whether it does, its temperature, the number that it draws by, what it keeps.
+_NEUTRAL = np.array([0.0, 1.0, 0.0, *_RULES(Truncation())])
 
 
 def pick_rows(
@@ -79,30 +86,27 @@ def _draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw for those rows; the others keep their token. Returns also what was drawn from: [R, V]."""
     num_rows, num_tokens = shifted.shape
-    columns = _columns(num_rows, num_tokens, drawing=drawing, rules=rules)
+    columns = _columns(num_rows, drawing=drawing, rules=rules)
     uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
     draws, temperature, uniform, *kept = uploaded[:, :, None].unbind()
-    scaled = truncated(shifted / temperature.float(), kept, rules=rules)
-    for index in np.flatnonzero(rules.stages).tolist():
-        row = slice(drawing[index], drawing[index] + 1)
-        scaled[row] = left_by(shifted[row], rules.stages[index], chance=rules.chance(index))
+    used = (columns != _NEUTRAL[:, None]).any(axis=1)[-len(kept) :]
+    scaled = truncated(shifted / temperature.float(), kept, used=used.tolist())
+    for index, stages in enumerate(rules.stages):
+        if stages is not None:
+            row = slice(drawing[index], drawing[index] + 1)
+            scaled[row] = left_by(shifted[row], stages, chance=rules.chance(index))
     weights = torch.where(scaled == -torch.inf, 0.0, exponentials(scaled))
     cumulative = weights.cumsum(1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     return torch.where(draws[:, 0] > 0, drawn[:, 0].clamp(max=num_tokens - 1), token_ids), scaled
 
 
-def _columns(
-    num_rows: int, num_tokens: int, *, drawing: Sequence[int], rules: SamplingRows
-) -> NDArray[np.float64]:
+def _columns(num_rows: int, *, drawing: Sequence[int], rules: SamplingRows) -> NDArray[np.float64]:
     """Return, for all rows, what `_draw` and `truncated` unpack; one that does not draw keeps all."""
-    neutral = [0.0, 1.0, 0.0, 1.0, num_tokens - 1, 0.0, 1.0, 0.0, 0.0, 0.0]
-    columns = np.repeat(np.array(neutral)[:, None], num_rows, axis=1)
-    top_k = np.where((rules.top_k > 0) & (rules.top_k < num_tokens), rules.top_k, num_tokens)
+    columns = np.repeat(_NEUTRAL[:, None], num_rows, axis=1)
     uniform = uniforms(rules.seed, rules.step)
-    ones = np.ones_like(uniform)
-    kept = [rules.top_p, top_k - 1, rules.min_p, rules.typical_p, rules.epsilon_cutoff, rules.eta_cutoff]
-    columns[:, list(drawing)] = np.stack([ones, rules.temperature, uniform, *kept, rules.top_n_sigma])
+    kept = np.array([_RULES(truncation) for truncation in rules.truncations])
+    columns[:, list(drawing)] = np.stack([np.ones_like(uniform), rules.temperature, uniform, *kept.T])
     return columns
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from genserve.generation.sampler import SamplingRows
 from genserve.generation.truncation import LOWEST_EXPONENT
 
 __all__ = [
@@ -25,20 +24,29 @@ __all__ = [
 ]
 
 
-def truncated(scaled: torch.Tensor, kept: Sequence[torch.Tensor], *, rules: SamplingRows) -> torch.Tensor:
-    """Send what the rows do not keep to -inf; a rule that no row uses costs nothing."""
-    top_p, last, min_p, typical_p, epsilon, eta, sigma = kept
-    if rules.top_n_sigma.any():
+def truncated(scaled: torch.Tensor, rules: Sequence[torch.Tensor], *, used: Sequence[bool]) -> torch.Tensor:
+    """Send what the rows do not keep to -inf; a rule that no row uses costs nothing.
+
+    Args:
+        scaled: [R, V] float32, logits less the best one, divided by the temperature.
+        rules: the fields of `Truncation`, in their order: [R, 1] float64.
+        used: which of them some row uses.
+    """
+    sigma, top_k, top_p, min_p, typical_p, epsilon, eta = rules
+    by_sigma, by_k, by_p, by_min_p, by_typical, by_epsilon, by_eta = used
+    if by_sigma:
         scaled = keep_above(scaled, sigma_level(scaled, sigma))
-    if (rules.top_k > 0).any() or (rules.top_p < 1.0).any():
-        scaled = keep_above(scaled, kept_level(scaled, top_p=top_p, last=last.long()))
-    if rules.min_p.any():
+    if by_k or by_p:
+        num_tokens = scaled.shape[1]
+        count = torch.where(top_k > 0, top_k, num_tokens).clamp(max=num_tokens)
+        scaled = keep_above(scaled, kept_level(scaled, top_p=top_p, last=count.long() - 1))
+    if by_min_p:
         scaled = keep_above(scaled, min_p.log())
-    if (rules.typical_p < 1.0).any():
+    if by_typical:
         scaled = keep_typical(scaled, typical_p)
-    if rules.epsilon_cutoff.any():
+    if by_epsilon:
         scaled = keep_probable(scaled, epsilon)
-    if rules.eta_cutoff.any():
+    if by_eta:
         scaled = keep_probable(scaled, eta_level(scaled, eta))
     return scaled
 

@@ -16,12 +16,8 @@ from genserve.generation.sampler import PickedRows, SamplingRows
 from genserve.generation.stages import COLDEST
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
-from genserve.sampling.params import SamplingParams
 
 __all__ = ["Pick", "RowPicker", "pick"]
-
-# What a row has whose stages do all of it.
-_STAGED = SamplingParams(temperature=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +92,10 @@ def _edits(sequences: Sequence[TokenSequence], *, num_tokens: int) -> LogitEdits
 
 
 def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:
-    stages = [s.stages for s in sequences]
-    params = [s.params if own is None else _STAGED for s, own in zip(sequences, stages, strict=True)]
     return SamplingRows(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
-        top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        top_p=np.array([p.top_p for p in params], dtype=np.float32),
-        min_p=np.array([p.min_p for p in params], dtype=np.float32),
-        typical_p=np.array([p.typical_p for p in params], dtype=np.float32),
-        epsilon_cutoff=np.array([p.epsilon_cutoff for p in params], dtype=np.float32),
-        eta_cutoff=np.array([p.eta_cutoff for p in params], dtype=np.float32),
-        top_n_sigma=np.array([p.top_n_sigma for p in params], dtype=np.float32),
+        temperature=np.array([s.params.temperature for s in sequences], dtype=np.float32),
+        truncations=tuple(s.truncation for s in sequences),
+        stages=tuple(s.stages for s in sequences),
         seed=np.array([s.seed for s in sequences], dtype=np.uint64),
         step=np.array([s.num_new_tokens for s in sequences], dtype=np.uint64),
-        stages=np.array(stages, dtype=np.object_),
     )

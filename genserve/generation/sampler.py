@@ -7,7 +7,8 @@ megabytes, which are asked of the system anew at each step: that alone took most
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from genserve.generation.likelihood import Asked, likelihood
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
-from genserve.generation.stages import left_by
+from genserve.generation.stages import Stages, left_by
 from genserve.generation.truncation import BLOCK, Truncation, exponentials, kept, level_of_best
 from genserve.request import TokenLogprob
 
@@ -37,40 +38,28 @@ ASIDE = np.uint64(0xD1B54A32D192ED03)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """The parameters of R rows, one array each."""
+    """How each of R rows draws."""
 
     temperature: FloatArray             # [R], above 0
-    top_k: NDArray[np.int64]            # [R], 0: all
-    top_p: FloatArray                   # [R], in (0, 1]
-    min_p: FloatArray                   # [R], in [0, 1]
-    typical_p: FloatArray               # [R], in (0, 1]
-    epsilon_cutoff: FloatArray          # [R], in [0, 1)
-    eta_cutoff: FloatArray              # [R], in [0, 1)
-    top_n_sigma: FloatArray             # [R], 0: all
+    truncations: tuple[Truncation, ...]     # R of them
+    stages: tuple[Stages | None, ...]       # R of them; where there are some, the two above are not used
     seed: NDArray[np.uint64]            # [R]
     step: NDArray[np.uint64]            # [R], how many tokens the answer has
-    stages: NDArray[np.object_]         # [R] of Stages, where the rules above are off, or None
 
     def chosen(self, rows: NDArray[np.bool_]) -> SamplingRows:
-        """Return the parameters of those rows alone."""
-        return SamplingRows(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+        """Return those rows alone."""
+        return SamplingRows(
+            temperature=self.temperature[rows],
+            truncations=tuple(compress(self.truncations, rows)),
+            stages=tuple(compress(self.stages, rows)),
+            seed=self.seed[rows],
+            step=self.step[rows],
+        )
 
     def chance(self, index: int) -> float:
         """Return a number in [0, 1) of one row that has nothing to do with the one it draws by."""
         one = slice(index, index + 1)
         return float(uniforms(self.seed[one] ^ ASIDE, self.step[one])[0])
-
-    def truncation(self, index: int, *, size: int) -> Truncation:
-        """Return what one row keeps of its `size` tokens."""
-        return Truncation(
-            top_n_sigma=float(self.top_n_sigma[index]),
-            top_k=min(int(self.top_k[index]), size),
-            top_p=float(self.top_p[index]),
-            min_p=float(self.min_p[index]),
-            typical_p=float(self.typical_p[index]),
-            epsilon_cutoff=float(self.epsilon_cutoff[index]),
-            eta_cutoff=float(self.eta_cutoff[index]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +160,7 @@ def processed(row: FloatArray, rules: SamplingRows, *, index: int) -> tuple[Floa
     if (stages := rules.stages[index]) is not None:
         ids, values = left_by(row, stages, chance=rules.chance(index))
         return values, ids
-    truncation, left = rules.truncation(index, size=row.size), None
+    truncation, left = rules.truncations[index], None
     if truncation.top_k and not truncation.top_n_sigma:
         # What comes before top-k keeps the order: all the rest of the row needs no temperature.
         left = np.flatnonzero(row >= level_of_best(row, truncation.top_k))

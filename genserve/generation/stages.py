@@ -53,10 +53,9 @@ class Stages:
         error = surprise_bits - self.params.mirostat_tau
         return replace(self, most_bits=self.most_bits - self.params.mirostat_eta * error)
 
-    def truncation(self, name: str, *, size: int) -> Truncation:
-        """Return that stage, one of `Truncation`'s, alone; for a row of `size` tokens."""
-        value = getattr(self.params, name)
-        return Truncation(**{name: min(value, size) if name == "top_k" else value})
+    def truncation(self, name: str) -> Truncation:
+        """Return that stage, one of `Truncation`'s, alone."""
+        return Truncation(**{name: getattr(self.params, name)})
 
 
 def stages_of(params: SamplingParams, *, spared_ids: tuple[int, ...]) -> Stages | None:
@@ -178,7 +177,7 @@ def _keep(
         case "mirostat":
             return values >= _mirostat_level(values, stages, vocab_size=vocab_size)
         case _:
-            places = kept(values, stages.truncation(name, size=values.size))
+            places = kept(values, stages.truncation(name))
             return slice(None) if places is None else places
 
 

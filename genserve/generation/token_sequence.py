@@ -16,6 +16,7 @@ from genserve.generation.logit_rules import LogitRules, logit_rules
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
 from genserve.generation.stages import stages_of
+from genserve.generation.truncation import Truncation
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
 from genserve.sampling.params import SamplingParams
 
@@ -64,6 +65,7 @@ class TokenSequence:
         grammar: the form that the answer must have, and where it stands in it; None: any will do.
         logit_rules: what the request changes of its logits before a token is picked; None: nothing.
         fresh_rules: makes the same, before any token is read.
+        truncation: what a draw is made from in the usual way, if `stages` is None.
         stages: what a draw goes through that is not made in the usual way; survives a preemption.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
@@ -109,6 +111,7 @@ class TokenSequence:
         "stages",
         "stop_reason",
         "token_ids",
+        "truncation",
     )
 
     def __init__(
@@ -156,6 +159,7 @@ class TokenSequence:
             plugins=self.plugins,
         )
         self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
+        self.truncation = Truncation.of(params) if self.stages is None else Truncation()
         self.logit_rules = self.fresh_rules()
         self._text = text
         self._text_delta = ""

@@ -7,13 +7,14 @@ block maxima leave, top-p and typical in the one bin of a histogram that reaches
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
+from genserve.sampling.params import SamplingParams
 
 __all__ = ["BLOCK", "LOWEST_EXPONENT", "Truncation", "exponentials", "kept", "level_of_best"]
 
@@ -42,6 +43,11 @@ class Truncation:
     typical_p: float = 1.0      # those nearest to the row's entropy that reach this share; 1: all
     epsilon_cutoff: float = 0.0     # at least this probability, or the best; 0: all
     eta_cutoff: float = 0.0     # the same, but less where the entropy is high; 0: all
+
+    @staticmethod
+    def of(params: SamplingParams) -> Truncation:
+        """Return what a request asks for."""
+        return Truncation(**{rule.name: getattr(params, rule.name) for rule in fields(Truncation)})
 
 
 _ALL = Truncation()

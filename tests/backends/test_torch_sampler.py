@@ -30,10 +30,10 @@ def on_a_border(row: np.ndarray, rules: SamplingRows, index: int) -> bool:
     """Whether the draw, or the cut of top-p, lies where the rounding of a float32 decides."""
     ordered = np.sort(row.astype(np.float64))[::-1]
     weights = np.exp((ordered - ordered[0]) / float(rules.temperature[index]))
-    k = int(rules.top_k[index]) or len(row)
+    k, top_p = rules.truncations[index].top_k or len(row), rules.truncations[index].top_p
     shares = np.cumsum(weights) / weights[:k].sum()
-    cut = np.abs(shares[:k] - rules.top_p[index]).min() < 1e-6
-    kept = row >= ordered[min(int(np.searchsorted(shares[:k], rules.top_p[index])), k - 1, len(row) - 1)]
+    cut = np.abs(shares[:k] - top_p).min() < 1e-6
+    kept = row >= ordered[min(int(np.searchsorted(shares[:k], top_p)), k - 1, len(row) - 1)]
     unsorted = np.exp((row[kept].astype(np.float64) - ordered[0]) / float(rules.temperature[index]))
     drawn = np.cumsum(unsorted) / unsorted.sum()
     uniform = uniforms(rules.seed, rules.step)[index]

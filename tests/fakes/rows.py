@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from genserve.generation.sampler import SamplingRows
+from genserve.generation.truncation import Truncation
 
 
 def sampling_rows(num: int, **columns: Any) -> SamplingRows:
     """A number for all rows, or an array of one for each, by name."""
-    neutral = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "typical_p": 1.0,
-        "epsilon_cutoff": 0.0,
-        "eta_cutoff": 0.0,
-        "top_n_sigma": 0.0,
-    }
-    kinds = {"top_k": np.int64, "seed": np.uint64, "step": np.uint64, "stages": np.object_}
-    values = {**neutral, "top_k": 0, "seed": 7, "step": np.arange(num), "stages": None, **columns}
+    truncations = [
+        Truncation(**{rule.name: _at(columns, rule.name, row, rule.default) for rule in fields(Truncation)})
+        for row in range(num)
+    ]
     return SamplingRows(
-        **{
-            name: np.broadcast_to(np.asarray(value), (num,)).astype(kinds.get(name, np.float32))
-            for name, value in values.items()
-        }
+        temperature=np.array([_at(columns, "temperature", row, 1.0) for row in range(num)], dtype=np.float32),
+        truncations=tuple(truncations),
+        stages=(None,) * num,
+        seed=np.array([_at(columns, "seed", row, 7) for row in range(num)], dtype=np.uint64),
+        step=np.array([_at(columns, "step", row, row) for row in range(num)], dtype=np.uint64),
     )
+
+
+def _at(columns: dict[str, Any], name: str, row: int, default: Any) -> Any:
+    value = columns.get(name, default)
+    return value[row].item() if isinstance(value, np.ndarray) else value

@@ -22,13 +22,13 @@ from transformers import (
 from genserve.backends.row_picker import pick_rows
 from genserve.generation.engine import Engine
 from genserve.generation.pick import pick
+from genserve.generation.sampler import SamplingRows
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.sampling.params import SamplingParams
 from genserve.sampling.stages import STAGES
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import CachedLogits
-from tests.fakes.rows import sampling_rows
 from tests.fakes.sequences import sample_loop, sequence_of
 
 PLACES = [np.array, torch.tensor]
@@ -107,8 +107,13 @@ def test_frequencies_pass_a_chi_square_test_against_the_exact_distribution(metho
     found = {}
 
     def picker(rows, *, rules, **which):
-        columns = {name: getattr(rules, name)[0] for name in type(rules).__slots__}
-        many = sampling_rows(NUM_DRAWS, **columns | {"seed": 11, "step": np.arange(NUM_DRAWS)})
+        many = SamplingRows(
+            temperature=np.repeat(rules.temperature, NUM_DRAWS),
+            truncations=rules.truncations * NUM_DRAWS,
+            stages=rules.stages * NUM_DRAWS,
+            seed=np.full(NUM_DRAWS, 11, dtype=np.uint64),
+            step=np.arange(NUM_DRAWS, dtype=np.uint64),
+        )
         found["ids"] = pick_rows(
             place(np.tile(ROW, (NUM_DRAWS, 1))), drawing=range(NUM_DRAWS), rules=many, asking=[]
         ).token_ids
