@@ -33,7 +33,9 @@ class ParsedText:
         return parsed if self.stop is None else parsed + self._parsed(self._parser.flush)
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return what was held back; nothing where a stop has ended the text, since `push` has told all."""
+        if self.stop is not None:
+            return ""
         return self._pushed(self._text.flush()) + self._parsed(self._parser.flush)
 
     def _pushed(self, text: str) -> str:

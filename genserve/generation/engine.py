@@ -277,16 +277,22 @@ class Engine:
         advanced: list[TokenSequence] = []
         for group in dict.fromkeys(beam.group for beam in row_of):
             rows = logits[[row_of[beam] for beam in group.beams if beam in row_of]]
-            reorder = group.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
+            try:
+                reorder = group.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
+            except Exception as error:
+                logger.exception("beam search failed")
+                failure = ModelFailed(f"beam search failed: {type(error).__name__}")
+                failed.update(dict.fromkeys(group.answers, failure))
+                continue
             if reorder is None:
                 failed.update(dict.fromkeys(group.answers, _not_finite(group.answers[0])))
-            elif group.done and self._prefix_cache:
+                continue
+            if group.done and self._prefix_cache:
                 self._slots.park(group.lead, now_s=self.clock())
             else:
                 self._slots.release(reorder.leaving)
-            if reorder is not None and group.together:
-                for copy in reorder.copies:
-                    self._slots.copy(source=copy.source, target=copy.target)
+            for copy in reorder.copies if group.together else ():
+                self._slots.copy(source=copy.source, target=copy.target)
             advanced += group.answers
         return advanced
 
@@ -319,19 +325,10 @@ class Engine:
                 failed[sequence] = error
 
     def _leave(self, plan: StepPlan, outcome: _Outcome) -> StepResult:
-        """Let go of those that failed, and park what those have computed that finished or are answered.
-
-        Those whose time is over end here, even if they still wait.
-        """
-        failed = outcome.failed
+        """Let go of those that failed, and park what those have computed that finished or are answered."""
+        failed, now_s = outcome.failed, self.clock()
+        late = self._end_late(now_s, failed)
         advanced = tuple(s for s in outcome.generating if s not in failed)
-        now_s = self.clock()
-        late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
-        for sequence in late:
-            if sequence.beams is not None:
-                sequence.beams.settle()
-            if not sequence.finished:
-                sequence.finish(FinishReason.LENGTH, stop_reason="deadline")
         finished = [s for s in advanced if s.finished]
         if self._prefix_cache:
             for sequence in finished:
@@ -343,7 +340,7 @@ class Engine:
             self._slots.park(request, now_s=now_s, held_s=held_s)
         prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
         return StepResult(
-            advanced=(*advanced, *(s for s in late if s not in advanced)),
+            advanced=(*advanced, *(s for s in late if s not in advanced and s not in failed)),
             answered=tuple(outcome.answered),
             failed=failed,
             num_prompt_tokens=prompt_tokens,
@@ -351,6 +348,19 @@ class Engine:
             num_drafted=outcome.num_drafted,
             num_accepted=outcome.num_accepted,
         )
+
+    def _end_late(self, now_s: float, failed: dict[Occupant, GenserveError]) -> list[TokenSequence]:
+        """End those whose time is over, even if they still wait; returns them."""
+        late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
+        for sequence in late:
+            try:
+                if sequence.beams is not None:
+                    sequence.beams.settle()
+                if not sequence.finished:
+                    sequence.finish(FinishReason.LENGTH, stop_reason="deadline")
+            except GenserveError as error:  # of an output parser
+                failed[sequence] = error
+        return late
 
 
 def _answering(occupants: Iterable[Occupant]) -> Iterator[Occupant]:

@@ -284,6 +284,22 @@ def test_rules_that_leave_no_token_fail_the_search_and_no_other():
     assert other.finish_reason is FinishReason.LENGTH
 
 
+def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
+    class Broken(IdText):
+        def push(self, token_id):
+            raise RuntimeError("no text")
+
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    answer = sequence_of([5, 6], use_beam_search=True, stop=("x",))
+    add(engine, BeamGroup([answer], width=2, new_text=Broken))
+    other = group_of([7], max_tokens=4, width=2)
+    add(engine, other)
+    result = engine.step()
+    assert [str(error) for error in result.failed.values()] == ["beam search failed: RuntimeError"]
+    run(engine)
+    assert answers_of(other) == alone([7], max_tokens=4, width=2)
+
+
 @pytest.mark.parametrize("effect", ["nan", "raise"])
 def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
     model = CachedLogits()

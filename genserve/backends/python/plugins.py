@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from genserve.backends.parsed_text import ParsedText
-from genserve.errors import InvalidRequest, RepositoryError
+from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
 from genserve.generation.plugins import HOOKS, LogitsProcessor, PluginContext, SequencePlugins, plugin_call
 from genserve.generation.token_sequence import AnswerText
 from genserve.sampling.plugin_call import PluginCall
@@ -33,6 +33,12 @@ _KINDS = {
     "logits_processors": "logits processor",
     "stop_rules": "stop rule",
     "output_parsers": "output parser",
+}
+# What a plug-in must have.
+_METHODS = {
+    "logits processor": ("__call__",),
+    "stop rule": ("__call__",),
+    "output parser": ("push", "flush"),
 }
 
 
@@ -52,7 +58,7 @@ class Plugin:
         Raises:
             InvalidRequest: an argument is missing, not known or wrong; `field` is its path. What the
                 factory refuses by a ValueError is told with its words.
-            ModelFailed: the factory raised something else.
+            ModelFailed: the factory raised something else, or what it made is no such plug-in.
         """
         from pydantic import ValidationError
 
@@ -64,9 +70,23 @@ class Plugin:
             raise InvalidRequest(f"{field}.args must be what JSON can hold: {error}", field=field) from None
         with plugin_call(self.kind, self.name):
             try:
-                return self.factory(context, **arguments)
+                made = self.factory(context, **arguments)
             except ValueError as error:
                 raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
+        self._require_usable(made)
+        return made
+
+    def _require_usable(self, made: object) -> None:
+        """Raise ModelFailed where a function has made no such plug-in; of a class this is known at load."""
+        lacking = [method for method in _METHODS[self.kind] if not callable(getattr(made, method, None))]
+        if lacking:
+            raise ModelFailed(
+                f"the {self.kind} {self.name!r} made a {type(made).__name__}, which has no {lacking[0]}"
+            )
+        hook = getattr(made, "hook", HOOKS[0])
+        if hook not in HOOKS:
+            remedy = f"it is one of {', '.join(HOOKS)}"
+            raise ModelFailed(f"the hook of the {self.kind} {self.name!r} is {hook!r}", remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +185,7 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
 
 def _require_methods(kind: str, factory: Any) -> None:
     """Raise TypeError if what a class makes is no such plug-in; of a function nobody knows yet."""
-    needed = ("push", "flush") if kind == "output_parsers" else ("__call__",)
-    for method in needed if inspect.isclass(factory) else ():
+    for method in _METHODS[_KINDS[kind]] if inspect.isclass(factory) else ():
         if not any(method in vars(base) for base in factory.__mro__):
             raise TypeError(f"{factory.__name__} has no method {method}")
 

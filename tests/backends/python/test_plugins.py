@@ -56,15 +56,33 @@ class Mute:
     def flush(self):
         return ""
 
+class Late(Mute):
+    def push(self, text):
+        return text
+
+    def flush(self):
+        return 1 / 0
+
 def fails(context):
     raise OSError
 
+def makes_nothing(context):
+    pass
+
+def makes_hooked(context):
+    def processor(token_ids, logits):
+        logits[:] = 0
+    processor.hook = "post"
+    return processor
+
 class TritonPythonModel(TritonPythonModel):
     logits_processors = TritonPythonModel.logits_processors | {
-        "breaks": Breaks, "fails": fails, "insists": Insists
+        "breaks": Breaks, "fails": fails, "insists": Insists, "hooked": makes_hooked
     }
     stop_rules = TritonPythonModel.stop_rules | {"breaks": Breaks}
-    output_parsers = TritonPythonModel.output_parsers | {"mute": Mute}
+    output_parsers = TritonPythonModel.output_parsers | {
+        "mute": Mute, "late": Late, "nothing": makes_nothing
+    }
 """
 
 
@@ -203,6 +221,7 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
     text = ParsedText(IdText(stop_at=7), Keeps(), name="keeps")
     assert [text.push(3), text.stop] == ["", None]
     assert (text.push(7), text.stop) == ("all", "<7>")
+    assert text.flush() == "", "it was flushed"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +263,11 @@ def test_a_call_that_the_model_cannot_make_is_refused_by_its_field(llm, options,
             {"logits_processors": [call("insists", text="n")], "structured_outputs": {"choice": ["yes"]}},
             "which its grammar forbids",
         ),
+        ({"logits_processors": [call("hooked")]}, "the hook of the logits processor 'hooked' is 'post'"),
         ({"output_parser": call("mute")}, "output parser 'mute' returned a NoneType"),
+        ({"output_parser": call("nothing")}, "'nothing' made a NoneType, which has no push"),
+        ({"output_parser": call("late")}, "output parser 'late' raised ZeroDivisionError"),
+        ({"output_parser": call("late"), "max_time_ms": 1}, "output parser 'late' raised ZeroDivisionError"),
     ],
 )
 def test_what_a_plugin_raises_ends_its_own_answer_and_names_it(llm, options, words):
