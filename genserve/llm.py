@@ -119,7 +119,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int
     ) -> list[tuple[tuple[int, ...], list[Completion]]]:
         """Return the token ids of each prompt, and the `n` answers to it; of more, the likeliest."""
-        drawn = max(n, params.best_of)
+        drawn, told = max(n, params.best_of), params.logprobs
         params = replace(params, logprobs=True) if drawn > n else params
         # All are checked before the first one runs.
         choices = [self._model.prepare_choices(prompt, params, num_choices=drawn) for prompt in prompts]
@@ -129,6 +129,8 @@ class LLM:
             answers = [[stream.final() for stream in one] for one in streams]
         if drawn > n:
             answers = [[completions[i] for i in likeliest(completions)[:n]] for completions in answers]
+        if drawn > n and not told:
+            answers = [[replace(completion, logprobs=()) for completion in one] for one in answers]
         return list(zip(prompt_ids, answers, strict=True))
 
     def _complete_one(self, prompt: Prompt, params: SamplingParams) -> Completion:

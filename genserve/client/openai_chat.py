@@ -47,9 +47,12 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
         LookupError, TypeError, ValueError: the reply has another shape.
     """
     choice = reply["choices"][0]
+    token_ids, usage = _token_ids(choice), _usage(reply["usage"])
+    if params.best_of > 1:  # the reply counts the answers that it leaves out, too
+        usage = replace(usage, completion_tokens=len(token_ids))
     return Completion(
         text=choice["message"]["content"],
-        token_ids=_token_ids(choice),
+        token_ids=token_ids,
         logprobs=_logprobs(choice, params),
         top_logprobs=_top_logprobs(choice, params),
         prompt_logprobs=read_prompt_logprobs(
@@ -57,7 +60,7 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
         ),
         finish_reason=finish_reason_of(choice),
         stop_reason=choice.get("stop_reason"),
-        usage=_usage(reply["usage"]),
+        usage=usage,
     )
 
 

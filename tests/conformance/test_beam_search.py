@@ -180,8 +180,10 @@ def test_best_of_is_there_for_chats_for_tgi_and_for_both_clients(client, tiny_se
         assert llm.generate(PROMPT, **options, best_of=4).token_ids == best.token_ids
         with pytest.raises(InvalidRequest, match="best_of cannot be streamed"):
             llm.stream(PROMPT, **options, best_of=4)
+        best_chat = llm.chat(PROMPT, **options, best_of=4)
     with Client(tiny_server.url) as sdk:
         assert sdk.generate(PROMPT, **options, best_of=4).text == best.text
+        assert sdk.chat(PROMPT, **options, best_of=4) == best_chat
     parameters = {"do_sample": True, "max_new_tokens": 6, "seed": 5, "ignore_eos": True, "details": True}
     body = {"inputs": PROMPT, "parameters": parameters | {"best_of": 4}}
     answer = httpx2.post(f"{tiny_server.url}/generate", json=body).json()
