@@ -21,8 +21,13 @@ _SIZES = {
     "max_position_embeddings": 128,
 }
 
-_HALF_TURNED = {"partial_rotary_factor": 0.5}
-_RESIDUAL = {"apply_residual_connection_post_layernorm": True}
+# What no family's graph has: the name of a tiny model, what is changed of it, and what is said.
+_BEYOND_FAMILIES = [
+    ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20, which the graph has not"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+    ("bloom_4_heads", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+]
 
 
 def export(source: Path, repository: Path, **options: object) -> ExportReport:
@@ -45,15 +50,17 @@ def test_other_architectures_are_exact_too(tmp_path: Path, config: dict[str, Any
     assert export(source, tmp_path / "repository").largest_logit_difference < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("model", "changed", "reason"),
-    [
-        ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20, which the graph has not"),
-        pytest.param("llama", _HALF_TURNED, "partial_rotary_factor 0.5", marks=pytest.mark.slow),
-        pytest.param("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim", marks=pytest.mark.slow),
-        pytest.param("bloom_4_heads", _RESIDUAL, "apply_residual", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("model", "changed", "reason"), _BEYOND_FAMILIES)
+def test_what_the_graph_of_a_family_has_not_is_no_torchscript_either(
+    tmp_path: Path, model: str, changed: dict[str, Any], reason: str
+) -> None:
+    source = tiny_checkpoint(tmp_path / "checkpoint", **(TINY_MODELS[model] | changed))
+    with pytest.raises(ExportError, match=reason):
+        export(source, tmp_path / "repository", file_format="torchscript", precision="fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "changed", "reason"), _BEYOND_FAMILIES)
 def test_what_the_graph_of_a_family_has_not_is_traced_and_it_is_said_why(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
