@@ -139,11 +139,11 @@ def _logprobs(
     asking: Sequence[Asked], own: NDArray[np.float64], ids: NDArray[np.float64], levels: NDArray[np.float64]
 ) -> tuple[TokenLogprob, ...]:
     """Return what `_levels` found, for each row what it asked for."""
-    others = np.stack([ids, np.maximum(levels, LOWEST)], axis=1).reshape(len(asking), -1, 2)
+    others = np.stack([ids, levels], axis=1).reshape(len(asking), -1, 2)
     found = []
     for index, asked in enumerate(asking):
-        pairs = [(int(i), level) for i, level in others[index, : asked.num_top or len(asked.named)].tolist()]
-        top = [pair for pair in pairs if asked.named or pair[1] > LOWEST]
+        pairs = others[index, : asked.num_top or len(asked.named)].tolist()
+        top = [(int(i), max(level, LOWEST)) for i, level in pairs if asked.named or level > -np.inf]
         top.sort(key=lambda pair: (-pair[1], pair[0]))
         found.append(TokenLogprob(logprob=max(float(own[index]), LOWEST), top=tuple(top)))
     return tuple(found)

@@ -92,7 +92,7 @@ def _of(value: float, row: torch.Tensor) -> torch.Tensor:
 
 
 def _without_likely(left: torch.Tensor, stages: Stages) -> torch.Tensor:
-    likely = left.double().softmax(dim=1) >= stages.params.xtc_threshold
+    likely = (left.double().softmax(dim=1) >= stages.params.xtc_threshold) & (left > -torch.inf)
     keep = left <= torch.where(likely, left, torch.inf).amin(dim=1, keepdim=True)
     if stages.spared_ids:
         keep = keep | ~keep[:, list(stages.spared_ids)].all(dim=1, keepdim=True)

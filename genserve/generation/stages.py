@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.truncation import Truncation, exponentials, kept, level_of_best
+from genserve.generation.truncation import Truncation, exponentials, kept, level_of_best, weighted_mean
 from genserve.sampling.params import SamplingParams
 from genserve.sampling.stages import STAGES, acting
 
@@ -150,8 +150,7 @@ def _tempered(values: FloatArray, params: SamplingParams) -> FloatArray:
     temperature = params.temperature
     if params.dynatemp_range and values.size > 1:
         weights = exponentials(values)
-        total = float(weights.sum(dtype=np.float64))
-        entropy = math.log(total) - float((weights * values).sum(dtype=np.float64)) / total
+        entropy = math.log(weights.sum(dtype=np.float64)) - weighted_mean(values, weights)
         temperature = dynamic_temperature(params, max(entropy, 0.0) / math.log(values.size))
     with np.errstate(over="ignore"):  # all but the best go to -inf, as they should
         tempered: FloatArray = values / np.float32(max(temperature, COLDEST))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.params import SamplingParams
 
-__all__ = ["BLOCK", "LOWEST_EXPONENT", "Truncation", "exponentials", "kept", "level_of_best"]
+__all__ = ["BLOCK", "LOWEST_EXPONENT", "Truncation", "exponentials", "kept", "level_of_best", "weighted_mean"]
 
 BLOCK = 64              # tokens, whose maxima or sums are looked at first
 NEAR = 8.0              # from the best logit, or the mean: nearly always, what is kept is not further away
@@ -140,7 +140,7 @@ def _typical(scaled: FloatArray, *, share: float) -> NDArray[np.bool_]:
     weights = exponentials(scaled)
     total = float(weights.sum(dtype=np.float64))
     # How far the log of a share is from its mean, the entropy, is how far its logit is from the logits' mean.
-    mean = float((weights * scaled).sum(dtype=np.float64)) / total
+    mean = weighted_mean(scaled, weights)
     near = _few((scaled >= mean - NEAR) & (scaled <= mean + NEAR), weights, share * total)
     if near is None:
         distance = np.abs(scaled - np.float64(mean))
@@ -178,7 +178,7 @@ def _histogram(keys: NDArray[Any], weights: FloatArray) -> tuple[NDArray[np.int1
     masses = np.zeros(NUM_BINS)
     for first in range(0, keys.size, PART):
         part = slice(first, first + PART)
-        bins[part] = np.minimum(keys[part] * BINS_PER_UNIT, NUM_BINS - 1)
+        bins[part] = np.minimum(keys[part], (NUM_BINS - 1) / BINS_PER_UNIT) * BINS_PER_UNIT
         masses += np.bincount(bins[part], weights=weights[part], minlength=NUM_BINS)
     return bins, masses
 
@@ -188,10 +188,19 @@ def _probable(scaled: FloatArray, *, cutoff: float, by_entropy: bool = False) ->
     weights = exponentials(scaled)
     total = float(weights.sum(dtype=np.float64))
     if by_entropy:
-        entropy = math.log(total) - float((weights * scaled).sum(dtype=np.float64)) / total
+        entropy = math.log(total) - weighted_mean(scaled, weights)
         cutoff = min(cutoff, math.sqrt(cutoff) * math.exp(-entropy))
     keep: NDArray[np.bool_] = scaled >= min(math.log(cutoff * total), float(scaled.max()))
     return keep
+
+
+def weighted_mean(scaled: FloatArray, weights: FloatArray) -> float:
+    """Return the mean of a row's values, each as often as its weight, which is its exponential.
+
+    What is so low that it weighs next to nothing counts for nothing: -1e38 would weigh more than all others.
+    """
+    weighted = weights * np.maximum(scaled, LOWEST_EXPONENT)
+    return float(weighted.sum(dtype=np.float64) / weights.sum(dtype=np.float64))
 
 
 def exponentials(scaled: FloatArray) -> FloatArray:

@@ -103,6 +103,13 @@ def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
     np.testing.assert_allclose(levels(host)[device.finite], levels(device)[device.finite], atol=1e-5)
 
 
+def test_the_likeliest_tokens_are_those_that_can_be_however_unlikely():
+    logits = np.array([[0.0, -20_000.0, -np.inf]], dtype=np.float32)
+    none = random_rules(0, rng=np.random.default_rng(0))
+    for picked in both(logits, drawing=[], rules=none, asking=asked(0, num_top=3)):
+        assert picked.logprobs[0].top == ((0, 0.0), (1, -9999.0))
+
+
 def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
     logits = np.array([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]], dtype=np.float32)
     none = random_rules(0, rng=np.random.default_rng(0))

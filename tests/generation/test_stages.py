@@ -158,6 +158,7 @@ ODD_ROWS = {
     "one token": np.array([-np.inf, 2.0, -np.inf], dtype=np.float32),
     "all equal": np.zeros(5, dtype=np.float32),
     "a penalty of DRY": np.array([3.0, 1.0, -1e9, 0.0], dtype=np.float32),
+    "masked by a graph": np.array([1.0, 0.5, np.finfo(np.float32).min, 0.0], dtype=np.float32),
     "one far above": np.array([500.0, 0.0, 1.0, -np.inf], dtype=np.float32),
 }
 ODD_OPTIONS = [
@@ -167,12 +168,14 @@ ODD_OPTIONS = [
     {"top_h": 1.0},
     {"dynatemp_range": 100.0, "xtc_probability": 1.0, "xtc_threshold": 0.01},
     {"samplers": ("top_k", "temperature"), "top_k": 10_000, "temperature": 1e-5},
+    {"samplers": ("typical_p", "eta_cutoff"), "typical_p": 0.6, "eta_cutoff": 0.3},
+    {"top_k": 2, "xtc_probability": 1.0, "xtc_threshold": 0.0},
 ]
 
 
 @pytest.mark.parametrize("options", ODD_OPTIONS, ids=str)
 @pytest.mark.parametrize("row", ODD_ROWS.values(), ids=ODD_ROWS)
-def test_odd_rows_keep_their_best_and_are_the_same_on_a_device(row, options):
+def test_odd_rows_keep_what_they_may_and_are_the_same_on_a_device(row, options):
     left = left_by(row, place=host, **options)
     np.testing.assert_allclose(left_by(row, place=device, **options), left, atol=1e-6)
     assert left.sum() == pytest.approx(1)

@@ -61,6 +61,7 @@ def test_the_distribution_that_is_left_is_that_of_transformers(rules):
         for size in (30, 1000, 20_000):
             row = (rng.standard_normal(size) * spread).astype(np.float32)
             row[rng.random(size) < 0.1] = -np.inf
+            row[-1] = np.finfo(np.float32).min  # how some graphs say the same
             scaled = row - row.max()
             left = distribution(row, kept(scaled, Truncation(**rules)))
             np.testing.assert_allclose(left, reference(row, rules), atol=1e-5)
