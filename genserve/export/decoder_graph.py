@@ -120,7 +120,7 @@ class _Writer:
 
     def after_attention(self, x: str, residual: str, layer: str, *, following: str) -> tuple[str, str]:
         """The rest of a layer, to the norm `following` it and the new residual."""
-        x = self.linear(x, f"{layer}.attention", "output")
+        x = self.linear(x, f"{layer}.attention", "output", in_blocks=True)
         x = self._post_norm(x, f"{layer}.attention")
         if self.decoder.parallel:
             other = self.mlp(self.norm(residual, f"{layer}.mlp.norm"), f"{layer}.mlp")
@@ -139,7 +139,7 @@ class _Writer:
             inner = self.graph.node("Mul", [self._activated(gate), raised], f"{layer}.gated")
         else:
             inner = self._activated(self.linear(x, layer, "up"))
-        return self.linear(inner, layer, "down", heavy_tails=True)
+        return self.linear(inner, layer, "down", in_blocks=True)
 
     def head(self, x: str, embedding: Vocabulary) -> None:
         """The scores of all tokens; a head that is the embedding is stored once, if both have one format."""
@@ -154,7 +154,7 @@ class _Writer:
         self.capped(output)
 
     def linear(
-        self, x: str, layer: str, *roles: str, output: str = "", heavy_tails: bool = False
+        self, x: str, layer: str, *roles: str, output: str = "", in_blocks: bool = False
     ) -> str:
         """The linear layers of those roles, their outputs side by side."""
         names = [f"{layer}.{role}" for role in roles]
@@ -166,7 +166,7 @@ class _Writer:
             weight,
             output or names[0],
             bias=np.concatenate(shifts) if shifts else None,
-            heavy_tails=heavy_tails,
+            in_blocks=in_blocks,
         )
 
     def norm(self, x: str, name: str) -> str:

@@ -41,7 +41,7 @@ class Layers:
         output: str,
         *,
         bias: FloatArray | None = None,
-        heavy_tails: bool = False,
+        in_blocks: bool = False,
     ) -> str:
         """Add `x @ weight.T + bias`.
 
@@ -50,13 +50,13 @@ class Layers:
             weight: [N, K].
             output: the name of the result [..., N]; the weights are named after it.
             bias: [N].
-            heavy_tails: some numbers of x are far larger than most in their row.
+            in_blocks: what is rounded is rounded in blocks of a row, also where most of the model is by row.
         """
         product = output if bias is None else f"{output}.product"
         if self.numbers.linear is None:
             matrix = self.vector(f"{output}.weight", weight.T)
             self.graph.node("MatMul", [x, matrix], product)
-        elif self.numbers.by_row and not heavy_tails:
+        elif self.numbers.by_row and not in_blocks:
             self._row_matmul(x, weight, product)
         else:
             values, scales = self._quantised(f"{output}.weight", weight, self.numbers.linear)

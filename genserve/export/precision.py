@@ -24,9 +24,10 @@ class Format:
     activations: type[np.float32] | type[np.float16] = np.float32  # of a float KV cache too
     linear: Scheme | None = None                                   # the layers' weights
     vocabulary: Scheme | None = None                               # the embedding and the head
-    # Linear layers and the head multiply integers: each row of activations is rounded by its own largest,
-    # each output of the weight by its own. Only what reads the inside of an MLP, whose tails are too heavy
-    # for one scale per row, keeps the scheme `linear`.
+    # What reads a norm multiplies integers: each row of activations is rounded by its own largest, each
+    # output of the weight by its own. What reads the inside of an MLP, whose tails are too heavy for one
+    # scale per row, keeps the scheme `linear`, and so does what reads the attention's heads: nothing smooths
+    # them, and the product is small beside the operators that would round a row.
     by_row: bool = False
 
 

@@ -59,11 +59,11 @@ def test_a_vocabulary_is_stored_once_and_is_embedding_and_head(
     assert (tmp_path / "model.onnx.data").stat().st_size < 40 * 128 * stored + 2 * 4096
 
 
-@pytest.mark.parametrize("heavy_tails", [False, True], ids=["by_row", "by_block"])
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["by_row", "by_block"])
 def test_a_row_has_the_same_product_to_the_bit_alone_and_beside_any_others(
-    tmp_path: Path, heavy_tails: bool
+    tmp_path: Path, in_blocks: bool
 ) -> None:
-    write_linear(tmp_path, random(96, 192), FORMATS["int8"], heavy_tails=heavy_tails)
+    write_linear(tmp_path, random(96, 192), FORMATS["int8"], in_blocks=in_blocks)
     x = random(67, 192) * np.logspace(-3, 3, 67, dtype=np.float32)[:, None]
     together = run(tmp_path, x=x)
     for first, last in [(0, 1), (66, 67), (3, 5), (7, 10), (1, 9), (0, 16), (11, 44), (2, 67)]:
@@ -98,11 +98,11 @@ def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
 
 
 def write_linear(
-    folder: Path, weight: NDArray[np.float32], numbers: Format, *, heavy_tails: bool = False
+    folder: Path, weight: NDArray[np.float32], numbers: Format, *, in_blocks: bool = False
 ) -> None:
     with Graph(folder) as graph:
         graph.input("x", np.float32, ("rows", weight.shape[1]))
-        Layers(graph, numbers).linear("x", weight, "y", heavy_tails=heavy_tails)
+        Layers(graph, numbers).linear("x", weight, "y", in_blocks=in_blocks)
         graph.output("y", np.float32, ("rows", len(weight)))
         graph.save(metadata={})
 
