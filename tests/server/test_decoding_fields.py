@@ -9,7 +9,7 @@ import pytest
 from genserve.sampling.params import SamplingOptions, SamplingParams
 from genserve.server.routes.openai import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody
-from genserve.server.routes.tgi import Parameters
+from genserve.server.routes.tgi_fields import Parameters
 
 NAMES = {parameter.name for parameter in fields(SamplingParams)}
 

@@ -1,8 +1,4 @@
-"""TGI's dialect: `/generate`, `/generate_stream`, `/` and `/info`, with TGI's statuses and error words.
-
-`model` in the body is ours, and so are parameters by vLLM's names; a parameter of TGI's that we do not
-honour is refused by name, unless its value asks for nothing.
-"""
+"""TGI's dialect: `/generate`, `/generate_stream`, `/` and `/info`, with TGI's statuses and error words."""
 
 from __future__ import annotations
 
@@ -10,21 +6,17 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
 
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Completion, Delta, FinishReason, join_choices, likeliest
-from genserve.sampling.checks import MAX_BEST_OF, require
-from genserve.sampling.params import SamplingParams, sampling_params
-from genserve.sampling.stages import DRAWING
-from genserve.server.body import Body, StrictRoute
-from genserve.server.decoding_fields import DecodingFields
+from genserve.request import Completion, Delta, FinishReason, Usage, join_choices, likeliest
+from genserve.sampling.checks import MAX_BEST_OF
+from genserve.server.body import StrictRoute
 from genserve.server.faults import renamed, tgi_error
+from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
 from genserve.server.routes.tgi_scores import LikelyTokens, prefill
 from genserve.server.services import Open, Services, SharedServices
 from genserve.server.sse import EventStream, event, read_all
@@ -34,102 +26,10 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 
-# Our names of what can be wrong, and this dialect's.
-_NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | {
-    **{option.name: f"parameters.{option.name}" for option in fields(SamplingParams)},
-    "prompt": "inputs",
-    "max_tokens": "parameters.max_new_tokens",
-    "top_logprobs": "parameters.top_n_tokens",
-}
 # TGI has no word for a text that was cut off because it went round in circles.
 FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
 
 _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
-
-
-class Parameters(DecodingFields):
-    """TGI's parameters, and vLLM's."""
-
-    adapter_id: str | None = None
-    best_of: int | None = Field(default=None, gt=0)
-    decoder_input_details: bool | None = None
-    details: bool | None = None
-    do_sample: bool | None = None
-    grammar: dict[str, Any] | None = None
-    max_new_tokens: int | None = None
-    return_full_text: bool | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    temperature: float | None = Field(default=None, gt=0.0)
-    top_k: int | None = Field(default=None, gt=0)
-    top_n_tokens: int | None = None
-    truncate: int | None = Field(default=None, gt=0)
-
-    @property
-    def draws(self) -> bool:
-        """Whether to draw: TGI does if it is told to, or if a parameter has no meaning otherwise."""
-        given = ((getattr(self, name), neutral) for name, neutral in DRAWING.items())
-        return bool(self.do_sample) or any(value not in (None, neutral) for value, neutral in given)
-
-    def names(self) -> Mapping[str, str]:
-        """Our names of what can be wrong, and this request's."""
-        return _NAMES if self.grammar is None else {**_NAMES, "structured_outputs": "parameters.grammar"}
-
-    def params(self, *, logprobs: bool) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: out of range, or asks for something that TGI has and we do not.
-        """
-        self._require_coherence()
-        truncate = {} if self.truncate is None else {"truncate_prompt_tokens": self.truncate}
-        return sampling_params(
-            {
-                **self.said(),
-                **truncate,
-                "max_tokens": self.max_new_tokens,
-                "temperature": self._temperature(),
-                "top_k": self.top_k or 0,
-                "stop": self.stop,
-                "seed": self.seed,
-                "logprobs": logprobs,
-                "top_logprobs": self.top_n_tokens or 0,
-                "prompt_logprobs": 0 if self.decoder_input_details else None,
-                "best_of": self.best_of or 1,
-                "structured_outputs": self.form_beside(self.grammar, field="parameters.grammar"),
-            }
-        )
-
-    def _require_coherence(self) -> None:
-        searching, several = bool(self.use_beam_search), (self.best_of or 1) > 1
-        cuts = None not in (self.truncate, self.truncate_prompt_tokens)
-        for name, wrong, rule in (
-            ("adapter_id", self.adapter_id is not None, "is not supported"),
-            ("do_sample", searching and self.do_sample, "cannot be combined with use_beam_search"),
-            ("best_of", several and not searching and not self.draws, "needs do_sample"),
-            ("truncate", cuts, "cannot be combined with truncate_prompt_tokens"),
-        ):
-            require(not wrong, f"parameters.{name}", rule)
-
-    def _temperature(self) -> float:
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if self.use_beam_search:  # what draws beside it is refused by its own name
-            return 0.0 if temperature == 1.0 else temperature
-        return temperature if self.draws else 0.0
-
-
-class GenerateBody(Body):
-    """Body of `POST /generate` and `POST /generate_stream`."""
-
-    inputs: str
-    parameters: Parameters = Parameters()
-    model: str | None = None
-
-
-class CompatibleBody(GenerateBody):
-    """Body of `POST /`."""
-
-    stream: bool = False
 
 
 @router.post("/generate")
@@ -141,12 +41,12 @@ async def generate(body: GenerateBody, services: SharedServices, request: Reques
 @router.post("/generate_stream")
 async def generate_stream(body: GenerateBody, services: SharedServices) -> Response:
     """Complete a prompt and answer token by token, as server-sent events."""
-    if (body.parameters.best_of or 1) > 1:
-        field = "parameters.best_of"
-        raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
-    if body.parameters.decoder_input_details:
-        field = "parameters.decoder_input_details"
-        raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
+    asked = body.parameters
+    whole = {"best_of": (asked.best_of or 1) > 1, "decoder_input_details": asked.decoder_input_details}
+    for name, wanted in whole.items():
+        if wanted:
+            field = f"parameters.{name}"
+            raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
     opened = await _open(body, services, logprobs=True)
     return EventStream(opened.stream, TokenFrames(opened, body))
 
@@ -246,39 +146,37 @@ async def _generate(
     deltas = await read_all(opened.stream, request)
     completions = join_choices(deltas)
     best, *others = likeliest(completions)
-    completion = completions[best]
     prefix = body.inputs if body.parameters.return_full_text else ""
-    answer: dict[str, Any] = {"generated_text": prefix + completion.text}
+    texts = [{"generated_text": prefix + completion.text} for completion in completions]
+    answer: dict[str, Any] = texts[best]
     if details:
-        seeds: tuple[int | None, ...] = opened.seeds if body.parameters.draws else (None,)
-        told = [
-            _details(one, [d for d in deltas if d.choice == choice], opened, body.parameters) | {"seed": seed}
-            for choice, (one, seed) in enumerate(zip(completions, seeds, strict=True))
-        ]
-        answer["details"] = told[best]
-        if others:
-            texts = [{"generated_text": prefix + completions[place].text} for place in others]
-            rest = [text | told[place] for text, place in zip(texts, others, strict=True)]
-            answer["details"] = told[best] | {"best_of_sequences": rest}
-    headers = {
+        told = [_details(one, choice, deltas, opened, body) for choice, one in enumerate(completions)]
+        rest = {"best_of_sequences": [texts[place] | told[place] for place in others]} if others else {}
+        answer = answer | {"details": told[best] | rest}
+    return answer, 200, _headers(completions[best].usage, seconds=time.monotonic() - started_s)
+
+
+def _headers(usage: Usage, *, seconds: float) -> dict[str, str]:
+    return {
         "x-compute-type": "cpu",
-        "x-total-time": str(round((time.monotonic() - started_s) * 1000)),
-        "x-prompt-tokens": str(completion.usage.prompt_tokens),
-        "x-cached-tokens": str(completion.usage.cached_tokens),
-        "x-generated-tokens": str(completion.usage.completion_tokens),
+        "x-total-time": str(round(seconds * 1000)),
+        "x-prompt-tokens": str(usage.prompt_tokens),
+        "x-cached-tokens": str(usage.cached_tokens),
+        "x-generated-tokens": str(usage.completion_tokens),
     }
-    return answer, 200, headers
 
 
 def _details(
-    completion: Completion, deltas: list[Delta], opened: Open, asked: Parameters
+    completion: Completion, choice: int, all_deltas: list[Delta], opened: Open, body: GenerateBody
 ) -> dict[str, Any]:
+    asked, deltas = body.parameters, [delta for delta in all_deltas if delta.choice == choice]
     tokenizer, scores = opened.model.tokenizer, completion.prompt_logprobs
     likely = LikelyTokens(tokenizer)
     details: dict[str, Any] = {
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
         "generated_tokens": completion.usage.completion_tokens,
+        "seed": opened.seeds[choice] if asked.draws else None,
         "prefill": prefill(tokenizer, opened.prompts[0], scores) if asked.decoder_input_details else [],
         "tokens": [token for delta in deltas for token in _tokens(delta, opened)],
     }
