@@ -49,7 +49,8 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "mirostat_eta": (lambda x: 0 <= x <= 1, "must be between 0 and 1"),
     "dry_multiplier": (lambda x: 0 <= x <= 100, "must be between 0 (off) and 100"),
     "dry_base": (lambda x: 1 <= x <= 100, "must be between 1 and 100"),
-    "repetition_penalty": (lambda x: 0 < x <= 100, "must be above 0 and at most 100"),
+    # Of much smaller ones, float32 has none to divide by.
+    "repetition_penalty": (lambda x: 0.01 <= x <= 100, "must be between 0.01 and 100"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "presence_penalty": (lambda x: -2 <= x <= 2, "must be between -2 and 2"),
     "length_penalty": (lambda x: -10 <= x <= 10, "must be between -10 and 10"),

@@ -33,6 +33,7 @@ from genserve.sampling.params import sampling_params
         ({"max_tokns": 5}, "max_tokns"),
         ({"temperature": True}, "temperature"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty"),
         ({"min_p": 1.1}, "min_p"),
         ({"typical_p": 0}, "typical_p"),
