@@ -61,7 +61,7 @@ def load_drafting(
     num_threads = integer_parameter(parameters, "intra_op_thread_count", default=0)
     verifier = OnnxVerifier(logits, logits_file(entry), num_threads=num_threads)
     draft: Draft = PromptLookup()
-    if name := parameters.get("draft_model"):
+    if (name := parameters.get("draft_model")) is not None:
         draft = _draft_model(name, logits, entries, tokenizer=tokenizer, num_slots=verifier.max_rows)
     return Speculation(verifier, draft)
 

@@ -60,6 +60,7 @@ def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
     ("parameters", "message"),
     [
         ({"speculation": "prompt_lookups"}, "method of speculation"),
+        ({"draft_model": ""}, "'' is not in the repository"),
         ({"draft_model": "nobody"}, "'nobody' is not in the repository"),
         ({"draft_model": "tiny_logits"}, "'tiny_logits' is not in the repository as a model that generates"),
         ({"draft_model": "tiny", "speculation": "prompt_lookup"}, "has two drafts"),
