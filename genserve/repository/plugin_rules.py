@@ -10,18 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from genserve.backends.python.plugins import METHODS
 from genserve.config.fault import Fault, Severity
 
 __all__ = ["decodes", "plugin_faults"]
 
 _DECODE = re.compile(r"^\s*async\s+def\s+decode\b", re.MULTILINE)
 
-# What `TritonPythonModel` may have, and the methods of a plug-in that is a class.
-_METHODS: Mapping[str, tuple[str, ...]] = {
-    "logits_processors": ("__call__",),
-    "stop_rules": ("__call__",),
-    "output_parsers": ("push", "flush"),
-}
 _SIGNATURE = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -61,7 +56,7 @@ def _findings(module: ast.Module) -> Iterator[_Finding]:
     model = definitions.get("TritonPythonModel")
     for statement in model.body if isinstance(model, ast.ClassDef) else ():
         match statement:
-            case ast.Assign(targets=[ast.Name(id=kind)], value=value) if kind in _METHODS:
+            case ast.Assign(targets=[ast.Name(id=kind)], value=value) if kind in METHODS:
                 yield from _of_kind(kind, value, definitions)
 
 
@@ -87,7 +82,7 @@ def _of_definition(kind: str, definition: _Definition) -> Iterator[_Finding]:
     if definition.bases or definition.decorator_list:
         return
     methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
-    for name in _METHODS[kind]:
+    for name in METHODS[kind]:
         if name not in methods:
             yield definition, f"{kind}: {definition.name} has no method {name}", "see docs/decoding.md"
     made = methods.get("__init__")

@@ -27,18 +27,18 @@ from genserve.sampling.plugin_call import PluginCall
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-__all__ = ["Plugin", "Plugins", "plugins_of"]
+__all__ = ["METHODS", "Plugin", "Plugins", "plugins_of"]
 
 _KINDS = {
     "logits_processors": "logits processor",
     "stop_rules": "stop rule",
     "output_parsers": "output parser",
 }
-# What a plug-in must have.
-_METHODS = {
-    "logits processor": ("__call__",),
-    "stop rule": ("__call__",),
-    "output parser": ("push", "flush"),
+# What each must have.
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "logits_processors": ("__call__",),
+    "stop_rules": ("__call__",),
+    "output_parsers": ("push", "flush"),
 }
 
 
@@ -46,7 +46,7 @@ _METHODS = {
 class Plugin:
     """One of them."""
 
-    kind: str
+    kind: str                       # a key of METHODS
     name: str
     factory: Callable[..., Any]
     arguments: TypeAdapter[dict[str, Any]]
@@ -68,7 +68,7 @@ class Plugin:
             raise _refused(error, field=f"{field}.args") from None
         except TypeError as error:  # of a caller in this process
             raise InvalidRequest(f"{field}.args must be what JSON can hold: {error}", field=field) from None
-        with plugin_call(self.kind, self.name):
+        with plugin_call(_KINDS[self.kind], self.name):
             try:
                 made = self.factory(context, **arguments)
             except ValueError as error:
@@ -78,15 +78,14 @@ class Plugin:
 
     def _require_usable(self, made: object) -> None:
         """Raise ModelFailed where a function has made no such plug-in; of a class this is known at load."""
-        lacking = [method for method in _METHODS[self.kind] if not callable(getattr(made, method, None))]
+        lacking = [method for method in METHODS[self.kind] if not callable(getattr(made, method, None))]
+        words = f"{_KINDS[self.kind]} {self.name!r}"
         if lacking:
-            raise ModelFailed(
-                f"the {self.kind} {self.name!r} made a {type(made).__name__}, which has no {lacking[0]}"
-            )
+            raise ModelFailed(f"the {words} made a {type(made).__name__}, which has no {lacking[0]}")
         hook = getattr(made, "hook", HOOKS[0])
         if hook not in HOOKS:
             remedy = f"it is one of {', '.join(HOOKS)}"
-            raise ModelFailed(f"the hook of the {self.kind} {self.name!r} is {hook!r}", remedy=remedy)
+            raise ModelFailed(f"the hook of the {words} is {hook!r}", remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +179,12 @@ def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
             f"{_where(factory, path)}: {kind}[{name!r}]: its hook is {factory.hook!r}",
             remedy=f"it is one of {', '.join(HOOKS)}",
         )
-    return Plugin(kind=_KINDS[kind], name=name, factory=factory, arguments=arguments, schema=schema)
+    return Plugin(kind=kind, name=name, factory=factory, arguments=arguments, schema=schema)
 
 
 def _require_methods(kind: str, factory: Any) -> None:
     """Raise TypeError if what a class makes is no such plug-in; of a function nobody knows yet."""
-    for method in _METHODS[_KINDS[kind]] if inspect.isclass(factory) else ():
+    for method in METHODS[kind] if inspect.isclass(factory) else ():
         if not any(method in vars(base) for base in factory.__mro__):
             raise TypeError(f"{factory.__name__} has no method {method}")
 
