@@ -311,7 +311,7 @@ class EngineLoop:
             self._end(sequence)
             return
         self._metrics.generated(len(content.token_ids))
-        if ticket.first_token_s is None:
+        if ticket.first_token_s is None and content.token_ids:
             ticket.first_token_s = now
             self._metrics.first_token(
                 seconds=now - ticket.submitted_s,
@@ -324,7 +324,7 @@ class EngineLoop:
             self._metrics.request_finished(
                 content.finish_reason,
                 seconds=seconds,
-                decode_seconds=now - ticket.first_token_s,
+                decode_seconds=now - (ticket.first_token_s or now),
                 new_tokens=num_tokens,
             )
             self._end(sequence)

@@ -53,14 +53,18 @@ class Recorder:
 
 
 def loop_over(
-    model: CachedLogits, *, max_waiting: int = 8, clock: Callable[[], float] = time.monotonic
+    model: CachedLogits,
+    *,
+    max_waiting: int = 8,
+    clock: Callable[[], float] = time.monotonic,
+    metrics: Metrics | None = None,
 ) -> EngineLoop:
     return EngineLoop(
         Engine(model, decode=sample_loop, clock=clock),
         name="test",
         num_slots=model.num_slots,
         max_waiting=max_waiting,
-        metrics=Metrics().for_model("test"),
+        metrics=(metrics or Metrics()).for_model("test"),
     )
 
 
@@ -269,6 +273,18 @@ class Caller:
         logits = self._answers.get()
         np.testing.assert_array_equal(logits, logits_after(self.token_ids))
         self.token_ids.append(int(logits.argmax()))
+
+
+def test_an_answer_without_a_token_has_no_time_to_its_first():
+    metrics = Metrics()
+    loop = loop_over(CachedLogits(num_slots=1), metrics=metrics)
+    late = sequence_of([7], deadline_s=0.0)
+    loop.submit(sequence_of([5], max_tokens=3), late, outbox=Recorder())
+    loop.drain(timeout_s=10)
+    assert (late.num_new_tokens, late.stop_reason) == (0, "deadline")
+    name = "genserve_time_to_first_token_seconds_count"
+    assert metrics.registry.get_sample_value(name, {"model": "test"}) == 1
+    loop.close()
 
 
 def test_plain_loops_of_many_threads_are_answered_beside_generation(loop):
