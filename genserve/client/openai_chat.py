@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from genserve.client.scored_tokens import read_prompt_logprobs, token_id_of
+from genserve.client.scored_tokens import read_logprob, read_prompt_logprobs, token_id_of
 from genserve.request import Chat, Completion, Delta, FinishReason, StopReason, TopTokens, Usage
 from genserve.sampling.params import SamplingParams
 
@@ -105,8 +105,7 @@ def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float,
     found = choice.get("logprobs")
     if not params.logprobs or not found:
         return ()
-    # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
-    return tuple(float("nan") if e["logprob"] is None else e["logprob"] for e in found["content"])
+    return tuple(read_logprob(entry["logprob"]) for entry in found["content"])
 
 
 def _wants_others(params: SamplingParams) -> bool:

@@ -5,12 +5,11 @@ Tokens are called by their ids, which is vLLM's `return_tokens_as_token_ids`: no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genserve.client.openai_chat import finish_reason_of
-from genserve.client.scored_tokens import read_prompt_logprobs, token_id_of
+from genserve.client.scored_tokens import read_logprob, read_prompt_logprobs, token_id_of
 from genserve.request import Completion, TopTokens, Usage
 from genserve.sampling.params import SamplingParams
 
@@ -54,8 +53,7 @@ def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion
         text=choice["text"],
         prompt_token_ids=prompt_ids,
         token_ids=token_ids,
-        # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
-        logprobs=tuple(math.nan if level is None else level for level in told.get("token_logprobs", ())),
+        logprobs=tuple(map(read_logprob, told.get("token_logprobs", ()))),
         top_logprobs=tops,
         prompt_logprobs=read_prompt_logprobs(prompt_ids, choice.get("prompt_logprobs") or ()),
         finish_reason=finish_reason_of(choice),

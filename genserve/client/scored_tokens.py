@@ -1,13 +1,14 @@
-"""Scored tokens: log-probabilities of tokens that are called by their ids, as vLLM's extras write them."""
+"""Scored tokens: log-probabilities of tokens as replies write them, and ids as vLLM's extras do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genserve.request import TokenLogprob
 
-__all__ = ["read_prompt_logprobs", "token_id_of"]
+__all__ = ["read_logprob", "read_prompt_logprobs", "token_id_of"]
 
 _PREFIX = "token_id:"
 
@@ -15,6 +16,11 @@ _PREFIX = "token_id:"
 def token_id_of(name: str) -> int:
     """Return the id in a name that `return_tokens_as_token_ids` makes; raises ValueError."""
     return int(name.removeprefix(_PREFIX))
+
+
+def read_logprob(value: float | None) -> float:
+    """Read one; null stands for that of a token that a decoding loop picked by itself: JSON has no nan."""
+    return math.nan if value is None else value
 
 
 def read_prompt_logprobs(

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from genserve.client.scored_tokens import read_logprob
 from genserve.request import Completion, Delta, FinishReason, TopTokens, Usage
 from genserve.sampling.params import SamplingParams
+from genserve.sampling.stages import DRAWING
 
 __all__ = ["AnswerEvents", "read_completion", "request_body"]
-
-# TGI samples as soon as one of these is there, whatever do_sample says.
-_SAMPLING = frozenset(
-    {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma"}
-    | {"top_h", "xtc_probability", "mirostat_mode", "dynatemp_range", "samplers"}
-)
 
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
@@ -29,8 +25,8 @@ def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> d
         changed["max_new_tokens"] = changed.pop("max_tokens")
     if "top_logprobs" in changed:
         changed["top_n_tokens"] = changed.pop("top_logprobs")
-    if params.temperature == 0:
-        changed = {name: value for name, value in changed.items() if name not in _SAMPLING}
+    if params.temperature == 0:  # TGI draws as soon as one of these is there, whatever do_sample says
+        changed = {name: value for name, value in changed.items() if name not in DRAWING}
     parameters = {"details": True, "do_sample": params.temperature > 0, **changed}
     body = {"inputs": prompt, "parameters": parameters}
     return body if model is None else body | {"model": model}
@@ -110,13 +106,8 @@ def _finish_reason(details: Mapping[str, Any]) -> FinishReason:
 
 
 def _logprobs(tokens: list[Mapping[str, Any]], params: SamplingParams) -> tuple[float, ...]:
-    # JSON has no nan: null stands for the logprob of a token that a decoding loop picked by itself.
-    return tuple(_number(token["logprob"]) for token in tokens) if params.logprobs else ()
+    return tuple(read_logprob(token["logprob"]) for token in tokens) if params.logprobs else ()
 
 
 def _top_logprobs(tops: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[TopTokens, ...]:
     return tuple(tuple((token["id"], token["logprob"]) for token in top) for top in tops)
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
