@@ -13,12 +13,13 @@ from genserve.backends.logits_torchscript import TorchLogits
 from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.pytorch import open_module
 from genserve.export.form import Form
+from genserve.generation.beam_group import BeamGroup
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
 from tests.export.graphs import conversion_of, write_conversion
-from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 from tests.reference import greedy_ids, reference_model
 
 TOLERANCE = 1e-4
@@ -139,3 +140,26 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
         assert sequence.token_ids[len(prompt) :] == expected
 
 
+
+
+def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
+    """Their slots are copied while the rows between them go on."""
+    engine = Engine(logits, decode=sample_loop, clock=Clock())
+    answers = {}
+    for number, length in enumerate((3, 30)):
+        prompt = random_ids(40 + number, length)
+        answer = sequence_of(
+            prompt,
+            max_length=MAX_LENGTH,
+            vocab_size=logits.vocab_size,
+            max_tokens=7 + number,
+            use_beam_search=True,
+        )
+        BeamGroup([answer], width=3, new_text=IdText)
+        answers[answer] = greedy_ids(reference, prompt, num_tokens=7 + number, num_beams=3)
+        engine.add(answer)
+        engine.step()
+    while not all(answer.finished for answer in answers):
+        engine.step()
+    for answer, expected in answers.items():
+        assert answer.token_ids[answer.num_prompt_tokens :] == expected
