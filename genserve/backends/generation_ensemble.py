@@ -100,11 +100,7 @@ class GenerationEnsemble:
         field, token_ids = self._encode(prompt)
         token_ids = self._truncated(token_ids, params, max_length=max_length)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
-        for name, named_ids in params.token_ids().items():
-            if any(token_id >= self.vocab_size for token_id in named_ids):
-                raise InvalidRequest(
-                    f"{name} must be below the vocabulary's size, {self.vocab_size}", field=name
-                )
+        self._check_ids(params)
         new_text = self._new_text(params)
         sequences = [
             self._sequence(
@@ -253,6 +249,17 @@ class GenerationEnsemble:
             return token_ids[:limit]
         begin = [token_ids[0]] if token_ids[0] == self.tokenizer.bos_id else []
         return [*begin, *token_ids[len(token_ids) - limit + len(begin) :]]
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        for name, named_ids in params.token_ids().items():
+            if any(token_id >= self.vocab_size for token_id in named_ids):
+                raise InvalidRequest(
+                    f"{name} must be below the vocabulary's size, {self.vocab_size}", field=name
+                )
+        if params.min_tokens and params.allowed_token_ids:
+            ending = {*params.stop_token_ids}.union(() if params.ignore_eos else self.tokenizer.eos_token_ids)
+            if ending.union(params.suppress_tokens) >= {*params.allowed_token_ids}:
+                raise InvalidRequest("min_tokens leaves no allowed token", field="min_tokens")
 
     def _check_lengths(
         self, num_prompt_tokens: int, params: SamplingParams, *, max_length: int, field: str

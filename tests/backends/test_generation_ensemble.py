@@ -58,6 +58,11 @@ def test_more_tokens_than_there_is_room_for_are_refused_with_both_numbers(ensemb
     [
         ("", SamplingParams(), "prompt"),
         ("x", SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
+        (
+            "x",
+            SamplingParams(allowed_token_ids=(5, 6), suppress_tokens=(6,), stop_token_ids=(5,), min_tokens=1),
+            "min_tokens",
+        ),
     ],
 )
 def test_what_only_the_model_can_know_is_checked_here(ensemble, prompt, params, field):
