@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +27,8 @@ from genserve.request import TokenLogprob
 
 __all__ = ["pick_rows"]
 
-_RULES = attrgetter(*(rule.name for rule in fields(Truncation)))
+_NAMES = [rule.name for rule in fields(Truncation)]
+_RULES = attrgetter(*_NAMES)
 # Of a row that does not draw: whether it does, its temperature, the number that it draws by, what it keeps.
 _NEUTRAL = np.array([0.0, 1.0, 0.0, *_RULES(Truncation())])
 
@@ -90,7 +92,8 @@ def _draw(
     uploaded = torch.from_numpy(columns).to(shifted.device, non_blocking=True)
     draws, temperature, uniform, *kept = uploaded[:, :, None].unbind()
     used = (columns != _NEUTRAL[:, None]).any(axis=1)[-len(kept) :]
-    scaled = truncated(shifted / temperature.float(), kept, used=used.tolist())
+    rules_used = dict(compress(zip(_NAMES, kept, strict=True), used))
+    scaled = truncated(shifted / temperature.float(), rules_used)
     for index, stages in enumerate(rules.stages):
         if stages is not None:
             row = slice(drawing[index], drawing[index] + 1)

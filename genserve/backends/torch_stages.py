@@ -9,15 +9,7 @@ import math
 
 import torch
 
-from genserve.backends.torch_truncation import (
-    entropies,
-    eta_level,
-    keep_above,
-    keep_probable,
-    keep_typical,
-    kept_level,
-    sigma_level,
-)
+from genserve.backends.torch_truncation import entropies, keep_above, truncated
 from genserve.generation.stages import COLDEST, NUM_BEST, Stages, dynamic_temperature, zipf_count, zipf_steps
 from genserve.sampling.params import SamplingParams
 
@@ -61,30 +53,16 @@ def _temperature(left: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 def _kept(name: str, left: torch.Tensor, stages: Stages, *, chance: float) -> torch.Tensor:
     """Return what the stage keeps of a row whose best is 0."""
-    params, last = stages.params, left.shape[1] - 1
+    params = stages.params
     match name:
-        case "top_n_sigma":
-            return keep_above(left, sigma_level(left, _of(params.top_n_sigma, left)))
         case "top_h":
             return keep_above(left, _top_h_level(left, params.top_h))
-        case "top_k":
-            rank = min(params.top_k - 1, last)
-            return keep_above(left, kept_level(left, top_p=_of(1.0, left), last=_of(rank, left).long()))
-        case "top_p":
-            share = _of(params.top_p, left)
-            return keep_above(left, kept_level(left, top_p=share, last=_of(last, left).long()))
-        case "min_p":
-            return keep_above(left, _of(math.log(params.min_p), left))
-        case "typical_p":
-            return keep_typical(left, _of(params.typical_p, left))
-        case "epsilon_cutoff":
-            return keep_probable(left, _of(params.epsilon_cutoff, left))
-        case "eta_cutoff":
-            return keep_probable(left, eta_level(left, _of(params.eta_cutoff, left)))
         case "xtc":
             return _without_likely(left, stages) if chance < params.xtc_probability else left
-        case _:
+        case "mirostat":
             return keep_above(left, _mirostat_level(left, stages))
+        case _:
+            return truncated(left, {name: _of(getattr(params, name), left)})
 
 
 def _of(value: float, row: torch.Tensor) -> torch.Tensor:
