@@ -1,12 +1,14 @@
-"""Random schedules of arrivals, lengths, departures and loops, over caches that are too small for them."""
+"""Random schedules of arrivals, searches, departures and loops, over caches that are too small for them."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
+from genserve.generation.beam_group import BeamGroup
 from genserve.generation.engine import Engine
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_request import LogitsRequest
@@ -17,6 +19,7 @@ from genserve.request import TokenLogprob
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+from tests.generation.test_beam_group import alone, answers_of, group_of
 
 NUM_SCHEDULES = 500
 MAX_LENGTH = 96
@@ -51,6 +54,7 @@ class Schedule:
         self.histories = [self.prompt() for _ in range(2)]
         self.asking: dict[int, LogitsRequest] = {}
         self.running: set[TokenSequence] = set()
+        self.searches: dict[BeamGroup, dict[str, Any]] = {}
         self.ended: list[TokenSequence] = []
         self.scores: dict[TokenSequence, tuple[TokenLogprob, ...]] = {}
         self.num_preempted = 0
@@ -79,11 +83,32 @@ class Schedule:
             )
             self.running.add(sequence)
             self.engine.add(sequence)
+        if self.rng.random() < 0.1:
+            self.search()
+
+    def search(self) -> None:
+        width = self.rng.choice([2, 3])
+        options = {
+            "prompt": self.prompt()[:30],
+            "width": width,
+            "n": self.rng.randint(1, width),
+            "max_tokens": self.rng.randint(1, 12),
+            "eos_token_ids": [1, 2, 3],
+            "cache_salt": self.rng.choice(SALTS),
+            "priority": self.rng.choice([0, 1]),
+        }
+        if width <= self.model.num_slots and self.engine.longest(width) >= 42:
+            group = group_of(**options)
+            self.searches[group] = options
+            for answer in group.answers:
+                self.running.add(answer)
+                self.engine.add(answer)
 
     def leave(self) -> None:
         if self.running and self.rng.random() < 0.02:
             sequence = self.rng.choice(sorted(self.running, key=id))
-            self.running.remove(sequence)
+            self.running -= set(sequence.beams.answers if sequence.beams else [sequence])
+            self.searches.pop(sequence.beams, None)
             self.engine.remove([sequence])
 
     def step(self) -> bool:
@@ -111,11 +136,12 @@ class Schedule:
         for sequence in result.advanced:
             assert sequence in self.running, "it has ended already"
             delta = sequence.take_delta()
-            assert delta is not None
-            self.scores[sequence] = self.scores.get(sequence, ()) + delta.prompt_logprobs
+            assert delta is not None or sequence.beams
+            if delta is not None:
+                self.scores[sequence] = self.scores.get(sequence, ()) + delta.prompt_logprobs
             if sequence.finished:
                 self.running.remove(sequence)
-                self.ended.append(sequence)
+                self.ended += [] if sequence.beams else [sequence]
         return True
 
     def run(self, *, num_steps: int) -> None:
@@ -128,6 +154,8 @@ class Schedule:
             self.clock.now_s += 10
         assert not self.running
         assert not self.asking
+        for group, options in self.searches.items():
+            assert answers_of(group) == alone(**options)
         for sequence in self.ended:
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             answer = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -146,5 +174,6 @@ def test_no_schedule_changes_an_answer_loses_a_request_or_passes_the_budget(firs
         schedule.run(num_steps=25)
     assert sum(schedule.num_preempted for schedule in schedules) > 5
     assert sum(s.num_cached_tokens for schedule in schedules for s in schedule.ended) > 250
+    assert sum(len(schedule.searches) for schedule in schedules) > 10
     num_accepted = sum(schedule.num_accepted for schedule in schedules)
     assert 100 < num_accepted < sum(schedule.num_drafted for schedule in schedules)
