@@ -10,6 +10,7 @@ from genserve.errors import ContextLengthExceeded, InvalidRequest
 from genserve.generation.beam_group import BeamGroup
 from genserve.generation.loop import EngineLoop
 from genserve.generation.plugins import LogitsProcessor, PluginContext
+from genserve.generation.repetition import Breakers
 from genserve.generation.thinking import ThinkingBudget
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Chat, Prompt
@@ -101,10 +102,16 @@ class GenerationEnsemble:
         token_ids = self._truncated(token_ids, params, max_length=max_length)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         self._check_ids(params)
-        new_text = self._new_text(params)
+        new_text, dry_breakers = self._new_text(params), self._dry_breakers(params)
         sequences = [
             self._sequence(
-                token_ids, params, choice, text=new_text(), max_length=max_length, deadline_s=deadline_s
+                token_ids,
+                params,
+                choice,
+                text=new_text(),
+                max_length=max_length,
+                deadline_s=deadline_s,
+                dry_breakers=dry_breakers,
             )
             for choice in range(num_choices)
         ]
@@ -146,6 +153,7 @@ class GenerationEnsemble:
         text: StoppableText,
         max_length: int,
         deadline_s: float | None,
+        dry_breakers: Breakers,
     ) -> TokenSequence:
         seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
         context = PluginContext(
@@ -165,7 +173,7 @@ class GenerationEnsemble:
             max_length=max_length,
             vocab_size=self.vocab_size,
             bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
-            dry_breakers=self._dry_breakers(params),
+            dry_breakers=dry_breakers,
             deadline_s=deadline_s,
             xtc_spared_ids=self._xtc_spared_ids(params),
             grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
@@ -209,9 +217,9 @@ class GenerationEnsemble:
         spelled = (self.tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
         return [ids for ids in spelled if ids and max(ids) < self.vocab_size]
 
-    def _dry_breakers(self, params: SamplingParams) -> list[Sequence[int]]:
-        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
-        return [ids for text in breakers for ids in self._spellings_within.of(text)]
+    def _dry_breakers(self, params: SamplingParams) -> Breakers:
+        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
+        return Breakers(ids for text in texts for ids in self._spellings_within.of(text))
 
     def _xtc_spared_ids(self, params: SamplingParams) -> list[int]:
         if not params.xtc_probability:

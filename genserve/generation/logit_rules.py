@@ -10,7 +10,7 @@ import numpy as np
 from genserve.generation.logit_edits import Entries, LogitEdits
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.generation.plugins import SequencePlugins
-from genserve.generation.repetition import Repetition
+from genserve.generation.repetition import NO_BREAKERS, Breakers, Repetition
 from genserve.sampling.params import SamplingParams
 
 __all__ = ["LogitRules", "logit_rules"]
@@ -26,7 +26,7 @@ class LogitRules:
         num_prompt_tokens: int,
         ending_ids: frozenset[int],
         bad_words: Sequence[Sequence[int]],
-        dry_breakers: Sequence[Sequence[int]] = (),
+        dry_breakers: Breakers = NO_BREAKERS,
         plugins: SequencePlugins,
     ) -> None:
         """Begin before the first token.
@@ -36,7 +36,7 @@ class LogitRules:
             num_prompt_tokens: what follows them is the answer.
             ending_ids: of the tokens that end the answer.
             bad_words: `params.bad_words` as token ids, in each way in which one can be written.
-            dry_breakers: `params.dry_sequence_breakers`, the same.
+            dry_breakers: `params.dry_sequence_breakers`.
             plugins: of the sequence.
         """
         self._plugins = plugins
@@ -143,7 +143,7 @@ def logit_rules(
     num_prompt_tokens: int,
     ending_ids: frozenset[int],
     bad_words: Sequence[Sequence[int]],
-    dry_breakers: Sequence[Sequence[int]] = (),
+    dry_breakers: Breakers = NO_BREAKERS,
     plugins: SequencePlugins,
 ) -> LogitRules | None:
     """Return the rules of a request, None if it changes no logit. Arguments are those of `LogitRules`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,32 @@ from numpy.typing import NDArray
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.sampling.params import SamplingParams
 
-__all__ = ["Repetition"]
+__all__ = ["NO_BREAKERS", "Breakers", "Repetition"]
 
 # A repetition that is longer counts as so long: it costs more than any logit is worth.
 MAX_LENGTH = 256
 MAX_PENALTY = 1e9   # nothing is left of a token, and sums of what is weighted stay exact
+
+
+class Breakers:
+    """The texts that no repetition reaches over, as token ids. All answers to a request share them."""
+
+    def __init__(self, spellings: Iterable[Sequence[int]]) -> None:
+        self._by_last_id: defaultdict[int, list[list[int]]] = defaultdict(list)
+        for token_ids in spellings:
+            self._by_last_id[token_ids[-1]].append(list(token_ids))
+
+    def stands_before(self, token_ids: Sequence[int], end: int) -> bool:
+        """Whether one of them ends before the place `end`."""
+        known = self._by_last_id.get(token_ids[end - 1], ())
+        return any(token_ids[max(0, end - len(breaker)) : end] == breaker for breaker in known)
+
+    def __contains__(self, token_id: int) -> bool:
+        """Whether a token is one of them by itself."""
+        return [token_id] in self._by_last_id.get(token_id, ())
+
+
+NO_BREAKERS = Breakers(())
 
 
 class Repetition:
@@ -29,20 +50,13 @@ class Repetition:
     llama.cpp's sampler, but for MAX_LENGTH.
     """
 
-    def __init__(self, params: SamplingParams, *, breakers: Sequence[Sequence[int]]) -> None:
-        """Begin before the first token.
-
-        Args:
-            params: of the request.
-            breakers: the token ids of each text that no repetition reaches over.
-        """
+    def __init__(self, params: SamplingParams, *, breakers: Breakers) -> None:
+        """Begin before the first token."""
         self._multiplier = params.dry_multiplier
         self._base = params.dry_base
         self._allowed_length = params.dry_allowed_length
         self._window = params.dry_penalty_last_n
-        self._breakers: defaultdict[int, list[list[int]]] = defaultdict(list)   # by the last id
-        for breaker in breakers:
-            self._breakers[breaker[-1]].append(list(breaker))
+        self._breakers = breakers
         self._token_ids = array("q")
         self._last_break = 0        # what lies before is not repeated
 
@@ -65,8 +79,7 @@ class Repetition:
         known = len(self._token_ids)
         self._token_ids.extend(token_ids[known:])
         for end in range(len(token_ids), known, -1):
-            breakers = self._breakers.get(token_ids[end - 1], ())
-            if any(token_ids[max(0, end - len(breaker)) : end] == breaker for breaker in breakers):
+            if self._breakers.stands_before(token_ids, end):
                 self._last_break = end
                 return
 
@@ -85,5 +98,4 @@ class Repetition:
                 break
             if length >= self._allowed_length:
                 lengths.update(dict.fromkeys(ids[ends + 1].tolist(), length))
-        free = (token_id for token_id in lengths if [token_id] not in self._breakers.get(token_id, ()))
-        return {token_id: lengths[token_id] for token_id in free}
+        return {token_id: length for token_id, length in lengths.items() if token_id not in self._breakers}

@@ -15,6 +15,7 @@ from genserve.generation.answer_grammar import AnswerGrammar
 from genserve.generation.logit_rules import LogitRules, logit_rules
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
+from genserve.generation.repetition import NO_BREAKERS, Breakers
 from genserve.generation.stages import stages_of
 from genserve.generation.truncation import Truncation
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
@@ -125,7 +126,7 @@ class TokenSequence:
         max_length: int,
         vocab_size: int,
         bad_words: Sequence[Sequence[int]] = (),
-        dry_breakers: Sequence[Sequence[int]] = (),
+        dry_breakers: Breakers = NO_BREAKERS,
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
         xtc_spared_ids: Sequence[int] = (),

@@ -10,6 +10,7 @@ from genserve.generation.answer_grammar import AnswerGrammar
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.plugins import SequencePlugins
+from genserve.generation.repetition import Breakers
 from genserve.generation.token_sequence import TokenSequence
 from genserve.sampling.params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
@@ -58,7 +59,7 @@ def sequence_of(
         vocab_size=vocab_size,
         bad_words=bad_words,
         deadline_s=deadline_s,
-        dry_breakers=dry_breakers,
+        dry_breakers=Breakers(dry_breakers),
         plugins=plugins,
         xtc_spared_ids=xtc_spared_ids,
         grammar=grammar,
