@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
-from genserve.generation.beam_group import BeamGroup
+from genserve.generation.beam_search import BeamSearch
 from genserve.generation.loop import EngineLoop
 from genserve.generation.plugins import LogitsProcessor, PluginContext
 from genserve.generation.repetition import Breakers
@@ -116,7 +116,7 @@ class GenerationEnsemble:
             for choice in range(num_choices)
         ]
         if width > 1:
-            BeamGroup(sequences, width=width, new_text=new_text)
+            BeamSearch(sequences, width=width, new_text=new_text)
         return sequences
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from genserve.request import TokenLogprob
 
 if TYPE_CHECKING:
-    from genserve.generation.beam_group import BeamGroup
+    from genserve.generation.beam_search import BeamSearch
 
 __all__ = ["Beam", "Copy"]
 
@@ -20,13 +20,12 @@ class Beam:
     Belongs to the engine's thread. The attributes that it shares with a token sequence mean the same.
 
     Attributes:
-        group: the search.
+        search: that follows it.
         num_slots: those that it needs: of the first beam, before the others have theirs, all of them.
         likelihoods: of its answer's tokens, if the request asks for them.
     """
 
     __slots__ = (
-        "group",
         "likelihoods",
         "logit_rules",
         "num_cached_tokens",
@@ -35,11 +34,12 @@ class Beam:
         "num_prompt_tokens",
         "num_slots",
         "preempted",
+        "search",
         "token_ids",
     )
 
-    def __init__(self, group: BeamGroup, prompt_token_ids: Sequence[int]) -> None:
-        self.group = group
+    def __init__(self, search: BeamSearch, prompt_token_ids: Sequence[int]) -> None:
+        self.search = search
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_slots = 1
@@ -48,7 +48,7 @@ class Beam:
         self.num_cached_tokens = 0
         self.preempted = False
         self.likelihoods: list[TokenLogprob] = []
-        self.logit_rules = group.answers[0].fresh_rules()
+        self.logit_rules = search.answers[0].fresh_rules()
 
     @property
     def answer(self) -> list[int]:
@@ -63,12 +63,12 @@ class Beam:
     @property
     def cache_salt(self) -> str | None:
         """That of the request."""
-        return self.group.answers[0].cache_salt
+        return self.search.answers[0].cache_salt
 
     @property
     def priority(self) -> int:
         """That of the request."""
-        return self.group.answers[0].priority
+        return self.search.answers[0].priority
 
     @property
     def in_prompt(self) -> bool:
@@ -89,7 +89,7 @@ class Beam:
         """Become a copy of another beam."""
         self.token_ids = other.token_ids.copy()
         self.likelihoods = other.likelihoods.copy()
-        self.logit_rules = self.group.answers[0].fresh_rules()
+        self.logit_rules = self.search.answers[0].fresh_rules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,232 +1,131 @@
-"""Beam group: one beam search, its beams, which step together, and the answers that they come to."""
+"""Beam group: beams that compete with each other; a search has several where it asks for groups."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, takewhile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
 from genserve.generation.beam import Beam, Copy
-from genserve.generation.beam_search import BeamRules, Finished, log_softmax
-from genserve.generation.beam_strand import Strand
-from genserve.generation.likelihood import likelihood
-from genserve.generation.logit_edits import apply_edits, join_edits
+from genserve.generation.beam_rules import (
+    BeamRules,
+    Candidate,
+    Finished,
+    Hypothesis,
+    Standings,
+    advance,
+    best,
+)
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.token_sequence import AnswerText, TokenSequence
 from genserve.request import TokenLogprob
 
-__all__ = ["BeamGroup", "Reorder"]
+__all__ = ["BeamGroup", "Tell"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reorder:
-    """What a step makes of the slots."""
-
-    copies: tuple[Copy, ...]        # before the next forward
-    leaving: tuple[Beam, ...]       # they need theirs no more
+# Of a beam that takes the place of one that is missing, because the rules leave too few.
+_SPARE = -np.inf
+# Tells how likely a token is behind a row of logits; nothing if that is not asked for.
+Tell: TypeAlias = Callable[[int, int], list[TokenLogprob]]
 
 
 class BeamGroup:
-    """One beam search. Belongs to the engine's thread.
-
-    Its beams get their slots together and lose them together. The first computes the prompt, the others
-    begin with a copy. Where a step makes two beams of one, the better goes on in its slot, and the other in
-    the slot of a beam that has ended.
+    """The search over some beams. Belongs to the engine's thread.
 
     Attributes:
-        answers: what the caller reads: as many of the best as it asks for, the best first. A token is
-            appended to them when all that may still become one of them have it: none is ever taken back.
         beams: those that are followed, the best first.
-        done: the answers are complete.
+        standings: what is known.
     """
 
     def __init__(
-        self, answers: Sequence[TokenSequence], *, width: int, new_text: Callable[[], AnswerText]
+        self,
+        beams: Sequence[Beam],
+        *,
+        rules: BeamRules,
+        num_endings: int,
+        ends: Callable[[Sequence[int]], bool],
     ) -> None:
-        """Begin before the prompt; from here on the answers belong to the search.
+        """Begin before the first token.
 
         Args:
-            answers: with the same prompt and parameters; `width` at the most.
-            width: how many beams; at least 2.
-            new_text: begins the text of an answer; used where there are stop strings.
+            beams: `rules.width` of them.
+            rules: of the search.
+            num_endings: how many tokens end an answer.
+            ends: whether an answer of these tokens is complete.
         """
-        first = answers[0]
-        params = first.params
-        self.answers = tuple(answers)
-        self.beams = [Beam(self, first.token_ids) for _ in range(width)]
-        self.lead.num_slots = width
-        self.done = False
-        self._max_new_tokens = first.max_new_tokens
-        self._ending_ids = first.ending_ids
-        self._new_text = new_text if params.stop else None
-        self._num_sure = 0
-        rules = BeamRules(
-            width=width // params.num_beam_groups,
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            max_new_tokens=self._max_new_tokens,
-        )
-        self._strands = [
-            Strand(
-                self.beams[start : start + rules.width],
-                rules=rules,
-                num_endings=len(self._ending_ids),
-                ends=self._ends,
-            )
-            for start in range(0, width, rules.width)
-        ]
-        for answer in answers:
-            answer.beams = self
+        self.beams = list(beams)
+        self.standings = Standings()
+        self._rules = rules
+        self._ends = ends
+        # So many that, whatever ends, as many beams as before can go on.
+        self._num_candidates = rules.width * max(2, 1 + num_endings)
+        self._scores = [0.0]
 
-    @property
-    def lead(self) -> Beam:
-        """The beam that computes the prompt."""
-        return self.beams[0]
-
-    @property
-    def together(self) -> bool:
-        """Whether all beams have their slots, or none: the lead does not wait for the others."""
-        return self.lead.num_slots == 1
-
-    def preempt(self) -> None:
-        """Begin the computation of all but the lead anew, and need all slots again."""
-        for beam in self.beams[1:]:
-            beam.preempt()
-        self.lead.num_slots = len(self.beams)
-
-    def step(self, logits: FloatArray) -> Reorder | None:
-        """Add a token to each beam, and to the answers those that are sure now.
+    def step(self, log_probs: FloatArray, *, tell: Tell) -> list[Copy] | None:
+        """Add a token to each beam.
 
         Args:
-            logits: [R, V] float32, after the last tokens of the beams; of the lead alone, R = 1, where
-                nothing follows the prompt yet. Not modified.
+            log_probs: [R, V] float32, after the last tokens of the beams, R = 1 behind the prompt.
+            tell: asked about the tokens that are taken.
 
         Returns:
-            What is to be done with the slots; None: the logits are not finite, or the rules leave no token.
+            The slots to be copied before the next forward, none if the search is done; None: the rules leave
+            no token.
         """
-        is_first = not self.lead.answer
-        if is_first:
-            for answer in self.answers:
-                answer.num_cached_tokens = self.lead.num_cached_tokens
-        log_probs = log_softmax(logits)
-        if not np.isfinite(log_probs.max(axis=1)).all():
+        candidates = best(log_probs, scores=self._scores, count=self._num_candidates)
+        if not candidates:
             return None
-        strands = [strand for strand in self._strands if not strand.search.done]
-        ends = list(accumulate(len(strand.beams) for strand in strands))
-        copies: list[Copy] = []
-        taken: Counter[int] = Counter()
-        for strand, end in zip(strands, ends, strict=True):
-            rows = slice(0, 1) if is_first else slice(end - len(strand.beams), end)
-            levels = self._edited(log_probs[rows], strand.beams, taken=taken)
-            made = strand.step(levels, tell=partial(self._likelihood, logits[rows]))
-            if made is None:
-                return None
-            copies += made
-            taken.update(candidate.token_id for candidate in strand.search.live)
-        return self._reordered(strands, copies, is_first=is_first)
-
-    def _edited(
-        self, log_probs: FloatArray, beams: Sequence[Beam], *, taken: Mapping[int, int]
-    ) -> FloatArray:
-        """Return the log-probabilities with what the request changes of them, as transformers does it.
-
-        What the groups before this one have taken at this step is worth less: Vijayakumar et al.,
-        "Diverse Beam Search" (2016), with the Hamming diversity.
-        """
-        penalty = self.answers[0].params.diversity_penalty
-        if penalty:
-            log_probs = log_probs.copy()
-            times = np.array(list(taken.values()), dtype=np.float32)
-            log_probs[:, list(taken)] -= np.float32(penalty) * times
-        beams = beams[: len(log_probs)]
-        edits = [b.logit_rules.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.logit_rules]
-        if edits:
-            apply_edits(log_probs, join_edits(edits))
-        return log_probs
-
-    def _reordered(
-        self, strands: Sequence[Strand], copies: Sequence[Copy], *, is_first: bool
-    ) -> Reorder | None:
-        """Go on with the strands that are not done, and append to the answers what is sure, or the best."""
-        going = [strand for strand in strands if not strand.search.done]
-        if not going:
-            return self._end()
-        leaving = [beam for strand in strands if strand.search.done for beam in strand.beams]
-        self.beams = [beam for strand in going for beam in strand.beams]
-        if is_first:
-            # The lead, which has the only slot, is of the first strand. That is not done if another is not:
-            # what it goes on with is worth less to the others, and what it ends with as much.
-            assert self.lead is self._strands[0].beams[0]
-            self.lead.num_slots = len(self.beams)
-        self._append_sure()
-        return Reorder(copies=tuple(copies), leaving=tuple(leaving))
-
-    def _likelihood(self, logits: FloatArray, row: int, token_id: int) -> list[TokenLogprob]:
-        """Return how likely a token is, before any rule; nothing if that is not asked for."""
-        params = self.answers[0].params
-        if not params.logprobs:
-            return []
-        return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
-
-    def _ends(self, token_ids: Sequence[int]) -> bool:
-        """Whether an answer is complete."""
-        return (
-            token_ids[-1] in self._ending_ids
-            or len(token_ids) == self._max_new_tokens
-            or self._stops(token_ids)
+        self.standings = advance(
+            self.standings,
+            candidates,
+            complete=lambda candidate: self._complete(candidate, tell),
+            num_tokens=len(self.beams[0].answer) + 1,
+            rules=self._rules,
         )
+        return [] if self.standings.done else self._go_on(tell)
 
-    def _stops(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop string has appeared; a text cannot be forked, so it is written anew."""
-        if self._new_text is None:
-            return False
-        text = self._new_text()
-        for token_id in token_ids:
-            text.push(token_id)
-        return text.stop is not None
+    def best_so_far(self) -> list[Finished]:
+        """Return the best there are, complete or not; needs a token."""
+        if self.standings.done:
+            return list(self.standings.finished)
+        length = len(self.beams[0].answer) ** self._rules.length_penalty
+        begun = [
+            Finished(
+                hypothesis=Hypothesis(token_ids=tuple(beam.answer), likelihoods=tuple(beam.likelihoods)),
+                score=score / length,
+            )
+            for beam, score in zip(self.beams, self._scores, strict=True)
+        ]
+        return [*self.standings.finished, *begun]
 
-    def _append_sure(self) -> None:
-        """Append to all answers what the beams, and the complete ones that are among the best, agree on."""
-        kept = self._ranked(strand.search.finished for strand in self._strands)
-        rivals = [b.token_ids[b.num_prompt_tokens + self._num_sure :] for b in self.beams]
-        rivals += [[*f.hypothesis.token_ids[self._num_sure :]] for f in kept]
-        columns = zip(*rivals, strict=False)
-        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-        end = self._num_sure + len(common)
-        for answer in self.answers:
-            _append(answer, common, self.lead.likelihoods[self._num_sure : end])
-        self._num_sure = end
-
-    def settle(self) -> None:
-        """Append the rest of the best there are, complete or not; for those whose time is over."""
-        if self.lead.answer and not self.done:
-            self.done = True
-            self._append_best(self._ranked(strand.standing() for strand in self._strands))
-
-    def _end(self) -> Reorder | None:
-        """Append the rest of the best; None if the rules have not left as many as are asked for."""
-        self.done = True
-        ranked = self._ranked(strand.search.finished for strand in self._strands)
-        if len(ranked) < len(self.answers):
+    def _complete(self, candidate: Candidate, tell: Tell) -> Hypothesis | None:
+        """Return the answer that a candidate's token completes, if it does."""
+        beam = self.beams[candidate.beam]
+        token_ids = (*beam.answer, candidate.token_id)
+        if not self._ends(token_ids):
             return None
-        self._append_best(ranked)
-        return Reorder(copies=(), leaving=())
+        likelihoods = (*beam.likelihoods, *tell(candidate.beam, candidate.token_id))
+        return Hypothesis(token_ids=token_ids, likelihoods=likelihoods)
 
-    def _ranked(self, found: Iterable[Sequence[Finished]]) -> list[Finished]:
-        """Return those that may be answers, the best first; there are not more than answers."""
-        return sorted(chain(*found), key=lambda finished: -finished.score)[: len(self.answers)]
-
-    def _append_best(self, ranked: Sequence[Finished]) -> None:
-        for answer, finished in zip(self.answers, ranked, strict=False):
-            rest = finished.hypothesis
-            _append(answer, rest.token_ids[self._num_sure :], rest.likelihoods[self._num_sure :])
-
-
-def _append(answer: TokenSequence, token_ids: Sequence[int], likelihoods: Sequence[TokenLogprob]) -> None:
-    for index, token_id in enumerate(token_ids):
-        answer.take_logprob(likelihoods[index] if likelihoods else None)
-        answer.append(token_id)
+    def _go_on(self, tell: Tell) -> list[Copy]:
+        """Make the beams those that the search goes on with; returns the slots to be copied."""
+        live = self.standings.live
+        spare = [replace(live[0], score=_SPARE)] * (len(self.beams) - len(live))
+        following = [*live, *spare]
+        parents = [self.beams[candidate.beam] for candidate in following]
+        free = [beam for beam in self.beams if beam not in parents]
+        copies: list[Copy] = []
+        beams: list[Beam] = []
+        for parent in parents:
+            if parent in beams:
+                copies.append(Copy(source=parent, target=free.pop()))
+                beams.append(copies[-1].target)
+            else:
+                beams.append(parent)
+        for copy in copies:
+            copy.target.follow(copy.source)
+        for beam, candidate in zip(beams, following, strict=True):
+            beam.token_ids.append(candidate.token_id)
+            beam.likelihoods += tell(candidate.beam, candidate.token_id)
+        self.beams, self._scores = beams, [candidate.score for candidate in following]
+        return copies

@@ -1,178 +1,232 @@
-"""Beam search: which answers are the likeliest, token by token; pure.
-
-The rules, and the order in which they are applied, are those of `transformers.generate(num_beams=...)`.
-"""
+"""Beam search: one of a request, its beams, which step together, and the answers that they come to."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import partial
+from itertools import accumulate, chain, takewhile
 
 import numpy as np
 
+from genserve.generation.beam import Beam, Copy
+from genserve.generation.beam_group import BeamGroup
+from genserve.generation.beam_rules import BeamRules, Finished, log_softmax
+from genserve.generation.likelihood import likelihood
+from genserve.generation.logit_edits import apply_edits, join_edits
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.truncation import BLOCK, exponentials
+from genserve.generation.token_sequence import AnswerText, TokenSequence
 from genserve.request import TokenLogprob
 
-__all__ = [
-    "BeamRules",
-    "Candidate",
-    "EarlyStopping",
-    "Finished",
-    "Hypothesis",
-    "Search",
-    "advance",
-    "best",
-    "log_softmax",
-]
-
-EarlyStopping: TypeAlias = bool | Literal["never"]
+__all__ = ["BeamSearch", "Reorder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeamRules:
-    """What a search looks for."""
+class Reorder:
+    """What a step makes of the slots."""
 
-    width: int                          # beams that go on, and answers that are kept
-    length_penalty: float               # a score is divided by the number of tokens to the power of this
-    early_stopping: EarlyStopping
-    max_new_tokens: int                 # an answer of so many is complete
+    copies: tuple[Copy, ...]        # before the next forward
+    leaving: tuple[Beam, ...]       # they need theirs no more
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One more token behind one of the beams."""
+class BeamSearch:
+    """One beam search. Belongs to the engine's thread.
 
-    beam: int                           # index of the row that it goes on from
-    token_id: int
-    score: float                        # sum of the log-probabilities of its tokens, this one included
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hypothesis:
-    """An answer that is complete."""
-
-    token_ids: tuple[int, ...]
-    likelihoods: tuple[TokenLogprob, ...]   # of its tokens, before any rule; empty if not asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A hypothesis and the score by which it is compared with others."""
-
-    hypothesis: Hypothesis
-    score: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """The state behind one step.
+    Its beams get their slots together and lose them together. The first computes the prompt, the others
+    begin with a copy. Where a step makes two beams of one, the better goes on in its slot, and the other in
+    the slot of a beam that has ended.
 
     Attributes:
-        live: the beams that go on, the best first; not more than the width.
-        finished: the best complete answers so far, the best first; not more than the width.
-        done: no beam needs to go on.
+        answers: what the caller reads: as many of the best as it asks for, the best first. A token is
+            appended to them when all that may still become one of them have it: none is ever taken back.
+        beams: those that are followed, the best first.
+        done: the answers are complete.
     """
 
-    live: tuple[Candidate, ...] = ()
-    finished: tuple[Finished, ...] = ()
-    done: bool = False
+    def __init__(
+        self, answers: Sequence[TokenSequence], *, width: int, new_text: Callable[[], AnswerText]
+    ) -> None:
+        """Begin before the prompt; from here on the answers belong to the search.
+
+        Args:
+            answers: with the same prompt and parameters; `width` at the most.
+            width: how many beams; at least 2.
+            new_text: begins the text of an answer; used where there are stop strings.
+        """
+        first = answers[0]
+        params = first.params
+        self.answers = tuple(answers)
+        self.beams = [Beam(self, first.token_ids) for _ in range(width)]
+        self.lead.num_slots = width
+        self.done = False
+        self._max_new_tokens = first.max_new_tokens
+        self._ending_ids = first.ending_ids
+        self._new_text = new_text if params.stop else None
+        self._num_sure = 0
+        rules = BeamRules(
+            width=width // params.num_beam_groups,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_new_tokens=self._max_new_tokens,
+        )
+        self._groups = [
+            BeamGroup(
+                self.beams[start : start + rules.width],
+                rules=rules,
+                num_endings=len(self._ending_ids),
+                ends=self._ends,
+            )
+            for start in range(0, width, rules.width)
+        ]
+        for answer in answers:
+            answer.beams = self
+
+    @property
+    def lead(self) -> Beam:
+        """The beam that computes the prompt."""
+        return self.beams[0]
+
+    @property
+    def together(self) -> bool:
+        """Whether all beams have their slots, or none: the lead does not wait for the others."""
+        return self.lead.num_slots == 1
+
+    def preempt(self) -> None:
+        """Begin the computation of all but the lead anew, and need all slots again."""
+        for beam in self.beams[1:]:
+            beam.preempt()
+        self.lead.num_slots = len(self.beams)
+
+    def step(self, logits: FloatArray) -> Reorder | None:
+        """Add a token to each beam, and to the answers those that are sure now.
+
+        Args:
+            logits: [R, V] float32, after the last tokens of the beams; of the lead alone, R = 1, where
+                nothing follows the prompt yet. Not modified.
+
+        Returns:
+            What is to be done with the slots; None: the logits are not finite, or the rules leave no token.
+        """
+        is_first = not self.lead.answer
+        if is_first:
+            for answer in self.answers:
+                answer.num_cached_tokens = self.lead.num_cached_tokens
+        log_probs = log_softmax(logits)
+        if not np.isfinite(log_probs.max(axis=1)).all():
+            return None
+        groups = [group for group in self._groups if not group.standings.done]
+        ends = list(accumulate(len(group.beams) for group in groups))
+        copies: list[Copy] = []
+        taken: Counter[int] = Counter()
+        for group, end in zip(groups, ends, strict=True):
+            rows = slice(0, 1) if is_first else slice(end - len(group.beams), end)
+            levels = self._edited(log_probs[rows], group.beams, taken=taken)
+            made = group.step(levels, tell=partial(self._likelihood, logits[rows]))
+            if made is None:
+                return None
+            copies += made
+            taken.update(candidate.token_id for candidate in group.standings.live)
+        return self._reordered(groups, copies, is_first=is_first)
+
+    def _edited(
+        self, log_probs: FloatArray, beams: Sequence[Beam], *, taken: Mapping[int, int]
+    ) -> FloatArray:
+        """Return the log-probabilities with what the request changes of them, as transformers does it.
+
+        What the groups before this one have taken at this step is worth less: Vijayakumar et al.,
+        "Diverse Beam Search" (2016), with the Hamming diversity.
+        """
+        penalty = self.answers[0].params.diversity_penalty
+        if penalty:
+            log_probs = log_probs.copy()
+            times = np.array(list(taken.values()), dtype=np.float32)
+            log_probs[:, list(taken)] -= np.float32(penalty) * times
+        beams = beams[: len(log_probs)]
+        edits = [b.logit_rules.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.logit_rules]
+        if edits:
+            apply_edits(log_probs, join_edits(edits))
+        return log_probs
+
+    def _reordered(
+        self, groups: Sequence[BeamGroup], copies: Sequence[Copy], *, is_first: bool
+    ) -> Reorder | None:
+        """Go on with the groups that are not done, and append to the answers what is sure, or the best."""
+        going = [group for group in groups if not group.standings.done]
+        if not going:
+            return self._end()
+        leaving = [beam for group in groups if group.standings.done for beam in group.beams]
+        self.beams = [beam for group in going for beam in group.beams]
+        if is_first:
+            # The lead, which has the only slot, is of the first group. That is not done if another is not:
+            # what it goes on with is worth less to the others, and what it ends with as much.
+            assert self.lead is self._groups[0].beams[0]
+            self.lead.num_slots = len(self.beams)
+        self._append_sure()
+        return Reorder(copies=tuple(copies), leaving=tuple(leaving))
+
+    def _likelihood(self, logits: FloatArray, row: int, token_id: int) -> list[TokenLogprob]:
+        """Return how likely a token is, before any rule; nothing if that is not asked for."""
+        params = self.answers[0].params
+        if not params.logprobs:
+            return []
+        return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
+
+    def _ends(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer is complete."""
+        return (
+            token_ids[-1] in self._ending_ids
+            or len(token_ids) == self._max_new_tokens
+            or self._stops(token_ids)
+        )
+
+    def _stops(self, token_ids: Sequence[int]) -> bool:
+        """Whether a stop string has appeared; a text cannot be forked, so it is written anew."""
+        if self._new_text is None:
+            return False
+        text = self._new_text()
+        for token_id in token_ids:
+            text.push(token_id)
+        return text.stop is not None
+
+    def _append_sure(self) -> None:
+        """Append to all answers what the beams, and the complete ones that are among the best, agree on."""
+        kept = self._ranked(group.standings.finished for group in self._groups)
+        rivals = [b.token_ids[b.num_prompt_tokens + self._num_sure :] for b in self.beams]
+        rivals += [[*f.hypothesis.token_ids[self._num_sure :]] for f in kept]
+        columns = zip(*rivals, strict=False)
+        common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        end = self._num_sure + len(common)
+        for answer in self.answers:
+            _append(answer, common, self.lead.likelihoods[self._num_sure : end])
+        self._num_sure = end
+
+    def settle(self) -> None:
+        """Append the rest of the best there are, complete or not; for those whose time is over."""
+        if self.lead.answer and not self.done:
+            self.done = True
+            self._append_best(self._ranked(group.best_so_far() for group in self._groups))
+
+    def _end(self) -> Reorder | None:
+        """Append the rest of the best; None if the rules have not left as many as are asked for."""
+        self.done = True
+        ranked = self._ranked(group.standings.finished for group in self._groups)
+        if len(ranked) < len(self.answers):
+            return None
+        self._append_best(ranked)
+        return Reorder(copies=(), leaving=())
+
+    def _ranked(self, found: Iterable[Sequence[Finished]]) -> list[Finished]:
+        """Return those that may be answers, the best first; there are not more than answers."""
+        return sorted(chain(*found), key=lambda finished: -finished.score)[: len(self.answers)]
+
+    def _append_best(self, ranked: Sequence[Finished]) -> None:
+        for answer, finished in zip(self.answers, ranked, strict=False):
+            rest = finished.hypothesis
+            _append(answer, rest.token_ids[self._num_sure :], rest.likelihoods[self._num_sure :])
 
 
-def log_softmax(logits: FloatArray) -> FloatArray:
-    """Return the natural logs of the probabilities of each row: [R, V] float32, a new array.
-
-    A row with a NaN or +inf, or with no finite number, becomes NaN.
-    """
-    with np.errstate(invalid="ignore"):
-        levels: FloatArray = logits - logits.max(axis=1, keepdims=True)
-        for row in levels:
-            row -= np.float32(np.log(exponentials(row).sum(dtype=np.float64)))
-    return levels
-
-
-def best(log_probs: FloatArray, *, scores: Sequence[float], count: int) -> list[Candidate]:
-    """Return the best `count` candidates, or all that are possible, the best first.
-
-    Args:
-        log_probs: [R, V] float32, of the token behind each of R beams; -inf: not possible.
-        scores: of these beams, R of them; -inf: it is a spare one, behind which nothing is looked for.
-        count: at least 1.
-    """
-    found = [
-        Candidate(beam=beam, token_id=token_id, score=float(row[token_id] + np.float32(score)))
-        for beam, (row, score) in enumerate(zip(log_probs, scores, strict=True))
-        if score > -math.inf
-        for token_id in _largest(row, count)
-    ]
-    return sorted(found, key=lambda c: (-c.score, c.beam, c.token_id))[:count]
-
-
-def advance(
-    search: Search,
-    candidates: Sequence[Candidate],
-    *,
-    complete: Callable[[Candidate], Hypothesis | None],
-    num_tokens: int,
-    rules: BeamRules,
-) -> Search:
-    """Return the state one token later.
-
-    Args:
-        search: the state.
-        candidates: the best first; so many that `rules.width` do not end, if there are so many at all.
-        complete: returns the answer that a candidate's token completes; None: it goes on.
-        num_tokens: of the answers, the candidate's token included.
-        rules: of the search.
-
-    Source: `GenerationMixin._beam_search` of transformers 5; with `length_penalty` as in Wu et al., "Google's
-    Neural Machine Translation System" (2016), without the 5 that these add to the length.
-    """
-    answers = [(candidate, complete(candidate)) for candidate in candidates]
-    live = [candidate for candidate, answer in answers if answer is None][: rules.width]
-    length: float = num_tokens**rules.length_penalty
-    # One that ends counts only if it is among the best: a worse one was looked at as a substitute.
-    new = [
-        Finished(hypothesis=answer, score=candidate.score / length)
-        for candidate, answer in answers[: rules.width]
-        if answer is not None
-    ]
-    finished = sorted([*search.finished, *new], key=lambda f: -f.score)[: rules.width]
-    is_full = len(finished) == rules.width
-    done = not live or (is_full and not _may_improve(live[0].score, finished[-1].score, num_tokens, rules))
-    return Search(live=tuple(live), finished=tuple(finished), done=done)
-
-
-def _may_improve(best_live: float, worst_finished: float, num_tokens: int, rules: BeamRules) -> bool:
-    """Whether a live beam may still become better than the worst of as many answers as are kept.
-
-    With `early_stopping` false it is judged as if it ended now, which is a guess where longer answers
-    have an advantage; "never" waits for the longest.
-    """
-    if rules.early_stopping is True:
-        return False
-    longest = rules.early_stopping == "never" and rules.length_penalty > 0
-    length = float(rules.max_new_tokens if longest else num_tokens)
-    return bool(best_live / length**rules.length_penalty > worst_finished)
-
-
-def _largest(row: FloatArray, count: int) -> list[int]:
-    """Return the ids of the `count` largest of a row [V], in no order; those of -inf are left out.
-
-    They lie in the blocks with the `count` largest maxima: no more than these are looked through.
-    """
-    num_blocks = math.ceil(row.size / BLOCK)
-    if count >= num_blocks:
-        ids = np.arange(row.size)
-    else:
-        starts = np.arange(0, row.size, BLOCK)
-        maxima = np.maximum.reduceat(row, starts)
-        blocks = np.argpartition(maxima, num_blocks - count)[num_blocks - count :]
-        ids = (starts[blocks][:, None] + np.arange(BLOCK)).reshape(-1)
-        ids = ids[ids < row.size]
-    if count < ids.size:
-        ids = ids[np.argpartition(row[ids], ids.size - count)[ids.size - count :]]
-    found: list[int] = ids[row[ids] > -np.inf].tolist()
-    return found
+def _append(answer: TokenSequence, token_ids: Sequence[int], likelihoods: Sequence[TokenLogprob]) -> None:
+    for index, token_id in enumerate(token_ids):
+        answer.take_logprob(likelihoods[index] if likelihoods else None)
+        answer.append(token_id)

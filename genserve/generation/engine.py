@@ -275,25 +275,25 @@ class Engine:
     ) -> list[TokenSequence]:
         """Move each beam search by one token; returns the answers."""
         advanced: list[TokenSequence] = []
-        for group in dict.fromkeys(beam.group for beam in row_of):
-            rows = logits[[row_of[beam] for beam in group.beams if beam in row_of]]
+        for search in dict.fromkeys(beam.search for beam in row_of):
+            rows = logits[[row_of[beam] for beam in search.beams if beam in row_of]]
             try:
-                reorder = group.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
+                reorder = search.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
             except Exception as error:
                 logger.exception("beam search failed")
                 failure = ModelFailed(f"beam search failed: {type(error).__name__}")
-                failed.update(dict.fromkeys(group.answers, failure))
+                failed.update(dict.fromkeys(search.answers, failure))
                 continue
             if reorder is None:
-                failed.update(dict.fromkeys(group.answers, _not_finite(group.answers[0])))
+                failed.update(dict.fromkeys(search.answers, _not_finite(search.answers[0])))
                 continue
-            if group.done and self._prefix_cache:
-                self._slots.park(group.lead, now_s=self.clock())
+            if search.done and self._prefix_cache:
+                self._slots.park(search.lead, now_s=self.clock())
             else:
                 self._slots.release(reorder.leaving)
-            for copy in reorder.copies if group.together else ():
+            for copy in reorder.copies if search.together else ():
                 self._slots.copy(source=copy.source, target=copy.target)
-            advanced += group.answers
+            advanced += search.answers
         return advanced
 
     def _sample(
@@ -367,7 +367,7 @@ def _answering(occupants: Iterable[Occupant]) -> Iterator[Occupant]:
     """Replace beams by the answers of their search."""
     for occupant in occupants:
         if isinstance(occupant, Beam):
-            yield from occupant.group.answers
+            yield from occupant.search.answers
         else:
             yield occupant
 

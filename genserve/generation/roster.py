@@ -132,7 +132,7 @@ class Roster:
 
     def _seat_others(self, lead: Beam) -> None:
         """Seat the other beams of a search, if need be instead of those that came last."""
-        for beam in lead.group.beams[1:]:
+        for beam in lead.search.beams[1:]:
             lead.num_slots -= 1     # it is not promised any more, but taken
             while not self._slots.branch(beam, lead, now_s=self._now_s):
                 self._preempt(self._slots.youngest)
@@ -143,9 +143,9 @@ class Roster:
     def _preempt(self, occupant: Occupant) -> None:
         """Send one that runs back to the head of the line; of a beam search all."""
         if isinstance(occupant, Beam):
-            group, occupant = occupant.group, occupant.group.lead
-            self._slots.release(group.beams[1:])
-            group.preempt()
+            search, occupant = occupant.search, occupant.search.lead
+            self._slots.release(search.beams[1:])
+            search.preempt()
         self._slots.park(occupant, now_s=self._now_s)
         occupant.preempt()
         self._waiting.appendleft(occupant)

@@ -221,4 +221,5 @@ def _draw(weights: FloatArray, uniform: float) -> int:
 
 def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
     """Return the first index whose share of the total exceeds `uniform`."""
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    return min(index, cumulative.size - 1)  # just below 1, the product may round to the total

@@ -22,7 +22,7 @@ from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopT
 from genserve.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from genserve.generation.beam_group import BeamGroup
+    from genserve.generation.beam_search import BeamSearch
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
 
@@ -74,7 +74,7 @@ class TokenSequence:
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
         plugins: what the repository adds to its decoding.
-        beams: the search that it is an answer of; None: it runs by itself. Written by `BeamGroup`.
+        beams: the search that it is an answer of; None: it runs by itself. Written by `BeamSearch`.
     """
 
     num_slots: ClassVar[int] = 1    # of the cache, which it needs to run
@@ -149,7 +149,7 @@ class TokenSequence:
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self.plugins = plugins or SequencePlugins()
-        self.beams: BeamGroup | None = None
+        self.beams: BeamSearch | None = None
         self.fresh_rules: Callable[[], LogitRules | None] = partial(
             logit_rules,
             params,

@@ -13,7 +13,7 @@ from genserve.backends.logits_torchscript import TorchLogits
 from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.pytorch import open_module
 from genserve.export.form import Form
-from genserve.generation.beam_group import BeamGroup
+from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from tests.backends.inferences import ON_CPU, config_of
@@ -155,7 +155,7 @@ def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference
             max_tokens=7 + number,
             use_beam_search=True,
         )
-        BeamGroup([answer], width=3, new_text=IdText)
+        BeamSearch([answer], width=3, new_text=IdText)
         answers[answer] = greedy_ids(reference, prompt, num_tokens=7 + number, num_beams=3)
         engine.add(answer)
         engine.step()

@@ -1,232 +1,368 @@
-"""Beam search against `transformers.generate(num_beams=...)`, token by token."""
+"""Beam searches in an engine: their company, their slots, and what is said before the end."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
-from genserve.backends.logits_whole import WholeLogits
-from genserve.generation.beam_group import BeamGroup
-from genserve.generation.beam_search import (
-    BeamRules,
-    Candidate,
-    Finished,
-    Hypothesis,
-    Search,
-    advance,
-    best,
-    log_softmax,
-)
+from genserve.errors import ModelFailed
+from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
+from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
-from genserve.tensor import Tensor
-from tests.backends.inferences import config_of
-from tests.chains import WHOLE_CONFIG
-from tests.fakes.sequences import IdText, sample_loop, sequence_of
+from genserve.request import Delta, FinishReason, join_deltas
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 
-VOCAB_SIZE = 40
-MAX_LENGTH = 48
-_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "initializer_range": 0.6}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": MAX_LENGTH},
-    "bloom": {"n_layer": 1, "n_head": 2},
-    "llama": {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24},
-}
+ENDS = range(1, 9)
+BUDGET = PrefillBudget(alone=8, beside_decoding=4)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small products take several times as long where threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@cache
-def model_of(kind: str) -> PreTrainedModel:
-    torch.manual_seed(len(kind))
-    sizes = {name: value for name, value in _SIZES.items() if name != "hidden_size" or kind != "gpt2"}
-    config = AutoConfig.for_model(kind, **sizes, **CONFIGS[kind], bos_token_id=None, eos_token_id=None)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-def engine_of(kind: str) -> Engine:
-    def run(inputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        with torch.inference_mode():
-            ids, mask = (torch.from_numpy(tensor.array.astype(np.int64)) for tensor in inputs.values())
-            logits = model_of(kind)(ids, attention_mask=mask).logits
-        return {names[0]: Tensor(names[0], logits.numpy())}
-
-    return Engine(WholeLogits(run, config_of(WHOLE_CONFIG), max_length=MAX_LENGTH), decode=sample_loop)
-
-
-def group_of(
-    prompt: Sequence[int], *, width: int, n: int = 1, stop_at: int | None = None, **options: Any
-) -> BeamGroup:
-    options = {"max_length": MAX_LENGTH, "vocab_size": VOCAB_SIZE} | options
+def search_of(prompt, *, width=3, n=1, stop_at=None, **options) -> BeamSearch:
     if stop_at is not None:
         options["stop"] = (f"<{stop_at}>",)
     answers = [sequence_of(prompt, use_beam_search=True, stop_at=stop_at, **options) for _ in range(n)]
-    return BeamGroup(answers, width=width, new_text=lambda: IdText(stop_at))
+    return BeamSearch(answers, width=width, new_text=lambda: IdText(stop_at))
 
 
-def finish(engine: Engine, *groups: BeamGroup) -> list[list[list[int]]]:
-    for group in groups:
-        for answer in group.answers:
-            engine.add(answer)
+def add(engine: Engine, group: BeamSearch) -> None:
+    for answer in group.answers:
+        engine.add(answer)
+
+
+def run(engine: Engine) -> int:
+    """Run to the end; returns how many had to leave their slots meanwhile."""
+    num_preempted = 0
     while (result := engine.step()) is not None:
         engine.check_integrity()
         assert not result.failed
-    return [[answer_of(answer) for answer in group.answers] for group in groups]
+        num_preempted += result.num_preempted
+    assert engine.num_running == engine.num_waiting == 0
+    return num_preempted
 
 
-def answer_of(sequence: TokenSequence) -> list[int]:
-    return sequence.token_ids[sequence.num_prompt_tokens :]
+def answers_of(group: BeamSearch) -> list[list[int]]:
+    return [answer.token_ids[answer.num_prompt_tokens :] for answer in group.answers]
 
 
-def generated(kind: str, prompt: list[int], *, eos: Sequence[int], n: int, **options: Any) -> list[list[int]]:
-    ids = torch.tensor([prompt])
-    rows = model_of(kind).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_return_sequences=n,
-        eos_token_id=list(eos) or None,
-        pad_token_id=VOCAB_SIZE - 1,
-        **options,
-    )
-    return [up_to_end(row[len(prompt) :].tolist(), eos) for row in rows]
+def alone(prompt, **options) -> list[list[int]]:
+    """The answers of a search that has an engine for itself."""
+    engine, group = Engine(CachedLogits(num_slots=8), decode=sample_loop), search_of(prompt, **options)
+    add(engine, group)
+    run(engine)
+    return answers_of(group)
 
 
-def up_to_end(token_ids: list[int], eos: Sequence[int]) -> list[int]:
-    ends = [place for place, token_id in enumerate(token_ids) if token_id in eos]
-    return token_ids[: ends[0] + 1] if ends else token_ids
+def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))]
 
 
-def case_of(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Random options: ours, and transformers' names of them."""
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("seed", range(15))
+def test_company_arrivals_departures_and_short_memory_never_change_an_answer(seed, prefix_cache):
+    """Searches and ordinary sequences over few slots and a cache that cannot hold them all."""
     rng = random.Random(seed)
-    width = rng.choice([2, 3, 4])
-    ours: dict[str, Any] = {
-        "max_tokens": rng.choice([1, 2, 5, 9, 14]),
-        "length_penalty": rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0]),
-        "early_stopping": rng.choice([False, True, "never"]),
-    }
-    theirs: dict[str, Any] = {
-        "max_new_tokens": ours["max_tokens"],
-        "length_penalty": ours["length_penalty"],
-        "early_stopping": ours["early_stopping"],
-        "num_beams": width,
-        "n": rng.randint(1, width),
-        "eos": rng.sample(range(VOCAB_SIZE - 1), rng.choice([0, 1, 2, 4, 8, 12])),
-    }
-    if rng.random() < 0.4:
-        ours["repetition_penalty"] = theirs["repetition_penalty"] = rng.choice([0.8, 1.3])
-    if rng.random() < 0.4:
-        ours["no_repeat_ngram_size"] = theirs["no_repeat_ngram_size"] = rng.choice([1, 2])
-    if rng.random() < 0.3 and theirs["eos"]:
-        ours["min_tokens"] = theirs["min_new_tokens"] = rng.randint(1, ours["max_tokens"])
-    if rng.random() < 0.3:
-        ours["suppress_tokens"] = tuple(rng.sample(range(VOCAB_SIZE), 5))
-        theirs["suppress_tokens"] = list(ours["suppress_tokens"])
-    return ours, theirs
+    model = CachedLogits(num_slots=rng.choice([3, 4, 7, 8]), max_cached_tokens=rng.choice([120, 160, 400]))
+    engine = Engine(model, decode=sample_loop, budget=BUDGET, prefix_cache=prefix_cache)
+    arrivals = sorted(rng.randrange(30) for _ in range(10))
+    groups: list[tuple[BeamSearch, dict]] = []
+    others: list[TokenSequence] = []
+    cancelled: set[BeamSearch | TokenSequence] = set()
+    step = 0
+    while arrivals or engine.num_running or engine.num_waiting:
+        while arrivals and arrivals[0] <= step:
+            arrivals.pop(0)
+            prompt = random_prompt(rng)
+            if rng.random() < 0.5:
+                width = rng.choice([2, 3])
+                options = {"width": width, "n": rng.randint(1, width), "max_tokens": rng.randint(1, 15)}
+                options |= {"eos_token_ids": [1, 2, 3], "repetition_penalty": 1.1}
+                if rng.random() < 0.4:
+                    options |= {"num_beam_groups": width, "diversity_penalty": 0.7}
+                groups.append((search_of(prompt, **options), {"prompt": prompt} | options))
+                add(engine, groups[-1][0])
+            else:
+                others.append(sequence_of(prompt, max_tokens=rng.randint(1, 15)))
+                engine.add(others[-1])
+        if groups and rng.random() < 0.03:
+            victim = rng.choice(groups)[0]
+            if not victim.done:
+                cancelled.add(victim)
+                engine.remove([victim.answers[-1]])
+        result = engine.step()
+        engine.check_integrity()
+        assert result is None or not result.failed
+        step += 1
+    for group, options in groups:
+        if group not in cancelled:
+            assert answers_of(group) == alone(**options)
+    for other in others:
+        prompt = other.token_ids[: other.num_prompt_tokens]
+        assert other.token_ids[len(prompt) :] == greedy_answer(prompt, num_tokens=other.params.max_tokens)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("block", range(4))
-def test_the_answers_are_those_of_generate(kind, block):
-    """Twenty random requests, which all share their steps in ours; eos is likely to come early."""
-    engine = engine_of(kind)
-    cases = [case_of(1000 * block + i) for i in range(20)]
-    rng = random.Random(block)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in cases]
-    groups = [
-        group_of(prompt, width=theirs["num_beams"], n=theirs["n"], eos_token_ids=theirs["eos"], **ours)
-        for prompt, (ours, theirs) in zip(prompts, cases, strict=True)
-    ]
-    answers = finish(engine, *groups)
-    for prompt, (_, theirs), answer in zip(prompts, cases, answers, strict=True):
-        assert answer == generated(kind, prompt, **theirs), theirs
+def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_same():
+    model = CachedLogits(num_slots=6, max_length=32, page_tokens=4, max_cached_tokens=64)
+    engine = Engine(model, decode=sample_loop)
+    groups = [search_of([i, 9, 9], max_tokens=13, max_length=32) for i in (1, 2)]
+    for group in groups:
+        add(engine, group)
+    assert run(engine) > 0
+    assert [answers_of(g) for g in groups] == [alone([i, 9, 9], max_tokens=13) for i in (1, 2)]
 
 
-def test_the_best_candidates_are_those_of_a_sort_over_all_beams():
-    rng = np.random.default_rng(0)
-    for size, count in ((7, 3), (200, 8), (5000, 8), (5000, 300), (63, 100)):
-        log_probs = log_softmax(rng.standard_normal((3, size), dtype=np.float32))
-        log_probs[:, 5] = -np.inf
-        scores = [-1.0, -0.5, -np.inf]
-        found = best(log_probs, scores=scores, count=count)
-        sums = (log_probs[:2] + np.array(scores[:2], dtype=np.float32)[:, None]).reshape(-1)
-        order = np.argsort(-sums, kind="stable")[: min(count, 2 * size - 2)]
-        assert [(c.beam, c.token_id) for c in found] == [divmod(int(i), size) for i in order]
-        assert [c.score for c in found] == sums[order].tolist()
+def test_all_beams_share_one_prefill_and_a_step_is_one_forward():
+    model = CachedLogits(num_slots=4)
+    engine = Engine(model, decode=sample_loop)
+    add(engine, search_of(range(20), width=4, max_tokens=5))
+    run(engine)
+    assert model.forwards == ["prefill 1x20", *["decode 4"] * 4]
 
 
-def test_log_softmax_is_torch_s_and_a_row_that_is_not_finite_becomes_nan():
-    logits = np.random.default_rng(1).standard_normal((4, 300), dtype=np.float32) * 40
-    logits[0, :200] = -np.inf
-    logits[1] = -np.inf
-    logits[2, 7] = np.nan
-    found = log_softmax(logits)
-    expected = torch.from_numpy(logits[[0, 3]]).log_softmax(1).numpy()
-    np.testing.assert_allclose(found[[0, 3]], expected, atol=1e-5)
-    assert np.isnan(found[1:3]).all()
+def test_only_a_beam_that_goes_on_twice_is_copied():
+    model = CachedLogits(num_slots=4)
+    engine = Engine(model, decode=sample_loop)
+    group = search_of(range(20), width=4, max_tokens=8)
+    add(engine, group)
+    engine.step()
+    engine.step()
+    assert [target for _, target in model.moves[:3]] == [1, 2, 3], "the prompt, into the others' slots"
+    while not group.done:
+        before, num_moves = [b.token_ids for b in group.beams], len(model.moves)
+        engine.step()
+        if not group.done:
+            parents = {tuple(b.token_ids[:-1]) for b in group.beams}
+            assert len(model.moves) - num_moves == len(before) - len(parents)
 
 
-def test_one_that_ends_below_the_width_is_no_answer_but_those_above_are():
-    """With two beams, only the first two candidates may become answers; the third stands by."""
-    rules = BeamRules(width=2, length_penalty=1.0, early_stopping=False, max_new_tokens=9)
-    candidates = [Candidate(beam=0, token_id=i, score=-1.0 - i) for i in range(4)]
+def test_a_search_waits_until_all_its_slots_are_free_and_is_not_overtaken():
+    engine = Engine(CachedLogits(num_slots=3), decode=sample_loop)
+    engine.add(first := sequence_of([1], max_tokens=6))
+    engine.step()
+    add(engine, group := search_of([5, 6], max_tokens=4))
+    engine.add(late := sequence_of([7], max_tokens=4))
+    while not first.finished:
+        engine.step()
+        assert not group.lead.num_computed
+        assert not late.num_computed
+    run(engine)
+    assert answers_of(group) == alone([5, 6], max_tokens=4)
 
-    def complete(candidate: Candidate) -> Hypothesis | None:
-        ends = candidate.token_id in (0, 2)
-        return Hypothesis(token_ids=(candidate.token_id,), likelihoods=()) if ends else None
 
-    after = advance(Search(), candidates, complete=complete, num_tokens=1, rules=rules)
-    assert [f.hypothesis.token_ids for f in after.finished] == [(0,)]
-    assert [c.token_id for c in after.live] == [1, 3]
-    assert not after.done
+@pytest.mark.parametrize("seed", range(40))
+def test_groups_of_beams_are_those_of_a_plain_diverse_search(seed):
+    rng = random.Random(seed)
+    num_groups, width = rng.choice([(2, 1), (3, 1), (2, 2), (3, 2)])
+    prompt, penalty, num_tokens = random_prompt(rng), rng.choice([0.3, 1.0, 5.0]), rng.choice([1, 2, 6, 10])
+    n = rng.randint(1, num_groups * width)
+    options = {"length_penalty": rng.choice([0.0, 1.0]), "max_tokens": num_tokens, "early_stopping": True}
+    options |= {"num_beam_groups": num_groups, "diversity_penalty": penalty, "eos_token_ids": ENDS}
+    found = alone(prompt, width=num_groups * width, n=n, **options)
+    expected = plain_diverse_search(
+        prompt,
+        num_groups=num_groups,
+        width=width,
+        penalty=penalty,
+        length_penalty=options["length_penalty"],
+        ends=ENDS,
+        num_tokens=num_tokens,
+    )
+    assert found == expected[:n]
 
 
-def test_a_search_is_over_when_transformers_heuristic_says_so():
-    rng = random.Random(0)
-    verdicts = set()
-    for _ in range(300):
-        width, length_penalty = rng.choice([1, 2, 4]), rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0])
-        early_stopping = rng.choice([False, True, "never"])
-        num_tokens = rng.randint(1, 12)
-        rules = BeamRules(
-            width=width, length_penalty=length_penalty, early_stopping=early_stopping, max_new_tokens=12
-        )
-        scores = sorted((-10 * rng.random() for _ in range(rng.randint(0, width))), reverse=True)
-        answer = Hypothesis(token_ids=(1,), likelihoods=())
-        before = Search(finished=tuple(Finished(hypothesis=answer, score=score) for score in scores))
-        best_live = -30 * rng.random()
-        live = [Candidate(beam=0, token_id=i, score=best_live - i) for i in range(width)]
-        after = advance(before, live, complete=lambda _: None, num_tokens=num_tokens, rules=rules)
-        finished = torch.tensor([[True] * len(scores) + [False] * (width - len(scores))])
-        may_improve = GenerationMixin._check_early_stop_heuristic(
-            is_early_stop_heuristic_unsatisfied=torch.ones((1, 1), dtype=torch.bool),
-            running_beam_scores=torch.tensor([[c.score for c in live]]),
-            beam_scores=torch.tensor([scores + [-1e9] * (width - len(scores))]),
-            is_sent_finished=finished,
-            cur_len=num_tokens + 5,
-            max_length=12 + 5,
-            decoder_prompt_len=5,
-            early_stopping=early_stopping,
-            length_penalty=length_penalty,
-        )
-        goes_on = GenerationMixin._beam_search_has_unfinished_sequences(
-            may_improve, finished, torch.zeros((1, width), dtype=torch.bool), early_stopping
-        )
-        assert after.done is not bool(goes_on)
-        verdicts.add((early_stopping, after.done))
-    assert len(verdicts) == 6
+def plain_diverse_search(
+    prompt, *, num_groups, width, penalty, length_penalty, ends, num_tokens
+) -> list[list[int]]:
+    """Group after group, all that could follow in one sorted list; `width` answers end a group."""
+    beams = [[(0.0, [])] for _ in range(num_groups)]
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(num_groups)]
+    for step in range(1, num_tokens + 1):
+        taken = [0] * VOCAB_SIZE
+        for group in range(num_groups):
+            if len(finished[group]) == width:
+                continue
+            following = []
+            for score, answer in beams[group]:
+                row = torch.from_numpy(logits_after([*prompt, *answer]).copy()).log_softmax(0).tolist()
+                following += [
+                    (score + row[token_id] - penalty * taken[token_id], [*answer, token_id])
+                    for token_id in range(VOCAB_SIZE)
+                ]
+            following.sort(reverse=True)
+            for score, answer in following[:width]:
+                if answer[-1] in ends or step == num_tokens:
+                    finished[group].append((score / step**length_penalty, answer))
+            finished[group] = sorted(finished[group], reverse=True)[:width]
+            beams[group] = [one for one in following if one[1][-1] not in ends][:width]
+            for _, answer in beams[group] if step < num_tokens else ():
+                taken[answer[-1]] += 1
+    return [answer for _, answer in sorted(chain(*finished), reverse=True)]
+
+
+def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
+    """Nothing is ever taken back: each delta only adds, and there are some before the last."""
+    num_early = 0
+    for seed in range(30):
+        prompt = random_prompt(random.Random(seed))
+        engine = Engine(CachedLogits(), decode=sample_loop)
+        group = search_of(prompt, n=2, max_tokens=12, eos_token_ids=[1, 2])
+        add(engine, group)
+        deltas: list[list[Delta]] = [[], []]
+        while (result := engine.step()) is not None:
+            for answer in result.advanced:
+                if (delta := answer.take_delta()) is not None:
+                    deltas[group.answers.index(answer)].append(delta)
+        for parts, answer in zip(deltas, answers_of(group), strict=True):
+            whole = join_deltas(parts)
+            assert list(whole.token_ids) == answer
+            num_early += len(parts) > 1
+    assert num_early > 10
+
+
+def test_log_probabilities_are_those_of_the_winning_beam_before_any_rule():
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    group = search_of(
+        [4, 5], n=2, max_tokens=8, logprobs=True, top_logprobs=2, repetition_penalty=1.5, eos_token_ids=[1]
+    )
+    add(engine, group)
+    run(engine)
+    for answer in group.answers:
+        delta = answer.take_delta()
+        assert delta is not None
+        history = [4, 5]
+        for token_id, logprob, top in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True):
+            expected = torch.from_numpy(logits_after(history).copy()).log_softmax(0)
+            assert logprob == pytest.approx(expected[token_id].item(), abs=1e-5)
+            assert [one for one, _ in top] == expected.topk(2).indices.tolist()
+            history.append(token_id)
+
+
+def test_a_stop_string_completes_an_answer_as_an_ending_token_does():
+    """A stop string of one token is the same as that token, but for the text."""
+    by_token, by_text = (
+        alone([8, 9], n=3, max_tokens=10, length_penalty=0.0, **stop)
+        for stop in ({"stop_token_ids": (17,)}, {"stop_at": 17})
+    )
+    assert by_token == by_text
+    assert any(17 in answer for answer in by_text)
+
+
+def test_fewer_tokens_than_beams_leave_as_many_beams_as_there_can_be():
+    """Two tokens are allowed: at the first step there are two beams, then four, of which three go on."""
+    group_options = {"n": 3, "max_tokens": 4, "allowed_token_ids": (6, 7), "length_penalty": 0.0}
+    answers = alone([1, 2], **group_options)
+    scored = []
+    for code in range(16):
+        history = [1, 2]
+        score = 0.0
+        for bit in range(4):
+            token_id = 6 + (code >> bit & 1)
+            row = logits_after(history).astype(np.float64)
+            score += row[token_id] - np.log(np.exp(row).sum())
+            history.append(token_id)
+        scored.append((score, history[2:]))
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert answers[0] in [history for _, history in sorted(scored)[-4:]]
+
+
+def test_rules_that_leave_no_token_fail_the_search_and_no_other():
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    group = search_of([1, 2], n=2, max_tokens=9, allowed_token_ids=(6,), no_repeat_ngram_size=1)
+    other = sequence_of([3], max_tokens=9)
+    add(engine, group)
+    engine.add(other)
+    failed = {}
+    while (result := engine.step()) is not None:
+        engine.check_integrity()
+        failed |= result.failed
+    assert set(failed) == set(group.answers)
+    assert all(isinstance(error, ModelFailed) and "forbid" in error.remedy for error in failed.values())
+    assert other.finish_reason is FinishReason.LENGTH
+
+
+def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
+    class Broken(IdText):
+        def push(self, token_id):
+            raise RuntimeError("no text")
+
+    engine = Engine(CachedLogits(), decode=sample_loop)
+    answer = sequence_of([5, 6], use_beam_search=True, stop=("x",))
+    add(engine, BeamSearch([answer], width=2, new_text=Broken))
+    other = search_of([7], max_tokens=4, width=2)
+    add(engine, other)
+    result = engine.step()
+    assert [str(error) for error in result.failed.values()] == ["beam search failed: RuntimeError"]
+    run(engine)
+    assert answers_of(other) == alone([7], max_tokens=4, width=2)
+
+
+@pytest.mark.parametrize("effect", ["nan", "raise"])
+def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
+    model = CachedLogits()
+    model.poison[5] = effect
+    engine = Engine(model, decode=sample_loop)
+    group = search_of([5, 6], n=2, max_tokens=4)
+    add(engine, group)
+    result = engine.step()
+    assert result is not None
+    assert set(result.failed) == set(group.answers)
+    assert engine.num_running == engine.num_waiting == 0
+    engine.check_integrity()
+
+
+def test_logits_on_another_device_come_to_the_same_answers():
+    class TorchLogits(CachedLogits):
+        def prefill(self, *args, **options):
+            return torch.from_numpy(super().prefill(*args, **options))
+
+        def decode(self, *args, **options):
+            return torch.from_numpy(super().decode(*args, **options))
+
+    engine, group = Engine(TorchLogits(), decode=sample_loop), search_of([3, 4], n=2, max_tokens=8)
+    add(engine, group)
+    run(engine)
+    assert answers_of(group) == alone([3, 4], n=2, max_tokens=8)
+
+
+def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
+    engine = Engine(CachedLogits(num_slots=8), decode=sample_loop)
+    prompt = list(range(30))
+    groups = [search_of(prompt, max_tokens=5) for _ in range(2)]
+    for group in groups:
+        add(engine, group)
+        run(engine)
+    assert [group.answers[0].num_cached_tokens for group in groups] == [0, 29]
+    assert answers_of(groups[0]) == answers_of(groups[1])
+
+
+def test_a_search_whose_time_is_over_gives_the_best_it_has():
+    clock = Clock()
+    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock)
+    group = search_of([3, 4], n=2, max_tokens=20, deadline_s=5.0)
+    add(engine, group)
+    for _ in range(4):
+        engine.step()
+    clock.now_s = 6.0
+    engine.step()
+    assert [answer.stop_reason for answer in group.answers] == ["deadline"] * 2
+    assert answers_of(group) == alone([3, 4], n=2, max_tokens=5)
+    assert engine.num_running == 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("budget", [64, 68, 100, 128, 200, 256])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_the_longest_search_that_is_let_in_comes_to_its_end(budget, width):
+    model = CachedLogits(num_slots=4, max_length=64, page_tokens=4, max_cached_tokens=budget)
+    engine = Engine(model, decode=sample_loop)
+    longest = engine.longest(width)
+    assert width * (longest + 8) > budget or longest == 64
+    for num_prompt_tokens in (1, longest - 1):
+        group = search_of([7] * num_prompt_tokens, width=width, max_length=longest)
+        add(engine, group)
+        assert run(engine) == 0
+        assert len(group.answers[0].token_ids) == longest

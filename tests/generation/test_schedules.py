@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from genserve.generation.beam_group import BeamGroup
+from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_request import LogitsRequest
@@ -19,7 +19,7 @@ from genserve.request import TokenLogprob
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
-from tests.generation.test_beam_group import alone, answers_of, group_of
+from tests.generation.test_beam_search import alone, answers_of, search_of
 
 NUM_SCHEDULES = 500
 MAX_LENGTH = 96
@@ -54,7 +54,7 @@ class Schedule:
         self.histories = [self.prompt() for _ in range(2)]
         self.asking: dict[int, LogitsRequest] = {}
         self.running: set[TokenSequence] = set()
-        self.searches: dict[BeamGroup, dict[str, Any]] = {}
+        self.searches: dict[BeamSearch, dict[str, Any]] = {}
         self.ended: list[TokenSequence] = []
         self.scores: dict[TokenSequence, tuple[TokenLogprob, ...]] = {}
         self.num_preempted = 0
@@ -98,7 +98,7 @@ class Schedule:
             "priority": self.rng.choice([0, 1]),
         }
         if width <= self.model.num_slots and self.engine.longest(width) >= 42:
-            group = group_of(**options)
+            group = search_of(**options)
             self.searches[group] = options
             for answer in group.answers:
                 self.running.add(answer)
