@@ -44,14 +44,14 @@ LONG_CHAT = {
 
 def slow_down(server: LiveServer, monkeypatch) -> None:
     """Make each decode step of the tiny model take a while, as a real one would."""
-    engine = server.model.loop._engine
-    decode = engine._model.decode
+    model = server.model.loop._engine._forwards._model
+    decode = model.decode
 
     def slow(token_ids, past):
         time.sleep(0.01)
         return decode(token_ids, past)
 
-    monkeypatch.setattr(engine._model, "decode", slow)
+    monkeypatch.setattr(model, "decode", slow)
 
 
 @pytest.mark.parametrize(
