@@ -19,7 +19,7 @@ from genserve.export.graph import MODEL_FILE
 
 __all__ = ["write_verification"]
 
-# The token that is due, and five drafted ones. On two cores without VNNI six cost 2.2 times what one costs.
+# The token that is due, and five drafted ones: together they cost about 2.2 times what one costs.
 _NUM_TOKENS = 6
 _PACKED = range(3)      # of GroupQueryAttention's inputs: queries, keys, values
 _PAST = slice(3, 5)
