@@ -66,7 +66,7 @@ def test_models_are_listed(client):
     ("change", "error"),
     [
         ({"model": "nobody"}, openai.NotFoundError),
-        ({"temperature": 9}, openai.BadRequestError),
+        ({"temperature": 101}, openai.BadRequestError),
         ({"messages": []}, openai.BadRequestError),
         ({"n": 0}, openai.BadRequestError),
     ],
