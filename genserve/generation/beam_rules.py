@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.truncation import BLOCK, exponentials
+from genserve.generation.truncation import best_ids, exponentials
 from genserve.request import TokenLogprob
 
 __all__ = [
@@ -105,7 +105,7 @@ def best(log_probs: FloatArray, *, scores: Sequence[float], count: int) -> list[
         Candidate(beam=beam, token_id=token_id, score=float(row[token_id] + np.float32(score)))
         for beam, (row, score) in enumerate(zip(log_probs, scores, strict=True))
         if score > -math.inf
-        for token_id in _largest(row, count)
+        for token_id in best_ids(row, count).tolist()
     ]
     return sorted(found, key=lambda c: (-c.score, c.beam, c.token_id))[:count]
 
@@ -156,23 +156,3 @@ def _may_improve(best_live: float, worst_finished: float, num_tokens: int, rules
     longest = rules.early_stopping == "never" and rules.length_penalty > 0
     length = float(rules.max_new_tokens if longest else num_tokens)
     return bool(best_live / length**rules.length_penalty > worst_finished)
-
-
-def _largest(row: FloatArray, count: int) -> list[int]:
-    """Return the ids of the `count` largest of a row [V], in no order; those of -inf are left out.
-
-    They lie in the blocks with the `count` largest maxima: no more than these are looked through.
-    """
-    num_blocks = math.ceil(row.size / BLOCK)
-    if count >= num_blocks:
-        ids = np.arange(row.size)
-    else:
-        starts = np.arange(0, row.size, BLOCK)
-        maxima = np.maximum.reduceat(row, starts)
-        blocks = np.argpartition(maxima, num_blocks - count)[num_blocks - count :]
-        ids = (starts[blocks][:, None] + np.arange(BLOCK)).reshape(-1)
-        ids = ids[ids < row.size]
-    if count < ids.size:
-        ids = ids[np.argpartition(row[ids], ids.size - count)[ids.size - count :]]
-    found: list[int] = ids[row[ids] > -np.inf].tolist()
-    return found

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from genserve.errors import GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.beam import Beam
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.forwards import Forwards, note_computed
 from genserve.generation.likelihood import likelihood
-from genserve.generation.logits_model import LogitsArray, LogitsModel
+from genserve.generation.logits_model import LogitsArray, LogitsModel, on_host
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
 from genserve.generation.pick import RowPicker, pick
@@ -278,7 +276,7 @@ class Engine:
         for search in dict.fromkeys(beam.search for beam in row_of):
             rows = logits[[row_of[beam] for beam in search.beams if beam in row_of]]
             try:
-                reorder = search.step(np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows))
+                reorder = search.step(on_host(rows))
             except Exception as error:
                 logger.exception("beam search failed")
                 failure = ModelFailed(f"beam search failed: {type(error).__name__}")

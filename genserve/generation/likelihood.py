@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray
-from genserve.generation.truncation import exponentials, level_of_best
+from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray, on_host
+from genserve.generation.truncation import best_ids, exponentials
 from genserve.request import TokenLogprob
 
 __all__ = ["LOWEST", "Asked", "likelihood"]
 
 LOWEST = -9999.0    # of a token that cannot be, since JSON has no infinity; vLLM's figure
-_LOWEST_LOGIT = float(np.finfo(np.float32).min)     # of one that can be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +43,13 @@ def likelihood(
         named: these, instead.
         ids: [V], ascending, of which tokens the logits are: no other can be. None: of 0 to V - 1.
     """
-    row: FloatArray = np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
+    row = on_host(logits)
     shifted = row - row.max()
     total = exponentials(shifted).sum(dtype=np.float64)
     others = list(named)
     if num_top:
-        best = _best(shifted, num_top)
+        # Scoring asks for one.
+        best = best_ids(shifted, num_top) if num_top > 1 else np.array([shifted.argmax()])
         others = (best if ids is None else ids[best]).tolist()
     found = _at(shifted, [token_id, *others], ids)
     level, *levels = np.maximum(found - np.float32(np.log(total)), LOWEST).tolist()
@@ -62,12 +62,3 @@ def _at(row: FloatArray, token_ids: Sequence[int], ids: TokenArray | None) -> Fl
         return row[token_ids]
     places = np.searchsorted(ids, token_ids).clip(max=ids.size - 1)
     return np.where(ids[places] == token_ids, row[places], np.float32(-np.inf))
-
-
-def _best(row: FloatArray, count: int) -> TokenArray:
-    """Return the ids of the `count` highest values, or of fewer where the rest is -inf."""
-    if count == 1:  # what scoring asks for
-        return np.array([row.argmax()])
-    ids = np.flatnonzero(row >= max(level_of_best(row, count), _LOWEST_LOGIT))
-    best: TokenArray = ids[np.argsort(-row[ids], kind="stable")][:count]
-    return best

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FloatArray", "LogitsArray", "LogitsModel", "TokenArray"]
+__all__ = ["FloatArray", "LogitsArray", "LogitsModel", "TokenArray", "on_host"]
 
 FloatArray = NDArray[np.float32]
 TokenArray = NDArray[np.int64]
@@ -68,3 +68,8 @@ class LogitsModel(Protocol):
 
     def give_back(self, slot: int, *, length: int) -> None:
         """Give back the memory of slot `slot` behind its first `length` positions; nobody needs them."""
+
+
+def on_host(logits: LogitsArray) -> FloatArray:
+    """Return logits in the memory of the host; themselves, if they are there."""
+    return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)

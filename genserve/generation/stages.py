@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.truncation import Truncation, exponentials, kept, level_of_best, weighted_mean
+from genserve.generation.truncation import Truncation, best_values, exponentials, kept, weighted_mean
 from genserve.sampling.params import SamplingParams
 from genserve.sampling.stages import STAGES, acting
 
@@ -190,7 +190,7 @@ def _without_likely(ids: NDArray[np.int64], values: FloatArray, stages: Stages) 
 
 
 def _top_h_level(values: FloatArray, share: float) -> float:
-    best = _best(values).astype(np.float64)
+    best = best_values(values, NUM_BEST).astype(np.float64)
     log_shares = best - math.log(np.exp(best).sum())
     entropy = np.cumsum(-np.exp(log_shares) * log_shares)
     count = int((entropy <= share * entropy[-1]).sum())
@@ -201,17 +201,11 @@ def _mirostat_level(values: FloatArray, stages: Stages, *, vocab_size: int) -> f
     if stages.params.mirostat_mode == 2:
         total = float(exponentials(values).sum(dtype=np.float64))
         return min(0.0, math.log(total) - stages.most_bits * math.log(2))
-    best = _best(values)
+    best = best_values(values, NUM_BEST)
     if best.size < 2:
         return 0.0
     steps = zipf_steps(best.size)
     exponent = np.float64((steps * -np.diff(best.astype(np.float64))).sum() / (steps**2).sum())
     with np.errstate(all="ignore"):
         count = zipf_count(exponent, bits=stages.most_bits, vocab_size=vocab_size)
-    return float(_best(values, 1 if np.isnan(count) else int(np.clip(count, 1, vocab_size)))[-1])
-
-
-def _best(values: FloatArray, count: int = NUM_BEST) -> FloatArray:
-    """Return the highest values, sorted downwards."""
-    best: FloatArray = np.sort(values[values >= level_of_best(values, count)])[::-1][:count]
-    return best
+    return float(best_values(values, 1 if np.isnan(count) else int(np.clip(count, 1, vocab_size)))[-1])

@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.params import SamplingParams
 
-__all__ = ["BLOCK", "LOWEST_EXPONENT", "Truncation", "exponentials", "kept", "level_of_best", "weighted_mean"]
+__all__ = [
+    "BLOCK",
+    "LOWEST_EXPONENT",
+    "Truncation",
+    "best_ids",
+    "best_values",
+    "exponentials",
+    "kept",
+    "level_of_best",
+    "weighted_mean",
+]
 
 BLOCK = 64              # tokens, whose maxima or sums are looked at first
 NEAR = 8.0              # from the best logit, or the mean: nearly always, what is kept is not further away
@@ -72,7 +82,7 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
         level = -rules.top_n_sigma * float(finite.std(dtype=np.float64))
         scaled = np.where(scaled >= level, scaled, np.float32(-np.inf))
     if rules.top_k:
-        level = max(level, _kept_level(_best(scaled, rules.top_k), top_p=rules.top_p))
+        level = max(level, _kept_level(best_values(scaled, rules.top_k), top_p=rules.top_p))
     elif rules.top_p < 1.0:
         level = max(level, _nucleus_level(scaled, top_p=rules.top_p))
     if rules.min_p:
@@ -91,10 +101,19 @@ def _among(scaled: FloatArray, ids: NDArray[np.int64]) -> FloatArray:
     return scaled if ids.size == scaled.size else scaled[ids]
 
 
-def _best(scaled: FloatArray, count: int) -> FloatArray:
-    """Return the `count` highest values of a row, sorted downwards."""
-    level = level_of_best(scaled, count)
-    return np.sort(scaled if level == -np.inf else scaled[scaled >= level])[::-1][:count]
+def best_values(row: FloatArray, count: int) -> FloatArray:
+    """Return the `count` highest values of a row [V], or all, sorted downwards."""
+    level = level_of_best(row, count)
+    return np.sort(row if level == -np.inf else row[row >= level])[::-1][:count]
+
+
+def best_ids(row: FloatArray, count: int) -> NDArray[np.int64]:
+    """Return the ids of the `count` highest values of a row [V], the best first, of equals the lowest id.
+
+    Of fewer, where the rest is -inf.
+    """
+    ids = np.flatnonzero(row >= max(level_of_best(row, count), _LOWEST))
+    return ids[np.argsort(-row[ids], kind="stable")][:count]
 
 
 def level_of_best(row: FloatArray, count: int) -> float:
