@@ -6,9 +6,10 @@ megabytes, which are asked of the system anew at each step: that alone took most
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +24,16 @@ from genserve.request import TokenLogprob
 __all__ = [
     "PickedRows",
     "SamplingRows",
+    "draws",
     "greedy",
     "pick_rows",
-    "processed",
     "sample",
     "select_rows",
     "uniforms",
 ]
+
+# What a token is drawn from: logits after all rules, and of which ids; None: of all.
+Left: TypeAlias = tuple[FloatArray, TokenArray | None]
 
 FEW = 4096  # weights that are summed up one by one
 # Makes of a seed another one, for a second number per step.
@@ -98,16 +102,21 @@ def pick_rows(
     drawn = np.asarray(drawing, dtype=np.int64)
     if not finite.all():
         rules, drawn = rules.chosen(finite[drawn]), drawn[finite[drawn]]
-    if drawn.size:
-        token_ids[drawn] = sample(select_rows(logits, drawn), rules)
+    wanted = {asked.row for asked in asking if asked.processed}
+    left: dict[int, Left] = {}
+    for row, (token_id, values) in zip(
+        drawn.tolist(), draws(select_rows(logits, drawn), rules), strict=True
+    ):
+        token_ids[row] = token_id
+        if row in wanted:
+            left[row] = values
     logprobs = []
     with np.errstate(invalid="ignore"):  # the rows that are not finite get a NaN
         for asked in asking:
-            row, ids = logits[asked.row] if asked.processed else raw[asked.row], None
-            if asked.processed and (index := _index(drawn, asked.row)) is not None:
-                row, ids = processed(row, rules, index=index)
+            unchanged = logits[asked.row] if asked.processed else raw[asked.row], None
+            values, ids = left.get(asked.row, unchanged) if asked.processed else unchanged
             token_id = int(token_ids[asked.row])
-            found = likelihood(row, token_id, num_top=asked.num_top, named=asked.named, ids=ids)
+            found = likelihood(values, token_id, num_top=asked.num_top, named=asked.named, ids=ids)
             logprobs.append(found)
     return PickedRows(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
@@ -127,7 +136,12 @@ def greedy(logits: FloatArray) -> TokenArray:
 
 
 def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
-    """Draw one token per row: temperature, then the rules of `Truncation`.
+    """Draw one token per row: [R, V] float32 -> [R] int64. See `draws`."""
+    return np.fromiter((token_id for token_id, _ in draws(logits, rows)), np.int64, count=len(logits))
+
+
+def draws(logits: FloatArray, rows: SamplingRows) -> Iterator[tuple[int, Left]]:
+    """Yield the token that each row draws, and what it was drawn from: temperature, then `Truncation`.
 
     A row's token depends on its logits, its parameters, its seed and its step, and on nothing else.
 
@@ -135,21 +149,16 @@ def sample(logits: FloatArray, rows: SamplingRows) -> TokenArray:
         logits: [R, V] float32; not modified.
         rows: the parameters of the R rows.
 
-    Returns:
-        [R] int64.
-
     The draw inverts the cumulative distribution in order of ids.
     """
     uniform = uniforms(rows.seed, rows.step)
-    token_ids = np.empty(len(logits), dtype=np.int64)
     for index, row in enumerate(logits):
-        values, ids = processed(row, rows, index=index)
+        values, ids = _left(row, rows, index=index)
         place = _draw(exponentials(values), uniform[index])
-        token_ids[index] = place if ids is None else ids[place]
-    return token_ids
+        yield place if ids is None else int(ids[place]), (values, ids)
 
 
-def processed(row: FloatArray, rules: SamplingRows, *, index: int) -> tuple[FloatArray, TokenArray | None]:
+def _left(row: FloatArray, rules: SamplingRows, *, index: int) -> Left:
     """Return what a token is drawn from: logits after all rules, and of which ids; None: of all.
 
     Args:
@@ -177,12 +186,6 @@ def _scaled(row: FloatArray, temperature: np.float32) -> FloatArray:
     with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
         scaled /= temperature
     return scaled
-
-
-def _index(rows: NDArray[np.int64], row: int) -> int | None:
-    """Return where a row stands among ascending ones; None: nowhere."""
-    index = int(np.searchsorted(rows, row))
-    return index if index < len(rows) and rows[index] == row else None
 
 
 def uniforms(seed: NDArray[np.uint64], step: NDArray[np.uint64]) -> NDArray[np.float64]:
