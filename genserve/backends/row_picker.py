@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from genserve.generation import sampler
+from genserve.generation.draw import SamplingRows
 from genserve.generation.likelihood import Asked
 from genserve.generation.logit_edits import LogitEdits
 from genserve.generation.logits_model import LogitsArray
-from genserve.generation.sampler import PickedRows, SamplingRows
+from genserve.generation.sampler import PickedRows
 
 __all__ = ["pick_rows"]
 

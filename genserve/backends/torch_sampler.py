@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from genserve.backends.torch_stages import left_by
 from genserve.backends.torch_truncation import exponentials, truncated
+from genserve.generation.draw import SamplingRows, uniforms
 from genserve.generation.likelihood import LOWEST, Asked
 from genserve.generation.logit_edits import LogitEdits, apply_edits
-from genserve.generation.sampler import PickedRows, SamplingRows, uniforms
+from genserve.generation.sampler import PickedRows
 from genserve.generation.truncation import Truncation
 from genserve.request import TokenLogprob
 

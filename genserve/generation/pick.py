@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from genserve.generation.answer_grammar import token_masks
+from genserve.generation.draw import SamplingRows
 from genserve.generation.likelihood import Asked
 from genserve.generation.logit_edits import LogitEdits, join_edits
-from genserve.generation.sampler import PickedRows, SamplingRows
+from genserve.generation.sampler import PickedRows
 from genserve.generation.stages import COLDEST
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
@@ -20,8 +20,7 @@ from genserve.request import TokenLogprob
 __all__ = ["Pick", "RowPicker", "pick"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class Pick(NamedTuple):
     """What was picked for one row."""
 
     token_id: int

@@ -22,13 +22,14 @@ __all__ = [
     "Truncation",
     "best_ids",
     "best_values",
+    "block_maxima",
     "exponentials",
     "kept",
     "level_of_best",
     "weighted_mean",
 ]
 
-BLOCK = 64              # tokens, whose maxima or sums are looked at first
+BLOCK = 96              # tokens, whose maxima or sums are looked at first
 NEAR = 8.0              # from the best logit, or the mean: nearly always, what is kept is not further away
 FARTHER = 12.0          # the same for a top-p near 1
 SMALL = 4               # part of a row, one by so many: worth to be taken out
@@ -87,7 +88,7 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
         level = max(level, _nucleus_level(scaled, top_p=rules.top_p))
     if rules.min_p:
         level = max(level, math.log(rules.min_p))
-    ids = np.flatnonzero(scaled >= level)
+    ids = (scaled >= level).nonzero()[0]
     if rules.typical_p < 1.0:
         ids = ids[_typical(_among(scaled, ids), share=rules.typical_p)]
     if rules.epsilon_cutoff:
@@ -103,8 +104,10 @@ def _among(scaled: FloatArray, ids: NDArray[np.int64]) -> FloatArray:
 
 def best_values(row: FloatArray, count: int) -> FloatArray:
     """Return the `count` highest values of a row [V], or all, sorted downwards."""
-    level = level_of_best(row, count)
-    return np.sort(row if level == -np.inf else row[row >= level])[::-1][:count]
+    few = count * BLOCK > row.size
+    best = row.copy() if few else row[row >= level_of_best(block_maxima(row), count)]
+    best.sort()
+    return best[::-1][:count]
 
 
 def best_ids(row: FloatArray, count: int) -> NDArray[np.int64]:
@@ -112,26 +115,39 @@ def best_ids(row: FloatArray, count: int) -> NDArray[np.int64]:
 
     Of fewer, where the rest is -inf.
     """
-    ids = np.flatnonzero(row >= max(level_of_best(row, count), _LOWEST))
+    ids = (row >= max(level_of_best(block_maxima(row), count), _LOWEST)).nonzero()[0]
     return ids[np.argsort(-row[ids], kind="stable")][:count]
 
 
-def level_of_best(row: FloatArray, count: int) -> float:
-    """Return a value that at least `count` of a row [V] reach, and seldom many more; -inf: all do."""
+def block_maxima(row: FloatArray) -> FloatArray:
+    """Return the maxima of the blocks of a row [V], that of one with a NaN is NaN."""
     num_blocks = row.size // BLOCK
-    if count > num_blocks:
+    # A block is every so-manieth value; the last few values are one more.
+    maxima: FloatArray = row[: num_blocks * BLOCK].reshape(BLOCK, num_blocks).max(axis=0)
+    last = row[num_blocks * BLOCK :]
+    return np.append(maxima, last.max()) if last.size else maxima
+
+
+def level_of_best(maxima: FloatArray, count: int) -> float:
+    """Return a value that at least `count` of a row reach, and seldom many more; -inf: all do.
+
+    Args:
+        maxima: [N] of the row's blocks, so many of which have a value that reaches it; reordered.
+        count: above 0.
+    """
+    first = maxima.size - count
+    if first < 0:
         return -math.inf
-    # A block is every so-manieth value. So many blocks have a value that reaches this.
-    maxima = row[: num_blocks * BLOCK].reshape(BLOCK, num_blocks).max(axis=0)
-    return float(np.partition(maxima, num_blocks - count)[num_blocks - count])
+    maxima.partition(first)
+    return float(maxima[first])
 
 
 def _kept_level(best: FloatArray, *, top_p: float) -> float:
     """Return the value with which the mass of sorted ones reaches its share of all of theirs."""
     if top_p == 1.0:
         return float(best[-1])
-    cumulative = np.cumsum(exponentials(best), dtype=np.float64)
-    return float(best[min(int(np.searchsorted(cumulative, top_p * cumulative[-1])), len(best) - 1)])
+    cumulative = exponentials(best).cumsum(dtype=np.float64)
+    return float(best[min(int(cumulative.searchsorted(top_p * cumulative[-1])), len(best) - 1)])
 
 
 def _nucleus_level(scaled: FloatArray, *, top_p: float) -> float:
@@ -150,7 +166,7 @@ def _few(near: NDArray[np.bool_], weights: FloatArray, wanted: float) -> NDArray
     """Return where a row is near, if that is a small part of it and has the weight that is wanted."""
     if np.count_nonzero(near) * SMALL > near.size:
         return None
-    places = np.flatnonzero(near)
+    places = near.nonzero()[0]
     return places if weights[places].sum(dtype=np.float64) >= wanted else None
 
 
@@ -183,12 +199,12 @@ def _reaching(keys: NDArray[Any], weights: FloatArray, wanted: float) -> float:
     if keys.size > FEW:
         bins, masses = _histogram(keys, weights)
         sums = np.cumsum(masses)
-        reaching = min(int(np.searchsorted(sums, wanted)), int(bins.max()))
+        reaching = min(int(sums.searchsorted(wanted)), int(bins.max()))
         before = float(sums[reaching - 1]) if reaching else 0.0
         keys, weights = keys[bins == reaching], weights[bins == reaching]
     order = np.argsort(keys)
-    cumulative = before + np.cumsum(weights[order], dtype=np.float64)
-    return float(keys[order[min(int(np.searchsorted(cumulative, wanted)), order.size - 1)]])
+    cumulative = before + weights[order].cumsum(dtype=np.float64)
+    return float(keys[order[min(int(cumulative.searchsorted(wanted)), order.size - 1)]])
 
 
 def _histogram(keys: NDArray[Any], weights: FloatArray) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
@@ -224,9 +240,9 @@ def weighted_mean(scaled: FloatArray, weights: FloatArray) -> float:
 
 def exponentials(scaled: FloatArray) -> FloatArray:
     """Return e to the power of each; 0 for -inf."""
-    lowest = scaled.min()
     weights: FloatArray
-    if lowest >= LOWEST_EXPONENT:
+    # Of few, what underflows costs nothing.
+    if scaled.size <= FEW or (lowest := scaled.min()) >= LOWEST_EXPONENT:
         weights = np.exp(scaled)
         return weights
     weights = np.exp(np.maximum(scaled, LOWEST_EXPONENT))

@@ -8,8 +8,8 @@ import torch
 
 from genserve.backends import torch_sampler
 from genserve.generation import sampler
+from genserve.generation.draw import SamplingRows, uniforms
 from genserve.generation.likelihood import Asked
-from genserve.generation.sampler import SamplingRows, uniforms
 from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 20_000

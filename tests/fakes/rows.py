@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.generation.sampler import SamplingRows
+from genserve.generation.draw import SamplingRows
 from genserve.generation.truncation import Truncation
 
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from genserve.backends.row_picker import pick_rows
+from genserve.generation.draw import SamplingRows
 from genserve.generation.engine import Engine
 from genserve.generation.pick import pick
-from genserve.generation.sampler import SamplingRows
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.sampling.params import SamplingParams

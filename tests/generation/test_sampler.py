@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.generation.sampler import SamplingRows, greedy, sample, uniforms
+from genserve.generation.draw import SamplingRows, uniforms
+from genserve.generation.sampler import greedy, pick_rows
 from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
@@ -14,6 +15,10 @@ VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
 def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingRows:
     steps = np.arange(first_step, first_step + num)
     return sampling_rows(num, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, step=steps)
+
+
+def sample(logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+    return pick_rows(logits, drawing=range(len(logits)), rules=rows, asking=()).token_ids
 
 
 def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -124,3 +129,24 @@ def test_what_has_been_ruled_out_is_never_drawn():
         drawn = sample(logits, rows_of(400, **rules))
         assert set(drawn.tolist()) <= set(allowed)
     assert set(sample(logits, rows_of(400)).tolist()) == set(allowed)
+
+
+@pytest.mark.parametrize("rules", [{}, {"top_k": 50}, {"top_k": 5000}, {"top_p": 0.9}])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 777, VOCAB_SIZE - 1])
+def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rules, value, place):
+    logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
+    good = sample(logits, rows_of(4, **rules))
+    logits[1, place] = value
+    logits[2] = -np.inf
+    picked = pick_rows(logits, drawing=range(4), rules=rows_of(4, **rules), asking=())
+    assert picked.finite.tolist() == [True, False, False, True]
+    assert picked.token_ids[[0, 3]].tolist() == good[[0, 3]].tolist()
+
+
+def test_of_a_mixed_batch_some_rows_draw_and_the_others_take_the_best():
+    logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
+    drawn = sample(logits[[1, 2]], rows_of(2))
+    mixed = pick_rows(logits, drawing=[1, 2], rules=rows_of(2), asking=()).token_ids
+    best = greedy(logits)
+    assert mixed.tolist() == [best[0], *drawn, best[3]]
