@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
@@ -102,18 +103,28 @@ class GenerationEnsemble:
         token_ids = self._truncated(token_ids, params, max_length=max_length)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         self._check_ids(params)
-        new_text, dry_breakers = self._new_text(params), self._dry_breakers(params)
+        new_text = self._new_text(params)
+        begin = partial(
+            TokenSequence,
+            token_ids,
+            params=params,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            max_length=max_length,
+            vocab_size=self.vocab_size,
+            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
+            dry_breakers=self._dry_breakers(params),
+            deadline_s=deadline_s,
+            xtc_spared_ids=self._xtc_spared_ids(params),
+        )
+        contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
         sequences = [
-            self._sequence(
-                token_ids,
-                params,
-                choice,
-                text=new_text(),
-                max_length=max_length,
-                deadline_s=deadline_s,
-                dry_breakers=dry_breakers,
+            begin(
+                seed=context.seed,
+                text=self.plugins.parsed(new_text(), context),
+                plugins=self.plugins.for_sequence(context, ours=self._thinking(context)),
+                grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
             )
-            for choice in range(num_choices)
+            for context in contexts
         ]
         if width > 1:
             BeamSearch(sequences, width=width, new_text=new_text)
@@ -144,39 +155,14 @@ class GenerationEnsemble:
             )
         return width
 
-    def _sequence(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        choice: int,
-        *,
-        text: StoppableText,
-        max_length: int,
-        deadline_s: float | None,
-        dry_breakers: Breakers,
-    ) -> TokenSequence:
+    def _context(self, token_ids: Sequence[int], params: SamplingParams, choice: int) -> PluginContext:
         seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
-        context = PluginContext(
+        return PluginContext(
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             prompt_token_ids=tuple(token_ids),
             params=params,
             seed=seed,
-        )
-        return TokenSequence(
-            token_ids,
-            params=params,
-            seed=seed,
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            text=self.plugins.parsed(text, context),
-            plugins=self.plugins.for_sequence(context, ours=self._thinking(context)),
-            max_length=max_length,
-            vocab_size=self.vocab_size,
-            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
-            dry_breakers=dry_breakers,
-            deadline_s=deadline_s,
-            xtc_spared_ids=self._xtc_spared_ids(params),
-            grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
         )
 
     def _new_text(self, params: SamplingParams) -> Callable[[], StoppableText]:

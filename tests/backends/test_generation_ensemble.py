@@ -112,3 +112,19 @@ def test_the_time_of_a_request_begins_when_it_came_and_is_that_of_all_its_choice
     sequence = ensemble.prepare("x", params)
     assert before_s + 1.5 <= sequence.deadline_s <= ensemble.loop.now_s + 1.5
     assert ensemble.prepare("x", SamplingParams()).deadline_s is None
+
+
+def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monkeypatch):
+    encoded = []
+    encode = ensemble.tokenizer.encode
+
+    def noted(text, **options):
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(ensemble.tokenizer, "encode", noted)
+    sequences = ensemble.prepare_choices([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
+    assert encoded == ["you", " you"]
+    for sequence in sequences:
+        banned = sequence.logit_rules.edits([*sequence.token_ids, *encode("you")[:-1]], row=0).banned
+        assert encode("you")[-1] in banned.token_ids
