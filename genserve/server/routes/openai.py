@@ -16,7 +16,6 @@ from genserve.request import Chat, Completion, Delta, join_choices, read_message
 from genserve.sampling.checks import MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams
 from genserve.server.body import Body, StrictRoute
-from genserve.server.faults import renamed
 from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.prompt_logprobs import prompt_logprobs
@@ -97,33 +96,28 @@ class ChatBody(OpenAIBody):
             top_logprobs=self.top_logprobs or 0,
         )
 
-    def chat(self) -> Chat:
-        """The chat in our words; raises InvalidRequest."""
+    def prompts(self) -> list[Chat]:
+        """The one chat in our words; raises InvalidRequest."""
         for index, message in enumerate(self.messages):
             for name, value in (message.model_extra or {}).items():
                 if value not in (None, [], {}):
                     field = f"messages[{index}].{name}"
                     raise InvalidRequest(f"{field} is not supported", field=field)
         roles = {"developer": "system"}
-        return Chat(
-            messages=read_messages(
-                [{"role": roles.get(m.role, m.role), "content": m.text()} for m in self.messages]
-            ),
+        messages = [{"role": roles.get(m.role, m.role), "content": m.text()} for m in self.messages]
+        chat = Chat(
+            messages=read_messages(messages),
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             template_kwargs=self.chat_template_kwargs or {},
         )
+        return [chat]
 
 
 @router.post("/chat/completions")
 async def chat_completions(body: ChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
-    body.check()
-    try:
-        opened = await services.open(body.model_name, [body.chat()], body.params(), n=body.n or 1)
-    except InvalidRequest as error:
-        raise renamed(error, body.names()) from None
-    return await respond(opened, body, request, frames=ChatFrames, answer=_answer)
+    return await respond(body, services, request, frames=ChatFrames, answer=_answer)
 
 
 @router.get("/models")
@@ -143,21 +137,15 @@ class ChatFrames(Chunks):
 
     def __init__(self, opened: Open, body: ChatBody) -> None:
         self._token_ids = bool(body.return_token_ids)
-        self._num_choices = body.n or 1
         self._prompt_ids = _prompt_ids(opened, body)
-        self._scores = [_scores(opened, body) for _ in range(self._num_choices)]
-        super().__init__(
-            head(opened, "chat.completion.chunk", id_prefix="chatcmpl"),
-            num_choices=self._num_choices,
-            n=self._num_choices,
-            with_usage=body.wants_usage,
-        )
+        self._scores = [_scores(opened, body) for _ in range(body.num_choices)]
+        super().__init__(opened, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
         """See `Frames`."""
         role = '{"role": "assistant", "content": ""}'
         beside = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
-        return b"".join(self._chunk(choice, role, beside=beside) for choice in range(self._num_choices))
+        return b"".join(self._chunk(choice, role, beside=beside) for choice in range(len(self._scores)))
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
@@ -190,7 +178,7 @@ class ChatFrames(Chunks):
 
 def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
     drawn = join_choices(deltas)
-    completions = best_choices(drawn, n=body.n or 1, num_drawn=body.num_drawn)
+    completions = best_choices(drawn, n=body.num_choices, num_drawn=body.num_drawn)
     choices = [_choice(index, completion, opened, body) for index, completion in enumerate(completions)]
     total = usage([completion.usage for completion in drawn], n=len(drawn))
     answer = head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from genserve.errors import GenserveError
+from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, Usage, likeliest
-from genserve.server.faults import openai_error
+from genserve.server.faults import openai_error, renamed
 from genserve.server.routes.openai_fields import OpenAIBody
-from genserve.server.services import Open
+from genserve.server.services import Open, Services
 from genserve.server.sse import EventStream, Frames, event, read_all
 
 __all__ = ["FINISH", "Chunks", "best_choices", "head", "respond", "usage"]
@@ -62,8 +62,8 @@ def best_choices(completions: Sequence[Completion], *, n: int, num_drawn: int) -
 
 
 async def respond(
-    opened: Open,
     body: _Asked,
+    services: Services,
     request: Request,
     *,
     frames: Callable[[Open, _Asked], Frames],
@@ -72,8 +72,15 @@ async def respond(
     """Answer in the way that was asked for: in `frames` as they come, or with one `answer` of all deltas.
 
     Raises:
-        ClientLeft, GenserveError: see `read_all`; a stream carries what goes wrong as an event.
+        InvalidRequest: in the words of the body; see `OpenAIBody.check`, `Services.open`.
+        ClientLeft, GenserveError: see `Services.open`, `read_all`; a stream that has begun carries what
+            goes wrong as an event.
     """
+    body.check()
+    try:
+        opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.num_choices)
+    except InvalidRequest as error:
+        raise renamed(error, body.names()) from None
     response: Response
     if body.stream:
         response = EventStream(opened.stream, frames(opened, body))
@@ -89,20 +96,14 @@ class Chunks:
     All that does not change is written once.
     """
 
-    def __init__(self, head: dict[str, Any], *, num_choices: int, n: int, with_usage: bool) -> None:
-        """Begin an answer.
-
-        Args:
-            head: of every chunk.
-            num_choices: how many answers are streamed.
-            n: how many of them each prompt has.
-            with_usage: whether the last chunk is the usage, and the others say that it comes.
-        """
-        self._head = json.dumps(head)[:-1]
-        self._after = '}], "usage": null}\n\n' if with_usage else "}]}\n\n"
-        self._n = n
-        self._with_usage = with_usage
-        self._usages: list[Usage | None] = [None] * num_choices
+    def __init__(self, opened: Open, body: OpenAIBody, *, kind: str, id_prefix: str) -> None:
+        """Begin an answer; see `head`."""
+        self._head = json.dumps(head(opened, kind, id_prefix=id_prefix))[:-1]
+        # Where the last chunk is the usage, the others say that it comes.
+        self._with_usage = body.wants_usage
+        self._after = '}], "usage": null}\n\n' if self._with_usage else "}]}\n\n"
+        self._n = body.num_choices
+        self._usages: list[Usage | None] = [None] * len(opened.seeds)
 
     def chunk(self, choice: int, fields: str, *, beside: str = "") -> bytes:
         """Return a chunk of one choice; its fields behind `index`, and those `beside` it, are JSON."""

@@ -20,7 +20,6 @@ from genserve.request import COMPLETION_TOKENS, Completion, Delta, FinishReason,
 from genserve.sampling.checks import MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams
 from genserve.server.body import StrictRoute
-from genserve.server.faults import renamed
 from genserve.server.routes.legacy_logprobs import LegacyLogprobs
 from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
@@ -113,12 +112,7 @@ class CompletionBody(OpenAIBody):
 @router.post("/completions")
 async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
     """Complete prompts, whole or as server-sent events."""
-    body.check()
-    try:
-        opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.n or 1)
-    except InvalidRequest as error:
-        raise renamed(error, body.names()) from None
-    return await respond(opened, body, request, frames=CompletionFrames, answer=_answer)
+    return await respond(body, services, request, frames=CompletionFrames, answer=_answer)
 
 
 class CompletionFrames(Chunks):
@@ -127,12 +121,7 @@ class CompletionFrames(Chunks):
     def __init__(self, opened: Open, body: CompletionBody) -> None:
         self._wanted = body.wanted
         self._choices = _choices(opened, body)
-        super().__init__(
-            head(opened, "text_completion", id_prefix="cmpl"),
-            num_choices=len(self._choices),
-            n=body.n or 1,
-            with_usage=body.wants_usage,
-        )
+        super().__init__(opened, body, kind="text_completion", id_prefix="cmpl")
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
@@ -188,13 +177,13 @@ def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
     return [
         Choice(body, echo=echo, prompt_ids=ids, tokenizer=tokenizer)
         for echo, ids in prompts
-        for _ in range(body.n or 1)
+        for _ in range(body.num_choices)
     ]
 
 
 def _answer(opened: Open, body: CompletionBody, deltas: list[Delta]) -> dict[str, Any]:
     drawn = join_choices(map(body.wanted, deltas))
-    completions = best_choices(drawn, n=body.n or 1, num_drawn=body.num_drawn)
+    completions = best_choices(drawn, n=body.num_choices, num_drawn=body.num_drawn)
     choices = [
         {"index": index} | choice.part(completion)
         for index, (choice, completion) in enumerate(zip(_choices(opened, body), completions, strict=True))

@@ -6,13 +6,15 @@ a field that nobody knows is passed over, and named in the header `x-genserve-ig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fastapi import Response
 from pydantic import ConfigDict, Field
 
 from genserve.errors import InvalidRequest
+from genserve.request import Prompt
 from genserve.sampling.checks import MAX_BEST_OF, MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams, sampling_params
 from genserve.server.body import Body
@@ -77,6 +79,14 @@ class OpenAIBody(DecodingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompts in their order; raises InvalidRequest."""
+
+    @abstractmethod
+    def params(self) -> SamplingParams:
+        """The sampling parameters; raises InvalidRequest."""
+
     def sampling(self, *, max_tokens: int | None, **others: Any) -> SamplingParams:
         """The sampling parameters that both routes have, and others; raises InvalidRequest."""
         return sampling_params(
@@ -84,7 +94,7 @@ class OpenAIBody(DecodingFields):
                 **self.said(),
                 "max_tokens": max_tokens,
                 "temperature": self._default_temperature if self.temperature is None else self.temperature,
-                "best_of": self.num_drawn if self.num_drawn > (self.n or 1) else 1,
+                "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
                 "top_k": max(0, self.top_k or 0),
                 "stop": self.stop,
                 # OpenAI's seeds are signed.
@@ -108,9 +118,14 @@ class OpenAIBody(DecodingFields):
         return 0.0 if self.use_beam_search else 1.0
 
     @property
+    def num_choices(self) -> int:
+        """How many answers to each prompt are returned."""
+        return self.n or 1
+
+    @property
     def num_drawn(self) -> int:
-        """How many answers to each prompt are made; `n` of them, the likeliest, are returned."""
-        return self.best_of or self.n or 1
+        """How many answers to each prompt are made, of which the likeliest are returned."""
+        return self.best_of or self.num_choices
 
     def names(self) -> dict[str, str]:
         """Our names of what can be wrong, and this request's."""
@@ -136,9 +151,9 @@ class OpenAIBody(DecodingFields):
             if name in self.neutral and value is not None and value not in self.neutral[name]:
                 remedy = _REMEDIES.get(name, "leave it out")
                 raise InvalidRequest(f"{name} is not supported", field=name, remedy=remedy)
-        if self.num_drawn < (self.n or 1):
+        if self.num_drawn < self.num_choices:
             raise InvalidRequest("best_of must be at least n", field="best_of")
-        if self.stream and self.num_drawn > (self.n or 1):
+        if self.stream and self.num_drawn > self.num_choices:
             raise InvalidRequest("best_of cannot be streamed", field="best_of", remedy="leave stream out")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", field="stream_options")
