@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class Plugin:
         with plugin_call(_KINDS[self.kind], self.name):
             try:
                 made = self.factory(context, **arguments)
+            except ValidationError as error:  # of a model of its own
+                raise _refused(error, field=f"{field}.args") from None
             except ValueError as error:
                 raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
         self._require_usable(made)
@@ -226,9 +229,11 @@ def _refused(error: ValidationError, *, field: str) -> InvalidRequest:
     path = (field + place)[:256]
     if problem["type"] == "extra_forbidden":
         return InvalidRequest(f"{path} is none of its arguments", field=path)
-    return InvalidRequest(f"{path}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=path)
+    return InvalidRequest(f"{path}: {_OF_PYDANTIC.sub('', problem['msg'])[:200]}", field=path)
 
 
+# What it puts before the words of a validator.
+_OF_PYDANTIC = re.compile("^(Value error|Assertion failed), ")
 # Of a factory that takes nothing; as a context, it is refused.
 _NOTHING = inspect.Parameter("nothing", inspect.Parameter.KEYWORD_ONLY)
 _REMEDY = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"

@@ -27,6 +27,27 @@ from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 from tests.plugins import copy_with_plugins, documented_model
 
 FAULTY = """
+from pydantic import AfterValidator, BaseModel
+
+def even(value):
+    if value % 2:
+        raise ValueError("must be even")
+    return value
+
+def small(value):
+    assert value < 9, "must be small"
+    return value
+
+class Range(BaseModel):
+    end: Annotated[int, AfterValidator(even)]
+
+def within(
+    context, *,
+    start: Annotated[int, AfterValidator(even), AfterValidator(small)] = 0,
+    range: dict[str, int] = {"end": 0},
+):
+    Range(**range)
+    return lambda token_ids, text: False
 
 class Breaks:
     def __init__(self, context, *, after: int = 0, how: str = "raise"):
@@ -79,7 +100,7 @@ class TritonPythonModel(TritonPythonModel):
     logits_processors = TritonPythonModel.logits_processors | {
         "breaks": Breaks, "fails": fails, "insists": Insists, "hooked": makes_hooked
     }
-    stop_rules = TritonPythonModel.stop_rules | {"breaks": Breaks}
+    stop_rules = TritonPythonModel.stop_rules | {"breaks": Breaks, "within": within}
     output_parsers = TritonPythonModel.output_parsers | {
         "mute": Mute, "late": Late, "nothing": makes_nothing
     }
@@ -234,6 +255,9 @@ def test_a_parser_is_flushed_where_a_stop_string_ends_the_text():
         ({"logits_processors": [call("no_digits", firts=1)]}, "logits_processors[0].args.firts", "none of"),
         ({"logits_processors": [call("no_digits", first={1})]}, "logits_processors[0]", "JSON"),
         ({"output_parser": call("hide", start="")}, "output_parser.args", "a tag is empty"),
+        ({"stop_rules": [call("within", start=1)]}, "stop_rules[0].args.start", "start: must be even"),
+        ({"stop_rules": [call("within", start=10)]}, "stop_rules[0].args.start", "start: must be small"),
+        ({"stop_rules": [call("within", range={"end": 1})]}, "stop_rules[0].args.end", "end: must be even"),
         ({"output_parser": call("show")}, "output_parser.name", "known are hide"),
         ({"output_parser": "hide"}, "output_parser", "name and args"),
         ({"output_parser": {"name": "hide", "code": "x"}}, "output_parser", "name and args"),
