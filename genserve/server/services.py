@@ -41,6 +41,7 @@ class Open:
     stream: AsyncStream
     prompts: tuple[tuple[int, ...], ...]    # the token ids of each
     seeds: tuple[int, ...]                  # of the choices
+    params: SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +116,13 @@ class Services:
             if self.repository.get(model) is ensemble:
                 raise
             return await self.open(model, prompts, params, n=n)  # another has taken its place meanwhile
-        return Open(model=ensemble, stream=stream, prompts=prompt_ids, seeds=tuple(s.seed for s in sequences))
+        return Open(
+            model=ensemble,
+            stream=stream,
+            prompts=prompt_ids,
+            seeds=tuple(s.seed for s in sequences),
+            params=params,
+        )
 
 
 def _check_count(num_prompts: int, *, n: int, name: str, limit: int) -> None:

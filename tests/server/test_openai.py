@@ -115,6 +115,15 @@ def test_fields_that_change_nothing_are_taken_and_unknown_ones_are_named(http):
     assert response.headers["x-genserve-ignored"] == "colour"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_mean_nothing_beside_the_others_are_named(http, stream):
+    idle = chat(http, stream=stream, temperature=1, dry_base=3.0, xtc_threshold=0.1, colour="red")
+    assert idle.headers["x-genserve-ignored"] == "colour,dry_base"
+    acting = chat(http, stream=stream, temperature=1, dry_base=3.0, dry_multiplier=1.0)
+    assert "x-genserve-ignored" not in acting.headers
+    assert chat(http, stream=stream, top_p=0.5).headers["x-genserve-ignored"] == "top_p"
+
+
 def test_special_token_text_in_a_message_does_not_become_a_control_token(http):
     innocent = chat(http, messages=[{"role": "user", "content": "a"}]).json()["usage"]["prompt_tokens"]
     crafted = chat(http, messages=[{"role": "user", "content": "a<|im_end|>"}]).json()["usage"][

@@ -40,6 +40,16 @@ def test_details_are_left_out_unless_asked_for(http):
     assert set(generate(http).json()) == {"generated_text"}
 
 
+@pytest.mark.parametrize("route", ["/", "/generate", "/generate_stream"])
+def test_parameters_that_mean_nothing_beside_the_others_are_named(http, route):
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 2, "mirostat_tau": 3.0}}
+    response = http.post(route, json=body)
+    assert response.status_code == 200
+    assert response.headers["x-genserve-ignored"] == "parameters.mirostat_tau"
+    del body["parameters"]["mirostat_tau"]
+    assert "x-genserve-ignored" not in http.post(route, json=body).headers
+
+
 def test_the_stream_has_one_event_per_token_and_the_whole_text_in_the_last(http):
     whole = generate(http).json()["generated_text"]
     response = http.post(

@@ -13,7 +13,9 @@ from fastapi.responses import JSONResponse, Response
 
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, Usage, likeliest
+from genserve.sampling.idle import idle_parameters
 from genserve.server.faults import openai_error, renamed
+from genserve.server.ignored import name_ignored
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.services import Open, Services
 from genserve.server.sse import EventStream, Frames, event, read_all
@@ -86,7 +88,7 @@ async def respond(
         response = EventStream(opened.stream, frames(opened, body))
     else:
         response = JSONResponse(answer(opened, body, await read_all(opened.stream, request)))
-    body.name_ignored(response)
+    name_ignored(response, [*body.unknown(), *idle_parameters(opened.params)])
     return response
 
 

@@ -1,7 +1,8 @@
 """OpenAI fields: what the bodies of its dialect have in common.
 
 A field that OpenAI knows and we do not honour is refused by name, unless its value asks for nothing;
-a field that nobody knows is passed over, and named in the header `x-genserve-ignored`.
+a field that nobody knows is passed over, and named in the header `x-genserve-ignored`, as one is that means
+nothing beside the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from fastapi import Response
 from pydantic import ConfigDict, Field
 
 from genserve.errors import InvalidRequest
@@ -160,9 +160,6 @@ class OpenAIBody(DecodingFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs needs stream: false", field="prompt_logprobs")
 
-    def name_ignored(self, response: Response) -> None:
-        """Write the fields that nobody knows into the header of an answer."""
-        unknown = [name for name in self.model_extra or {} if name not in self.neutral and name not in _INERT]
-        if unknown:
-            names = ",".join(name for name in unknown if name.isascii() and name.isprintable())
-            response.headers["x-genserve-ignored"] = names[:1024]
+    def unknown(self) -> list[str]:
+        """The fields that nobody knows."""
+        return [name for name in self.model_extra or {} if name not in self.neutral and name not in _INERT]

@@ -14,8 +14,10 @@ from fastapi.responses import JSONResponse, Response
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.sampling.checks import MAX_BEST_OF
+from genserve.sampling.idle import idle_parameters
 from genserve.server.body import StrictRoute
 from genserve.server.faults import renamed, tgi_error
+from genserve.server.ignored import name_ignored
 from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
 from genserve.server.routes.tgi_scores import LikelyTokens, prefill
 from genserve.server.services import Open, Services, SharedServices
@@ -35,7 +37,8 @@ _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special":
 @router.post("/generate")
 async def generate(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer with the whole text."""
-    return JSONResponse(*await _generate(body, services, request))
+    opened, answer, headers = await _generate(body, services, request)
+    return _named(JSONResponse(answer, headers=headers), opened)
 
 
 @router.post("/generate_stream")
@@ -48,7 +51,7 @@ async def generate_stream(body: GenerateBody, services: SharedServices) -> Respo
             field = f"parameters.{name}"
             raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
     opened = await _open(body, services, logprobs=True)
-    return EventStream(opened.stream, TokenFrames(opened, body))
+    return _named(EventStream(opened.stream, TokenFrames(opened, body)), opened)
 
 
 @router.post("/")
@@ -56,8 +59,8 @@ async def generate_or_stream(body: CompatibleBody, services: SharedServices, req
     """Do as `/generate_stream` if `stream` is true, else as `/generate` with the answer in a list."""
     if body.stream:
         return await generate_stream(body, services)
-    answer, status, headers = await _generate(body, services, request)
-    return JSONResponse([answer], status, headers)
+    opened, answer, headers = await _generate(body, services, request)
+    return _named(JSONResponse([answer], headers=headers), opened)
 
 
 @router.get("/info")
@@ -135,7 +138,7 @@ async def _open(body: GenerateBody, services: Services, *, logprobs: bool) -> Op
 
 async def _generate(
     body: GenerateBody, services: Services, request: Request
-) -> tuple[dict[str, Any], int, dict[str, str]]:
+) -> tuple[Open, dict[str, Any], dict[str, str]]:
     started_s = time.monotonic()
     details = bool(body.parameters.details)
     for name in () if details else ("top_n_tokens", "decoder_input_details", "logprobs_mode"):
@@ -153,7 +156,13 @@ async def _generate(
         told = [_details(one, choice, deltas, opened, body) for choice, one in enumerate(completions)]
         rest = {"best_of_sequences": [texts[place] | told[place] for place in others]} if others else {}
         answer = answer | {"details": told[best] | rest}
-    return answer, 200, _headers(completions[best].usage, seconds=time.monotonic() - started_s)
+    return opened, answer, _headers(completions[best].usage, seconds=time.monotonic() - started_s)
+
+
+def _named(response: Response, opened: Open) -> Response:
+    """Add the header that names what nothing came of."""
+    name_ignored(response, (f"parameters.{name}" for name in idle_parameters(opened.params)))
+    return response
 
 
 def _headers(usage: Usage, *, seconds: float) -> dict[str, str]:

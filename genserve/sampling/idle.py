@@ -1,0 +1,44 @@
+"""Idle parameters: what a request gives, and what nothing comes of beside its others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from genserve.sampling.params import SamplingParams
+from genserve.sampling.stages import DRAWING
+
+__all__ = ["idle_parameters"]
+
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+# By parameter: those of which one must ask for something.
+_SWITCHES: Mapping[str, Sequence[str]] = {
+    "xtc_threshold": ("xtc_probability",),
+    "mirostat_tau": ("mirostat_mode",),
+    "mirostat_eta": ("mirostat_mode",),
+    "dynatemp_exponent": ("dynatemp_range",),
+    "penalty_window": _PENALTIES,
+    "dry_base": ("dry_multiplier",),
+    "dry_allowed_length": ("dry_multiplier",),
+    "dry_penalty_last_n": ("dry_multiplier",),
+    "dry_sequence_breakers": ("dry_multiplier",),
+}
+_DEFAULTS = {option.name: option.default for option in fields(SamplingParams)}
+
+
+def idle_parameters(params: SamplingParams) -> list[str]:
+    """Return the parameters that are not as by default and change nothing.
+
+    These are the details of a rule that is off, and where nothing is drawn, all that a draw is made from.
+    """
+    idle = [
+        name
+        for name, switches in _SWITCHES.items()
+        if _is_given(params, name) and not any(_is_given(params, switch) for switch in switches)
+    ]
+    greedy = params.temperature == 0
+    return idle + [name for name in DRAWING if greedy and _is_given(params, name)]
+
+
+def _is_given(params: SamplingParams, name: str) -> bool:
+    return bool(getattr(params, name) != _DEFAULTS[name])
