@@ -23,7 +23,7 @@ class ServerSettings:
     strict_placement: bool = False          # a model for a GPU is not run on the CPU
     model_config_name: str = ""             # configs/NAME.pbtxt of a model in place of its config.pbtxt
     backend_directory: Path | None = None   # of backends in Python
-    load_threads: int = 1                   # models that load at the same time
+    load_threads: int = 4                   # models that load at the same time
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     rate_limit: bool = False                # instances share the resources that their groups name
     rate_limit_resources: tuple[str, ...] = ()      # "NAME:COUNT" or "NAME:COUNT:DEVICE"

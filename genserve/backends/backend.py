@@ -44,7 +44,8 @@ class Backend(Protocol):
     """One instance of one version of a model. A backend is a class with these five methods.
 
     An entry point of the group `genserve.backends` makes a class known by the name that config.pbtxt uses. It
-    may also have `is_ready(self) -> bool`, which is asked from any thread.
+    may also have two that are called from any thread: `is_ready(self) -> bool`; and `abort(self) -> bool`, to
+    make an `execute` return that has taken longer than an unload waits, which says whether it can do that.
     """
 
     @classmethod

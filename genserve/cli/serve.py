@@ -109,7 +109,7 @@ def serve(
         int,
         _flag(
             "--model-load-thread-count",
-            help="Models that load at once; more than 1 helps where they wait for files.",
+            help="Models that load at once when the server starts.",
             panel=_MODELS,
             min=1,
         ),

@@ -18,6 +18,8 @@ __all__ = ["Instances", "group_placements"]
 
 logger = logging.getLogger(__name__)
 
+_ABORTED_WITHIN_S = 5.0
+
 
 class Instances:
     """Instances, each on a thread of its own, that pull from one scheduler; a `Runner`."""
@@ -85,15 +87,24 @@ class Instances:
         self._scheduler.submit(inference)
 
     def close(self) -> None:
-        """Fail what waits, and close each instance on its thread; one that is stuck is left behind."""
+        """Fail what waits, and close each instance on its thread.
+
+        One that takes too long is made to end if its backend can do that, or else left behind.
+        """
         self._scheduler.close()
         until_s = time.monotonic() + self._exit_timeout_s
         for number, instance in enumerate(self._instances):
-            if not instance.join(max(0.0, until_s - time.monotonic())):
+            if not _ended(instance, until_s=until_s):
                 name = instance.placement.name
                 logger.error("instance %s is left behind: the model's code does not come to an end", name)
             elif self._permits:
                 self._permits[number].withdraw()
+
+
+def _ended(instance: Instance, *, until_s: float) -> bool:
+    if instance.join(max(0.0, until_s - time.monotonic())):
+        return True
+    return instance.abort() and instance.join(_ABORTED_WITHIN_S)
 
 
 def group_placements(group: InstanceGroup) -> Iterator[Placement]:

@@ -30,7 +30,7 @@ class RepositoryOptions:
     config_name: str = ""                   # `configs/NAME.pbtxt` of a model is read where it exists
     backend_directory: Path | None = None   # of python-based backends
     cache_bytes: int = 0                    # of the response cache; 0: there is none
-    load_threads: int = 1                   # models that load at the same time
+    load_threads: int = 4                   # models that load at the same time
     exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code
     max_queue: int = 256                    # requests that may wait for a slot of a generation model
     rate_limiter: bool = False              # instances share the resources that their groups name

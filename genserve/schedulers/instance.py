@@ -69,6 +69,11 @@ class Instance:
         self._thread.join(timeout_s)
         return not self.alive
 
+    def abort(self) -> bool:
+        """Have the backend break off what it executes; False: it cannot, or executes nothing."""
+        abort = getattr(self._backend, "abort", None)
+        return abort is not None and bool(self.executor.executing) and bool(abort())
+
     def _run(self) -> None:
         CURRENT_EXECUTOR.set(self.executor)
         try:

@@ -86,6 +86,30 @@ def test_a_model_is_loaded_asked_and_unloaded(tmp_path: Path) -> None:
             ask(repository, "one", X=[1])
 
 
+MEETING = """
+import pathlib, time
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = pathlib.Path(args["model_repository"])
+        (folder / "came").touch()
+        for _ in range(2000):
+            if len(list(folder.parent.glob("*/came"))) == 4:
+                return
+            time.sleep(0.01)
+        raise ValueError("the others do not load")
+    def execute(self, requests):
+        return []
+"""
+
+
+def test_at_the_start_four_models_load_at_once(tmp_path: Path) -> None:
+    names = ["one", "two", "three", "four"]
+    for name in names:
+        write_model(tmp_path, name, code=MEETING)
+    with opened(tmp_path, *names) as repository:
+        assert not repository.errors
+
+
 def test_an_unchanged_model_is_not_loaded_again(tmp_path: Path) -> None:
     write_model(tmp_path, "one")
     with opened(tmp_path, "one") as repository:

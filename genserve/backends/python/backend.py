@@ -101,6 +101,13 @@ class PythonBackend:
         """Finalize the model."""
         self._model.close()
 
+    def abort(self) -> bool:
+        """Kill the process of its own, if it has one; from any thread."""
+        if isinstance(self._model, PythonModel):
+            return False
+        self._model.abort()
+        return True
+
     @classmethod
     def _file(cls, path: Path, version: int, filename: str) -> tuple[Path, list[Path]]:
         if cls.folder is not None:

@@ -66,6 +66,12 @@ class ModelProcess:
         self._stub.close(within_s=self._ends_within_s)
         self._reader.join()
 
+    def abort(self) -> None:
+        """Kill the process: what it executes fails, and it is not started again."""
+        with self._lock:
+            self._closing.set()
+        self._stub.kill()
+
     def _start(self) -> None:
         with self._lock:
             if self._closing.is_set():

@@ -17,7 +17,13 @@ from functools import partial
 from typing import Any
 
 from genserve.backends.python.calls import Wait
-from genserve.backends.python.channel import Channel, portable_error, portable_inference, portable_response
+from genserve.backends.python.channel import (
+    Channel,
+    WritingThread,
+    portable_error,
+    portable_inference,
+    portable_response,
+)
 from genserve.backends.python.host import Host
 from genserve.backends.python.metric_families import MetricFamilies
 from genserve.backends.python.process_side import ModelSetup, run_model
@@ -65,6 +71,7 @@ class Stub:
         self._process.start()
         there.close()
         self._channel = Channel(here)
+        self._out = WritingThread(self._channel, name=f"write-{host.instance}")
 
     def start(self) -> None:
         """Wait until the model is initialized.
@@ -111,8 +118,12 @@ class Stub:
 
     def close(self, *, within_s: float) -> None:
         """Finalize the model and end the process: by force if it does not in time. From any thread."""
-        self._channel.send(("close",))
+        self._out.send(("close",))
         self._join(within_s)
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. From any thread."""
+        self._process.kill()
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield what the process says until it is gone, and look after its calls meanwhile."""
@@ -166,7 +177,7 @@ class Stub:
         def receive(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
             if final:
                 self._end_call(number)
-            self._channel.send(("answer", number, response and portable_response(response), final))
+            self._out.send(("answer", number, response and portable_response(response), final))
 
         inference = Inference(request=request, on_response=receive)
         self._calls[number] = Wait(inference, None if self._host.decoupled else self._host.executor)
@@ -204,7 +215,7 @@ class Stub:
         except Exception as error:
             logger.exception("a call of the process of %s failed", self._host.instance)
             reply = InferenceError.of(error)
-        self._channel.send(("reply", number, reply))
+        self._out.send(("reply", number, reply))
         return not isinstance(reply, Exception)
 
     def _look(self) -> None:
@@ -213,7 +224,7 @@ class Stub:
                 wait.look()
             except InferenceError as error:
                 if self._end_call(number):
-                    self._channel.send(("answer", number, InferenceResponse(error=error), True))
+                    self._out.send(("answer", number, InferenceResponse(error=error), True))
                     wait.inference.cancel()
 
     def _end_call(self, number: int) -> Wait | None:
@@ -230,7 +241,7 @@ class Stub:
             if not self.alive:
                 raise self._dead()
             self._told[number] = told
-        self._channel.send((kind, number, *what))
+        self._out.send((kind, number, *what))
         try:
             return told.result(timeout_s)
         finally:
@@ -251,7 +262,7 @@ class Stub:
             number = self._number_of[inference] = next(self._numbers)
             self._pending[number] = inference
             inference.when_ended(self._forget)
-            inference.when_cancelled(partial(self._channel.send, ("cancel", number)))
+            inference.when_cancelled(partial(self._out.send, ("cancel", number)))
             if inference.ended:  # before it was to be told so
                 self._forget(inference)
         return number
@@ -273,6 +284,7 @@ class Stub:
             if wait := self._end_call(number):
                 wait.inference.cancel()
         self._join(_GONE_WITHIN_S)
+        self._out.end()
 
     def _join(self, within_s: float) -> None:
         self._process.join(within_s)

@@ -93,6 +93,7 @@ class Models:
         self._models = {}
         self.configs = {}
         self.loaded = []
+        self.exit_timeout_s = 30
 
     def write(self, name, source, config="", **files):
         """Write a model's files; paths are relative to the folder of the version.
@@ -136,7 +137,7 @@ class Models:
             placements=places,
             scheduler=make_scheduler(config, num_instances=len(places), path=self.root / name),
             statistics=ModelStatistics(),
-            exit_timeout_s=30,
+            exit_timeout_s=self.exit_timeout_s,
         )
         self._models[name], self.configs[name] = instances, config
 

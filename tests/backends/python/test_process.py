@@ -4,6 +4,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import weakref
 
@@ -359,3 +360,36 @@ def test_a_process_that_died_is_seen_even_if_what_it_forked_lives(models):
         assert models.infer("m", floats(1)).error.message == "Stub process 'm_0' is not healthy."
     finally:
         (models.root / "m" / "1" / "end").touch()
+
+
+@pytest.fixture
+def stopped(models):
+    """A model of a process that is stopped, so that it reads nothing."""
+    models.exit_timeout_s = 0
+    models.add("m", ECHO, PROCESS)
+    [process] = multiprocessing.active_children()
+    os.kill(process.pid, signal.SIGSTOP)
+    yield process
+    process.kill()
+
+
+def test_who_cancels_does_not_wait_for_a_process_that_reads_nothing(models, stopped):
+    answer = models.infer("m", np.zeros(2**22, np.float32))  # more than a pipe holds
+    while not answer.inference.started_ns:
+        pass
+    cancelling = threading.Thread(target=answer.inference.cancel, daemon=True)
+    cancelling.start()
+    cancelling.join(20)
+    assert not cancelling.is_alive()
+    stopped.kill()
+    assert "is not healthy" in answer.error.message
+
+
+def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(models, stopped, caplog):
+    answer = models.infer("m", np.zeros(2**22, np.float32))
+    while not answer.inference.started_ns:
+        pass
+    models.stop("m")
+    assert not stopped.is_alive()
+    assert "is not healthy" in answer.error.message
+    assert "left behind" not in caplog.text
