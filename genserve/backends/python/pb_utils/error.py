@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import ClassVar
 
+from genserve.backends.python.pb_utils.text_argument import text_argument
 from genserve.errors import GenserveError, InferenceError, Status, status_of
 
 __all__ = ["ErrorCode", "TritonError", "TritonModelException", "error_of", "inference_error"]
@@ -39,10 +40,10 @@ class TritonError:
     ALREADY_EXISTS: ClassVar = ErrorCode.ALREADY_EXISTS
     CANCELLED: ClassVar = ErrorCode.CANCELLED
 
-    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        if not isinstance(message, str) or not isinstance(code, ErrorCode):
+    def __init__(self, message: str | bytes, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        if not isinstance(code, ErrorCode):
             raise TypeError("TritonError(message: str, code: one of TritonError's)")
-        self._message = message
+        self._message = text_argument(message, "the message of a TritonError")
         self._code = code
 
     def message(self) -> str:

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from genserve.backends.python.host import current_host
+from genserve.backends.python.pb_utils.text_argument import text_argument
 
 __all__ = ["LogLevel", "Logger"]
 
@@ -37,35 +38,34 @@ class Logger:
     VERBOSE: ClassVar = LogLevel.VERBOSE
 
     @staticmethod
-    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+    def log(message: str | bytes, level: LogLevel = LogLevel.INFO) -> None:
         """Log a message at a level."""
         _log(message, level)
 
     @staticmethod
-    def log_info(message: str) -> None:
+    def log_info(message: str | bytes) -> None:
         """Log at INFO."""
         _log(message, LogLevel.INFO)
 
     @staticmethod
-    def log_warn(message: str) -> None:
+    def log_warn(message: str | bytes) -> None:
         """Log at WARNING."""
         _log(message, LogLevel.WARNING)
 
     @staticmethod
-    def log_error(message: str) -> None:
+    def log_error(message: str | bytes) -> None:
         """Log at ERROR."""
         _log(message, LogLevel.ERROR)
 
     @staticmethod
-    def log_verbose(message: str) -> None:
+    def log_verbose(message: str | bytes) -> None:
         """Log at VERBOSE, which is shown only when asked for."""
         _log(message, LogLevel.VERBOSE)
 
 
-def _log(message: str, level: LogLevel) -> None:
-    if not isinstance(message, str):
-        raise TypeError(f"a message is a str, got {type(message)}")
+def _log(message: str | bytes, level: LogLevel) -> None:
+    text = text_argument(message, "a message")
     host = current_host()
     name = "genserve.models" if host is None else f"genserve.models.{host.model}"
     # The place to show is the line of the model that logs: two calls up.
-    logging.getLogger(name).log(_LEVELS[level], "%s", message, stacklevel=3)
+    logging.getLogger(name).log(_LEVELS[level], "%s", text, stacklevel=3)

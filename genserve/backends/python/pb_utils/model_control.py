@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 from genserve.backends.python.host import Host, current_host
 from genserve.backends.python.pb_utils.error import TritonModelException
+from genserve.backends.python.pb_utils.text_argument import text_argument
 from genserve.errors import GenserveError
 from genserve.inference import Door
 
 __all__ = ["is_model_ready", "load_model", "unload_model"]
 
 
-def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+def load_model(
+    model_name: str | bytes, config: str | bytes = "", files: Mapping[str, bytes] | None = None
+) -> None:
     """Load or reload a model, and wait until it is ready.
 
     Args:
@@ -23,6 +26,7 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
     Raises:
         TritonModelException: it cannot be loaded, or the server does not allow it.
     """
+    model_name, config = text_argument(model_name, "a model name"), text_argument(config, "a config")
     if files is not None and not isinstance(files, dict):
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file "
@@ -36,7 +40,7 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
         raise _refused("Failed to load model", error.message, host) from error
 
 
-def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002
+def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002
     """Begin to unload a model.
 
     Raises:
@@ -44,17 +48,19 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # n
     """
     host, door = _here()
     try:
-        door.unload(model_name, dependents=unload_dependents)
+        door.unload(text_argument(model_name, "a model name"), dependents=unload_dependents)
     except GenserveError as error:
         raise _refused("Failed to unload model", error.message, host) from error
 
 
-def is_model_ready(model_name: str, model_version: str = "") -> bool:
+def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> bool:
     """Whether a model answers.
 
     Raises:
         TritonModelException: the version is no number.
     """
+    model_name = text_argument(model_name, "a model name")
+    model_version = text_argument(model_version, "a version")
     host, door = _here()
     details = ""
     try:

@@ -21,6 +21,7 @@ from genserve.backends.python.pb_utils.response import (
 )
 from genserve.backends.python.pb_utils.sender import FINAL, InferenceResponseSender
 from genserve.backends.python.pb_utils.tensor import Tensor
+from genserve.backends.python.pb_utils.text_argument import text_argument
 from genserve.errors import InferenceError
 from genserve.inference import CURRENT_EXECUTOR, Door, Executor, Inference, RequestFlags
 
@@ -59,11 +60,11 @@ class InferenceRequest:
 
     def __init__(
         self,
-        request_id: str = "",
+        request_id: str | bytes = "",
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] | None = None,
-        requested_output_names: Sequence[str] | None = None,
-        model_name: str | None = None,
+        requested_output_names: Sequence[str | bytes] | None = None,
+        model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -71,7 +72,7 @@ class InferenceRequest:
         trace: InferenceTrace | None = None,
         parameters: Mapping[str, inner.Parameter] | None = None,
     ) -> None:
-        """Make a request to another model.
+        """Make a request to another model. Names may be bytes, as the elements of a string tensor are.
 
         Args:
             request_id: any text.
@@ -87,17 +88,19 @@ class InferenceRequest:
             parameters: booleans, integers and strings.
 
         Raises:
-            TypeError: inputs, requested_output_names or model_name is missing.
+            TypeError: inputs, requested_output_names or model_name is missing, or a name is no text.
             TritonModelException: one of them has a None or an empty name in it, or a wrong type.
         """
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError("InferenceRequest needs inputs, requested_output_names and model_name")
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
+        model_name, request_id = text_argument(model_name, "a model name"), text_argument(request_id, "an id")
+        outputs = tuple(text_argument(name, "the name of an output") for name in requested_output_names)
         of = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
         if None in inputs:
             raise TritonModelException(f"Input tensor {of}")
-        if "" in requested_output_names:
+        if "" in outputs:
             raise TritonModelException(f"Requested output name {of}")
         self._inputs: list[Tensor] | None = list(inputs)
         tensors = {tensor._wrapped.name: tensor._wrapped for tensor in self._inputs}
@@ -110,7 +113,7 @@ class InferenceRequest:
             model_version=model_version,
             id=request_id,
             inputs=tensors,
-            requested_outputs=tuple(requested_output_names),
+            requested_outputs=outputs,
             parameters=checked_parameters(parameters) if parameters else {},
             correlation_id=correlation_id,
             flags=RequestFlags(flags) if flags else RequestFlags.NONE,

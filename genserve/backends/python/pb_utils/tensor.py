@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from genserve import tensor as inner
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.backends.python.pb_utils.string_array import StringArray
+from genserve.backends.python.pb_utils.text_argument import text_argument
 from genserve.data_type import DataType
 
 __all__ = ["Tensor"]
@@ -29,13 +30,13 @@ class Tensor:
 
     __slots__ = ("_given", "_wrapped")
 
-    def __init__(self, name: str, numpy_array: NDArray[Any]) -> None:
+    def __init__(self, name: str | bytes, numpy_array: NDArray[Any]) -> None:
         """Name a numpy array; one of strings holds `bytes` or `str`.
 
         Raises:
             TritonModelException: no name, or a dtype that the protocol does not have.
         """
-        _check_name(name)
+        name = _read_name(name)
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"Tensor(name: str, numpy_array: numpy.ndarray), got {type(numpy_array)}")
         try:
@@ -124,7 +125,7 @@ class Tensor:
         return torch.from_numpy(array).view(torch.bfloat16)
 
     @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> Tensor:
+    def from_dlpack(name: str | bytes, tensor: Any) -> Tensor:
         """Name an array that another library made; its memory is shared.
 
         Args:
@@ -134,17 +135,17 @@ class Tensor:
         Raises:
             TritonModelException: no name, not such an object, not contiguous.
         """
-        _check_name(name)
+        name = _read_name(name)
         if isinstance(tensor, Tensor):
             return Tensor._of(tensor._wrapped.renamed(name))
         return Tensor._of(_imported(name, tensor))
 
 
-def _check_name(name: str) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a Tensor is a str, got {type(name)}")
+def _read_name(given: str | bytes) -> str:
+    name = text_argument(given, "the name of a Tensor")
     if not name:
         raise TritonModelException("Tensor name cannot be an empty string.")
+    return name
 
 
 def _as_held(array: NDArray[Any], data_type: DataType) -> NDArray[Any]:
