@@ -45,15 +45,21 @@ class ParsedConfig:
         message: the `inference.ModelConfig` as it is written; None: it cannot be read, and the only fault
             says why.
         config: its values, with the backend as far as it can be told; None: as `message`.
-        places: of the fields in the text.
+        places: of the fields in the text; None: there is none.
         faults: in the order of the rules.
     """
 
     path: Path
     message: Any
     config: ModelConfig | None
-    places: Places
+    places: Places | None
     faults: tuple[Fault, ...]
+
+    def place(self, path: str, *, key: str | None = None) -> str:
+        """Return where a field is, or the entry of a map that has this key; empty: there is no text."""
+        if self.places is None:
+            return ""
+        return self.places.of(path) if key is None else self.places.of_key(path, key)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -155,7 +161,7 @@ def inspect_message(
         path=path,
         message=message,
         config=model_config(deduced, name=folder.name),
-        places=places or Places(""),
+        places=places,
         faults=tuple(faults),
     )
 
@@ -202,7 +208,7 @@ def _error(path: Path, *, place: str, message: str, remedy: str) -> Fault:
 
 def _unreadable(path: Path, *, place: str, message: str, remedy: str) -> ParsedConfig:
     fault = _error(path, place=place, message=message, remedy=remedy)
-    return ParsedConfig(path=path, message=None, config=None, places=Places(""), faults=(fault,))
+    return ParsedConfig(path=path, message=None, config=None, places=None, faults=(fault,))
 
 
 def _nearest_of_schema(unknown: re.Match[str]) -> str:

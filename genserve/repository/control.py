@@ -15,11 +15,12 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
 from genserve.repository.check import model_faults
 from genserve.repository.ensemble import Ensemble
+from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.loading import Loader
 from genserve.repository.logits_runtime import is_logits_stage
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.preparation import check_usable, prepare
+from genserve.repository.preparation import check_usable, prepare, with_config
 from genserve.repository.served import Served
 from genserve.repository.stages import (
     Chain,
@@ -114,7 +115,12 @@ class ModelControl:
             upload, entry = None, self.entries.get(name)
         if entry is None:
             raise _not_polled(name, remedy="there is no folder of this name in the repository")
-        self._load_with_steps(entry, config_json=config_json, upload=upload)
+        if config_json:
+            try:
+                entry = with_config(entry, config_json, options=self._options)
+            except RepositoryError as error:
+                raise _not_polled(name, remedy=str(error)) from error
+        self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
         self._asked.add(name)
         self._follow_steps()
 
@@ -198,48 +204,54 @@ class ModelControl:
             self.errors[name] = cause if isinstance(cause, ConfigError) else error
 
     def _load_with_steps(
-        self, entry: ModelEntry, *, config_json: str = "", upload: Upload | None = None
+        self, asked: ModelEntry, *, is_brought: bool = False, upload: Upload | None = None
     ) -> None:
-        """Load a model; an ensemble after those of its steps that do not answer yet."""
-        entry = self.entries.get(stage_owners(self.chains).get(entry.name, ""), entry)
+        """Load a model; an ensemble after those of its steps that do not answer yet.
+
+        Args:
+            asked: the model; if it is a stage of a generation model, that is loaded.
+            is_brought: whether its config came with the call; the next call reads the folder again.
+            upload: the folder that it is from, if its files came with the call too.
+        """
+        entries = {**self.entries, asked.name: asked}
+        entry = entries.get(stage_owners(self.chains).get(asked.name, ""), asked)
         trace = self._trace(entry)
         with self._lock_of(entry.name):
             together = (entry.name, *self._brought.get(entry.name, ()))
             is_as_loaded = self._traces.get(entry.name) == trace and all(map(self._versions.of, together))
-            if is_as_loaded and not config_json:
+            if is_as_loaded and not is_brought:
                 return
-            self._refuse_unusable(entry, config_json)
-            fresh = self._load_or_note(entry, self._load_of(entry, config_json, upload))
+            for model in {asked.name: asked, entry.name: entry}.values():
+                _refuse_unusable(model, entries)
+            fresh = self._load_or_note(entry, self._load_of(entry, entries, upload))
             names = {served.name for served in fresh}
             for name in {*together, *names}:
                 old = self._versions.put(name, [served for served in fresh if served.name == name])
                 self._retire(old, timeout_s=self._options.exit_timeout_s)
             self._brought[entry.name] = names - {entry.name}
             logger.info("model %s is ready", entry.name)
-            # A config of the call holds until the next one: that reads the folder again.
-            self._traces[entry.name] = None if config_json else trace
+            self._traces[entry.name] = None if is_brought else trace
             self.errors.pop(entry.name, None)
 
     def _load_of(
-        self, entry: ModelEntry, config_json: str, upload: Upload | None
+        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
     ) -> Callable[[], list[Served]]:
         """Return what loads a model: an engine and its stages, or versions with instances."""
         options, metrics = self._options, self._loader.metrics
-        chain = self.chains.get(entry.name)
-        if (chain or is_logits_stage(entry)) and config_json:
+        is_chain = entry.name in self.chains
+        chain = generation_stages(entry, entries) if is_chain else None
+        if (is_chain and not chain) or ((is_chain or is_logits_stage(entry)) and upload):
             raise InferenceError(
-                f"model '{entry.name}' cannot be loaded with another config: it runs in a text engine",
+                f"model '{entry.name}' runs in a text engine, which cannot be loaded like this",
                 status=Status.UNSUPPORTED,
-                remedy="change its config.pbtxt, and load it again",
+                remedy="change its files in the repository, or its config so that its three stages remain",
             )
         if chain:
-            return lambda: load_generation(
-                entry, chain, self.entries, options=options, metrics=metrics
-            )
+            return lambda: load_generation(entry, chain, entries, options=options, metrics=metrics)
         if is_logits_stage(entry):
             return lambda: [load_logits_stage(entry, options=options, metrics=metrics)]
         self._load_missing_steps(entry)
-        return lambda: self._load_versions(entry, config_json, upload)
+        return lambda: self._load_versions(entry, entries, upload)
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
         """Load the models of an ensemble's steps that do not answer: all, even if one of them fails."""
@@ -260,13 +272,6 @@ class ModelControl:
             if not self._versions.of(step.model_name) and step.model_name in self.entries:
                 yield self.entries[step.model_name]
 
-    def _refuse_unusable(self, entry: ModelEntry, config_json: str) -> None:
-        """Refuse a config that Triton does not even take up: the model gets no version in the index."""
-        try:
-            check_usable(entry, self.entries, options=self._options, config_json=config_json)
-        except RepositoryError as error:
-            raise _not_polled(entry.name, remedy=str(error)) from error
-
     def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[Served]]) -> list[Served]:
         """Run a load; if it fails, what served before goes on, and the index says why."""
         version = (entry.versions or (1,))[-1]
@@ -285,14 +290,15 @@ class ModelControl:
             remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
             raise InferenceError(f"load failed for model '{entry.name}': {text}", remedy=remedy) from error
 
-    def _load_versions(self, entry: ModelEntry, config_json: str, upload: Upload | None) -> list[Served]:
-        if not config_json:
-            # Not the config's own faults: `prepare` judges it once it is completed.
-            faults = model_faults(entry, self.entries)
-            error = first_error(fault for fault in faults if fault not in entry.parsed.faults)
-            if error is not None:
-                raise error
-        model = prepare(entry, self.entries, options=self._options, config_json=config_json)
+    def _load_versions(
+        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
+    ) -> list[Served]:
+        # Not the config's own faults: `prepare` judges it once it is completed.
+        faults = model_faults(entry, entries)
+        error = first_error(fault for fault in faults if fault not in entry.parsed.faults)
+        if error is not None:
+            raise error
+        model = prepare(entry, entries, options=self._options)
         fresh: list[Served] = []
         try:
             for version in model.versions:
@@ -346,6 +352,14 @@ class ModelControl:
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
+
+
+def _refuse_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
+    """Refuse a config that Triton does not even take up: the model gets no version in the index."""
+    try:
+        check_usable(entry, entries)
+    except RepositoryError as error:
+        raise _not_polled(entry.name, remedy=str(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from genserve.backends.registry import find_backend
 from genserve.config.backends import deduce_backend, known_backends
-from genserve.config.fault import Fault, first_error
+from genserve.config.fault import first_error
 from genserve.config.from_json import read_config_json
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
-from genserve.config.parse import inspect_message
+from genserve.config.parse import ParsedConfig, inspect_message
 from genserve.config.schema import new_model_config
 from genserve.repository.check import accept
 from genserve.repository.devices import num_gpus
@@ -23,7 +23,8 @@ from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.wiring import wiring_faults
 
-__all__ = ["Prepared", "check_usable", "prepare"]
+__all__ = ["Prepared", "check_usable", "prepare", "with_config"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -39,23 +40,23 @@ class Prepared:
         return self.config.name
 
 
-def check_usable(
-    entry: ModelEntry,
-    entries: Mapping[str, ModelEntry],
-    *,
-    options: RepositoryOptions,
-    config_json: str = "",
-) -> None:
+def with_config(entry: ModelEntry, config_json: str, *, options: RepositoryOptions) -> ModelEntry:
+    """Return a model with another config than its folder has, as the load call brings it.
+
+    Raises:
+        RepositoryError: it is not JSON, or not of the schema.
+    """
+    message = read_config_json(config_json, name=entry.name)
+    return replace(entry, parsed=_judged(message, entry, options=options))
+
+
+def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
     """Refuse a config that is wrong whatever the model's files say. The arguments are those of `prepare`.
 
     Raises:
         RepositoryError: its first error.
     """
-    if config_json:
-        message = read_config_json(config_json, name=entry.name)
-        faults = _faults(message, entry, options=options, written=False, completed=False)
-    else:
-        faults = (*entry.parsed.faults, *wiring_faults(entry, entries))
+    faults = (*entry.parsed.faults, *wiring_faults(entry, entries))
     error = first_error(fault for fault in faults if not fault.at_load)
     if error is not None:
         raise error
@@ -66,7 +67,6 @@ def prepare(
     entries: Mapping[str, ModelEntry],
     *,
     options: RepositoryOptions,
-    config_json: str = "",
 ) -> Prepared:
     """Read, complete, check and normalise the config of a model; its warnings are logged.
 
@@ -74,18 +74,14 @@ def prepare(
         entry: its folder.
         entries: all models of the repository, by name.
         options: of the repository.
-        config_json: a config to use in place of the folder's, as the load call has it; empty: none.
 
     Raises:
         RepositoryError: the config has an error, or contradicts the model's file, or leaves no version.
     """
-    if entry.parsed.message is None and not config_json:
+    if entry.parsed.message is None:
         raise first_error(entry.parsed.faults) or AssertionError(entry.name)
     message = new_model_config()
-    if config_json:
-        message.CopyFrom(read_config_json(config_json, name=entry.name))
-    else:
-        message.CopyFrom(entry.parsed.message)
+    message.CopyFrom(entry.parsed.message)
     message.name = message.name or entry.name
     deduce_backend(message, entry.path)
     versions: tuple[int, ...] = (1,)  # an ensemble needs no folders
@@ -94,7 +90,7 @@ def prepare(
     if message.platform != "ensemble" and not options.strict_config:
         backend = find_backend(message.backend, backend_directory=options.backend_directory)
         backend.auto_complete(message, path=entry.path, version=versions[-1])
-    faults = [*_faults(message, entry, options=options, written=not config_json, completed=True)]
+    faults = [*_judged(message, entry, options=options, completed=True).faults]
     faults += normalise(
         message, model_folder=entry.path, gpus=num_gpus(), strict_placement=options.strict_placement
     )
@@ -104,16 +100,14 @@ def prepare(
     return Prepared(config=model_config(message, name=entry.name), path=entry.path, versions=versions)
 
 
-def _faults(
-    message: Any, entry: ModelEntry, *, options: RepositoryOptions, written: bool, completed: bool
-) -> tuple[Fault, ...]:
-    """Return the faults of a config, with their places if the text is that of the folder."""
-    parsed = inspect_message(
+def _judged(
+    message: Any, entry: ModelEntry, *, options: RepositoryOptions, completed: bool = False
+) -> ParsedConfig:
+    return inspect_message(
         message,
         path=entry.parsed.path,
         folder=entry.path,
         backends=known_backends([options.backend_directory] if options.backend_directory else ()),
-        places=entry.parsed.places if written else None,
+        places=entry.parsed.places if completed else None,
         completed=completed,
     )
-    return parsed.faults

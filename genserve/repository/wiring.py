@@ -58,11 +58,10 @@ class _Ensemble:
 
     def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
         """Make an error at a field, or at the entry of a map that has this key."""
-        places = self.entry.parsed.places
         return Fault(
             severity=Severity.ERROR,
             path=self.entry.parsed.path,
-            place=places.of(path) if key is None else places.of_key(path, key),
+            place=self.entry.parsed.place(path, key=key),
             message=message,
             remedy=remedy,
         )

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from google.protobuf import json_format
 
 import genserve
+from genserve.config.parse import parse_message
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest
 from genserve.repository.options import ControlMode, RepositoryOptions
@@ -201,6 +203,16 @@ def test_a_config_of_the_load_call_holds_until_the_next(tmp_path: Path) -> None:
         assert repository.find("one").config.max_batch_size == 2
         repository.load("one")
         assert repository.find("one").config.max_batch_size == 0
+
+
+def test_an_ensemble_with_a_config_of_the_load_call_brings_the_models_of_its_steps(tmp_path: Path) -> None:
+    write_model(tmp_path, "one", number=1)
+    write_model(tmp_path, "three", number=3)
+    write_model(tmp_path, "both", config=ENSEMBLE.replace('"two"', '"one"'))
+    message = parse_message(ENSEMBLE.replace('"two"', '"three"'))
+    with opened(tmp_path) as repository:
+        repository.load("both", config=json_format.MessageToJson(message))
+        assert value(ask(repository, "both", X=[1])) == [5]
 
 
 def test_an_unloaded_model_is_let_go_of_even_where_it_is_in_a_circle(tmp_path: Path) -> None:

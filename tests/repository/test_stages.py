@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from genserve.config.parse import parse_message
 from genserve.config.to_json import config_json
 from genserve.errors import GenserveError, InferenceError
 from genserve.generation.streams import ThreadStream
@@ -266,8 +267,32 @@ def test_a_decoder_that_is_edited_is_loaded_anew(tiny_repository: Path, tmp_path
     path.write_text(path.read_text() + "# edited\n")
     repository.load("tiny_decoder")
     assert repository.get("tiny") is not before
-    with pytest.raises(InferenceError, match="cannot be loaded with another config"):
-        repository.load("tiny", config=config_json(repository.find("tiny").config.message))
+    repository.close()
+
+
+def test_a_stage_may_be_loaded_with_another_config_until_the_next_load(tiny_repository: Path) -> None:
+    repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
+    repository.start(["tiny"])
+    max_length = repository.get("tiny").max_length
+    config = parse_message((tiny_repository / "tiny_logits" / "config.pbtxt").read_text())
+    config.parameters["max_sequence_length"].string_value = "64"
+    repository.load("tiny_logits", config=config_json(config))
+    assert repository.get("tiny").max_length == 64
+    assert repository.find("tiny_logits").config.parameters["max_sequence_length"] == "64"
+    repository.load("tiny", config=config_json(repository.find("tiny").config.message))
+    assert repository.get("tiny").max_length == max_length
+    repository.close()
+
+
+def test_a_stage_is_not_loaded_with_a_config_that_makes_it_another_model(tiny_repository: Path) -> None:
+    repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
+    repository.start(["tiny"])
+    before = repository.get("tiny")
+    with pytest.raises(InferenceError, match="runs in a text engine"):
+        repository.load("tiny_decoder", config='{"backend": "tokenizer"}')
+    with pytest.raises(InferenceError, match="runs in a text engine"):
+        repository.load("tiny_decoder", config='{"backend": "python"}', files={"1/model.py": b""})
+    assert repository.get("tiny") is before
     repository.close()
 
 
