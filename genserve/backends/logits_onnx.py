@@ -6,7 +6,6 @@ layer are bound to the same memory, of which every call sees the slots that it r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,14 @@ from numpy.typing import NDArray
 
 from genserve.backends.cached_logits import CachedLogits, padded
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
-from genserve.backends.onnx_session import SPIN_US, Provider, exact_products, onnxruntime_module, preload_cuda
+from genserve.backends.onnx_session import (
+    SPIN_US,
+    Provider,
+    exact_products,
+    num_cores,
+    onnxruntime_module,
+    preload_cuda,
+)
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import LogitsArray, TokenArray
 
@@ -205,7 +211,7 @@ def open_logits_session(path: Path, *, num_threads: int | None, providers: Seque
     """
     onnxruntime = onnxruntime_module()
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads or len(os.sched_getaffinity(0))
+    options.intra_op_num_threads = num_threads or num_cores()
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     for key, value in exact_products().items():
         options.add_session_config_entry(key, value)

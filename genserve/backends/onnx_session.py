@@ -19,6 +19,7 @@ __all__ = [
     "SPIN_US",
     "Provider",
     "exact_products",
+    "num_cores",
     "onnxruntime_module",
     "open_session",
     "preload_cuda",
@@ -138,6 +139,13 @@ def open_session(
         ) from error
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use; where the system does not tell, how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def runtime_message(error: Exception) -> str:
     """Return what ONNX Runtime says, in the words of Triton's backend: `onnx runtime error 2: ...`."""
     match = _RUNTIME_ERROR.match(str(error))
@@ -152,7 +160,7 @@ def _session_options(onnxruntime: Any, parameters: Mapping[str, str], *, graph_l
     intra = integer_parameter(parameters, "intra_op_thread_count", default=0)
     inter = integer_parameter(parameters, "inter_op_thread_count", default=0)
     # Not ONNX Runtime's own default: it counts the machine's cores, not those of this container.
-    options.intra_op_num_threads = intra if intra > 0 else len(os.sched_getaffinity(0))
+    options.intra_op_num_threads = intra if intra > 0 else num_cores()
     options.inter_op_num_threads = max(inter, 0)
     options.enable_cpu_mem_arena = boolean_parameter(parameters, "enable_mem_arena", default=True)
     options.enable_mem_pattern = boolean_parameter(parameters, "enable_mem_pattern", default=True)

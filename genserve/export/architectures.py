@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from genserve.export.families.bloom import BLOOM
 from genserve.export.families.gemma import GEMMA, GEMMA2, GEMMA3
 from genserve.export.families.gpt2 import GPT2
@@ -38,9 +40,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The architecture that config.json names."""
-    name: str = (config.get("architectures") or ["unnamed"])[0]
-    return name
+    """The architecture that config.json names; where it names none, that of its model type."""
+    match config.get("architectures"):
+        case [str(named), *_]:
+            return named
+    usual: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")), "unnamed")
+    return usual
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:

@@ -123,11 +123,14 @@ def read_activation(name: str) -> Activation:
 def _require_one_model(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if model not in config.get("architectures", [model]):
-        raise ValueError(f"model_type {kind!r} is {model}, not {config['architectures'][0]}")
+    named = config.get("architectures") or [model]
+    if model not in named:
+        raise ValueError(f"model_type {kind!r} is {model}, not {named[0]}")
 
 
 def _require_sizes(decoder: Decoder) -> None:
+    if decoder.context_length < 2:
+        raise ValueError(f"{decoder.context_length} tokens have no room for a prompt and an answer")
     grouped = decoder.num_heads % decoder.num_kv_heads == 0
     found = f"num_key_value_heads {decoder.num_kv_heads}"
     require(grouped, found=found, known="divisors of num_attention_heads")

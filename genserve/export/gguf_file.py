@@ -19,6 +19,9 @@ from genserve.export.weights import parts_of
 
 __all__ = ["read_gguf"]
 
+# What a file may leave out: transformers and llama.cpp take the same value then.
+_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.dimension_count", "rope.freq_base")
+
 
 def read_gguf(path: Path, *, source: str) -> Checkpoint:
     """Open a GGUF file of an architecture of `gguf_dialects.py`.
@@ -67,14 +70,18 @@ def _refuse_unknown(
 
 def _config(metadata: Mapping[str, Any], *, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     dialect, prefix = _dialect(metadata), metadata["general.architecture"]
-    keys = {key: f"{prefix}.{field}" for key, field in dialect.fields.items()}
+    keys = {
+        key: f"{prefix}.{field}"
+        for key, field in dialect.fields.items()
+        if field not in _OPTIONAL or f"{prefix}.{field}" in metadata
+    }
     return {
         "architectures": [dialect.architecture],
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
-        **{key: metadata[field] for key, field in keys.items() if field in metadata},
+        **{key: metadata[field] for key, field in keys.items()},
         **dialect.fixed,
     }
 

@@ -44,15 +44,21 @@ def tokenizer_files(fields: Mapping[str, ReaderField], *, source: str) -> dict[s
     """The tokenizer files of a checkpoint folder, by name, from the metadata of a GGUF file.
 
     Raises:
-        ExportError: not a byte-level BPE, or with a pre-tokenizer that is not in the table.
+        ExportError: not a byte-level BPE, or with a pre-tokenizer that is not in the table; or its parts are
+            missing, or do not belong together.
     """
     metadata = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
     about = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
     _refuse_unknown(about, source=source)
-    names = {kind: _token(about, f"{kind}_token_id") for kind in ("bos", "eos")}
-    names["pad"] = _token(about, "padding_token_id")
+    try:
+        tokenizer = _byte_level_bpe(about)
+        names = {kind: _token(about, f"{kind}_token_id") for kind in ("bos", "eos")}
+        names["pad"] = _token(about, "padding_token_id")
+    except Exception as error:  # the library raises bare Exception
+        raise ExportError(
+            f"the tokenizer of {source} is broken: {error}", remedy="download the file again"
+        ) from error
     add_bos = bool(about.get("add_bos_token", about.get("pre") == "llama-bpe"))
-    tokenizer = _byte_level_bpe(about)
     if add_bos and names["bos"]:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[names["bos"], "$A"],
@@ -85,6 +91,9 @@ def _refuse_unknown(about: Mapping[str, Any], *, source: str) -> None:
             f"{source} splits words like {about['pre']!r}; known are {', '.join(sorted(_PRE_TOKENIZERS))}",
             remedy=remedy,
         )
+    for key in ("tokens", "merges"):
+        if key not in about:
+            raise ExportError(f"{source} lacks 'tokenizer.ggml.{key}'", remedy="download the file again")
 
 
 def _byte_level_bpe(about: Mapping[str, Any]) -> Tokenizer:

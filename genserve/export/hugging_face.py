@@ -78,7 +78,7 @@ def _tensors(folder: Path) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
 
 def _places(index: Path) -> dict[str, Path]:
     places = _read_json(index).get("weight_map")
-    if not isinstance(places, dict):
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise ExportError(f"{index} has no weight_map", remedy="download the checkpoint again")
     return {name: index.parent / file for name, file in places.items()}
 
@@ -86,7 +86,10 @@ def _places(index: Path) -> dict[str, Path]:
 def _safetensors(places: dict[str, Path]) -> tuple[Iterable[str], Callable[[str], FloatArray]]:
     def load(name: str) -> FloatArray:
         with _open(places[name]) as file:
-            array: FloatArray = file.get_tensor(name).float().numpy()
+            try:
+                array: FloatArray = file.get_tensor(name).float().numpy()
+            except SafetensorError as error:    # the index promises what the shard has not
+                raise _unreadable(places[name], error) from error
             return array
 
     return places, load
@@ -97,13 +100,15 @@ def _open(path: Path) -> Any:
         # As torch tensors: numpy knows no bfloat16.
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ExportError(
-            f"{path} cannot be read: {_first_line(error)}", remedy="download the checkpoint again"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ExportError:
+    return ExportError(f"{path} cannot be read: {_first_line(error)}", remedy="download the checkpoint again")
 
 
 def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes]:
-    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).exists()}
+    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise ExportError(
             f"{folder} has no tokenizer.json",
@@ -112,7 +117,8 @@ def _tokenizer_files(folder: Path, *, config: dict[str, Any]) -> dict[str, bytes
     described = _read_json(folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     template = described.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
     if isinstance(template, str):
         files.setdefault("chat_template.jinja", template.encode())
     eos = {"eos_token_id": config.get("eos_token_id")}

@@ -22,8 +22,11 @@ def open_pickled(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
-            tensors |= torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, TypeError) as error:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+                raise TypeError("what is not a tensor is no weight")
+            tensors |= loaded
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError, TypeError) as error:
             raise ExportError(
                 f"{path} is broken, or holds more than plain tensors, which could run code when it is read",
                 remedy="convert it to safetensors: transformers' from_pretrained(...).save_pretrained(...)",

@@ -13,6 +13,7 @@ from genserve.export.checkpoint import FloatArray
 __all__ = ["Blocks", "Rows", "Scheme", "quantize", "quantize_rows"]
 
 _ROWS = 1024  # at a time: what lies between weight and result takes some times their memory
+_NOTHING = np.float32(1e-30)    # what is smaller becomes 0: float32 has no inverse of the smallest numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ def quantize_rows(weight: FloatArray) -> Rows:
 
 def _quantize_rows(weight: FloatArray) -> Rows:
     magnitude = np.abs(weight).max(axis=1)
-    scales = np.where(magnitude > 0, magnitude, 1).astype(np.float32) / np.float32(127)
+    scales = np.where(magnitude > _NOTHING, magnitude, 1).astype(np.float32) / np.float32(127)
     return Rows(values=np.rint(weight / scales[:, None]).astype(np.int8), scales=scales)
 
 
@@ -76,7 +77,7 @@ def _quantize(weight: FloatArray, scheme: Scheme) -> Blocks:
     padded = np.pad(weight, ((0, 0), (0, num_blocks * scheme.block_size - num_inputs)))
     blocks = padded.reshape(num_outputs, num_blocks, scheme.block_size)
     scales = _scales(blocks, bits=scheme.bits)
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=np.abs(scales) > _NOTHING)
     middle = 1 << (scheme.bits - 1)
     rounded = np.rint(blocks * inverse[..., None]) + middle
     values = np.minimum(rounded, 2 * middle - 1).astype(np.uint8)

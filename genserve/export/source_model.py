@@ -55,8 +55,8 @@ def run_source(
         advance: is called with 1 after each layer.
 
     Raises:
-        ExportError: the tensors do not have the shapes that the config says, or the tokenizer is broken, or
-            that of another model.
+        ExportError: the tensors do not have the shapes that the config says, or give no finite logits; no
+            model has such a config; or the tokenizer is broken, or that of another model.
     """
     seen, ids = _token_ids(checkpoint, length=min(_MAX_LENGTH, context_length))
     model = _streamed_model(checkpoint)
@@ -76,6 +76,11 @@ def run_source(
             module.register_forward_hook(lambda *_call: advance(1))
     with torch.inference_mode():
         logits = model(torch.from_numpy(np.concatenate([seen, ids])), use_cache=False).logits
+    if not torch.isfinite(torch.stack(logits.aminmax())).all():
+        raise ExportError(
+            f"{checkpoint.source} computes logits that are no finite numbers",
+            remedy="its weights are broken; download it again",
+        )
     return Reference(
         ids=ids,
         calibration=seen,
@@ -105,10 +110,16 @@ def source_model(checkpoint: Checkpoint) -> PreTrainedModel:
 def _empty_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """The model with weights of any values; their memory is reserved and not yet touched."""
     config = AutoConfig.for_model(**checkpoint.config)
-    with no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
+    try:
+        with no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", dtype=torch.float32
+            )
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"transformers cannot build {checkpoint.source} from its config: {' '.join(str(error).split())}",
+            remedy="config.json does not fit the model; download it again",
+        ) from error
     return model.eval()
 
 

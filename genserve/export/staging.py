@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,17 +19,44 @@ __all__ = ["install", "install_beside", "staging_folder"]
 
 @contextmanager
 def staging_folder(repository: Path, stages: Stages) -> Iterator[Path]:
-    """An empty hidden folder, which is gone afterwards, as is what a killed export has left."""
+    """An empty hidden folder, which is gone afterwards, as is what a killed export has left.
+
+    That of an export which still runs stays: it is locked.
+    """
     repository.mkdir(parents=True, exist_ok=True)
     leftover = re.compile(rf"\.{re.escape(stages.ensemble)}\.[a-z0-9_]{{8}}\.tmp")
     for path in repository.iterdir():
         if leftover.fullmatch(path.name):
-            shutil.rmtree(path)
+            # It may go while we look: then its export has ended.
+            with suppress(FileNotFoundError), _locked(path) as is_free:
+                if is_free:
+                    shutil.rmtree(path)
     folder = Path(tempfile.mkdtemp(prefix=f".{stages.ensemble}.", suffix=".tmp", dir=repository))
+    with _locked(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder, until the process ends at the latest; False: somebody else has."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield folder
+        yield _lock(descriptor)
     finally:
-        shutil.rmtree(folder)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:     # some network file systems have no locks
+        return True
+    return True
 
 
 def install(staged: Path, repository: Path, stages: Stages, *, overwrite: bool) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from genserve.backends.onnx_session import num_cores
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
-from genserve.tuning.setting import Setting, num_cores
+from genserve.tuning.setting import Setting
 
 __all__ = ["Plan", "make_plan", "thread_counts"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
+from genserve.backends.onnx_session import num_cores
 from genserve.backends.parameters import integer_parameter
 from genserve.config.edit import ConfigChange, change_message
 from genserve.config.model_config import ModelConfig, OldestStrategy
@@ -13,7 +13,7 @@ from genserve.config.parse import inspect_message
 from genserve.repository.index import ModelEntry
 from genserve.tuning.graph import state_types
 
-__all__ = ["Setting", "change_to", "configured", "num_cores"]
+__all__ = ["Setting", "change_to", "configured"]
 
 # The parameter that says how many threads a forward has, by backend.
 _THREADS = {"onnxruntime": "intra_op_thread_count", "pytorch": "INTRA_OP_THREAD_COUNT"}
@@ -84,8 +84,3 @@ def _graph_fields(stage: ModelEntry, config: ModelConfig, graph: str) -> dict[st
         for index, state in enumerate(states)
         if state.input_name in types
     }
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))

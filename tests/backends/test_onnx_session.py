@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from genserve.backends import onnx_session
-from genserve.backends.onnx_session import exact_products, onnxruntime_module
+from genserve.backends.onnx_session import exact_products, num_cores, onnxruntime_module
 from genserve.errors import MissingDependency
+
+
+def test_where_the_system_tells_no_one_s_cores_all_of_them_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")    # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert num_cores() == 12
 
 
 def test_two_packages_in_one_folder_are_told_once(

@@ -21,6 +21,7 @@ from genserve.export.stages import Stages
 from genserve.llm import LLM
 from genserve.repository.check import repository_faults
 from tests.checkpoints import tiny_llama_checkpoint, tiny_tokenizer
+from tests.export import tiny_models
 
 STAGES = {"tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder"}
 
@@ -365,6 +366,29 @@ def test_the_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None
     source = tiny_llama_checkpoint(tmp_path / "checkpoint", vocab_size=290)
     tiny_tokenizer(vocab_size=320).save(str(source / "tokenizer.json"))
     with pytest.raises(ExportError, match=r"has a token \d+, and the model's vocabulary ends at 289"):
+        export(source, tmp_path / "repository")
+
+
+@pytest.mark.parametrize(
+    ("model", "changed"),
+    [("gpt2", {"n_embd": 100, "n_head": 12}), ("llama", {"pad_token_id": 400})],
+)
+def test_a_config_from_which_transformers_builds_no_model_is_refused_in_its_words(
+    tmp_path: Path, model: str, changed: dict[str, int]
+) -> None:
+    source = tiny_models.tiny_checkpoint(tmp_path / "odd", **tiny_models.TINY_MODELS[model])
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ExportError, match=r"cannot build odd from its config: .*(divisible|Padding_idx)"):
+        export(source, tmp_path / "repository")
+
+
+def test_weights_that_give_no_numbers_are_told_from_a_bad_export(tmp_path: Path) -> None:
+    source = tiny_llama_checkpoint(tmp_path / "broken")
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"][3] = np.nan
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(ExportError, match="broken computes logits that are no finite numbers"):
         export(source, tmp_path / "repository")
 
 

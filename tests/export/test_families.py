@@ -187,11 +187,20 @@ def test_an_architecture_without_a_family_has_none() -> None:
     assert family_of({}) is None
 
 
+@pytest.mark.parametrize("unnamed", [{}, {"architectures": None}, {"architectures": []}])
+def test_a_config_that_names_no_architecture_is_of_that_of_its_model_type(unnamed: dict[str, Any]) -> None:
+    config = {**TINY_MODELS["llama"], **unnamed}
+    family = family_of(config)
+    assert family is FAMILIES["LlamaForCausalLM"]
+    assert family.decoder(config).context_length == 128
+
+
 @pytest.mark.parametrize(
     "broken",
     [
         {"num_attention_heads": "four"},
         {"num_key_value_heads": 0},
+        {"max_position_embeddings": 1},
         {"rope_scaling": {"rope_type": "llama3"}},
         {"model_type": "bloom"},
         {"model_type": "gpt2"},

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -97,6 +98,38 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     path = write_gguf(tiny_llama_checkpoint(tmp_path / "tiny"), tmp_path / "cut.gguf")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ExportError, match=r"cut\.gguf"):
+        read_checkpoint(path, source="tiny")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "name"),
+    [
+        ("add_context_length", r"llama\.context_length"),
+        ("add_head_count", r"llama\.attention\.head_count"),
+        ("add_token_list", r"tokenizer\.ggml\.tokens"),
+        ("add_token_merges", r"tokenizer\.ggml\.merges"),
+    ],
+)
+def test_what_a_file_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: str, name: str
+) -> None:
+    monkeypatch.setattr(gguf.GGUFWriter, left_out, lambda *_args: None)
+    path = write_gguf(tiny_llama_checkpoint(tmp_path / "tiny"), tmp_path / "tiny.gguf")
+    with pytest.raises(ExportError, match=f"lacks '{name}'"):
+        read_checkpoint(path, source="tiny")
+
+
+@pytest.mark.parametrize(
+    ("broken", "value"),
+    [("add_bos_token_id", 99_999), ("add_token_merges", ["a b c"]), ("add_token_merges", ["zzz qqq"])],
+)
+def test_a_tokenizer_whose_parts_do_not_belong_together_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, value: object
+) -> None:
+    write = getattr(gguf.GGUFWriter, broken)
+    monkeypatch.setattr(gguf.GGUFWriter, broken, lambda writer, _right: write(writer, value))
+    path = write_gguf(tiny_llama_checkpoint(tmp_path / "tiny"), tmp_path / "tiny.gguf")
+    with pytest.raises(ExportError, match="the tokenizer of tiny is broken"):
         read_checkpoint(path, source="tiny")
 
 

@@ -51,6 +51,21 @@ def test_the_chat_template_is_taken_out_of_the_tokenizer_config(folder: Path) ->
     assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
 
 
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}], b"D"),
+        ([{"name": "rag", "template": "R"}], None),
+        ([{"template": "D"}, 5], None),
+    ],
+)
+def test_of_several_chat_templates_the_default_is_taken(
+    folder: Path, entries: list[object], expected: bytes | None
+) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+    assert read_checkpoint(folder, source="tiny").tokenizer_files.get("chat_template.jinja") == expected
+
+
 def test_a_chat_template_file_wins(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     files = read_checkpoint(folder, source="tiny").tokenizer_files
@@ -130,15 +145,24 @@ def test_a_file_with_other_json_than_an_object_is_named(folder: Path, file: str,
         read_checkpoint(folder, source="tiny")
 
 
-def test_an_index_without_its_map_is_named(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {"model.norm.weight": 5}}'])
+def test_an_index_without_its_map_is_named(folder: Path, content: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ExportError, match=r"model\.safetensors\.index\.json has no weight_map"):
         read_checkpoint(folder, source="tiny")
 
 
-def test_a_bin_file_of_something_else_than_named_tensors_is_named(folder: Path) -> None:
+def test_a_tensor_that_the_index_promises_and_its_shard_has_not_is_told_with_the_shard(folder: Path) -> None:
+    index = {"weight_map": {"model.absent.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ExportError, match=r"model\.safetensors cannot be read: .*model\.absent\.weight"):
+        read_checkpoint(folder, source="tiny").tensor("model.absent.weight")
+
+
+@pytest.mark.parametrize("content", [[1, 2], 5, {"model": {"norm.weight": torch.ones(2)}, "epoch": 3}])
+def test_a_bin_file_of_something_else_than_named_tensors_is_named(folder: Path, content: object) -> None:
     (folder / "model.safetensors").unlink()
-    torch.save([1, 2], folder / "pytorch_model.bin")
+    torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
         read_checkpoint(folder, source="tiny")
 

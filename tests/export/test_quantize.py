@@ -47,6 +47,15 @@ def test_a_block_of_zeros_stays_zero(scheme: Scheme) -> None:
     assert not dequantized(quantize(np.zeros((3, 130), np.float32), scheme), scheme).any()
 
 
+@SCHEMES
+@pytest.mark.parametrize("size", [1e-38, 1e-42])
+def test_weights_that_have_no_inverse_become_nothing(scheme: Scheme, size: float) -> None:
+    weight = np.full((2, 64), size, np.float32)
+    assert np.abs(dequantized(quantize(weight, scheme), scheme)).max() < 1e-30
+    rows = quantize_rows(weight)
+    assert np.abs(rows.values * rows.scales[:, None]).max() < 1e-30
+
+
 def test_a_row_is_rounded_by_its_own_largest_weight() -> None:
     weight = random(64, 192, seed=2) * np.logspace(-4, 4, 64, dtype=np.float32)[:, None]
     weight[5] = 0

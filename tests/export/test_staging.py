@@ -56,6 +56,13 @@ def test_a_failure_in_an_empty_repository_leaves_it_empty(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_an_export_that_still_runs_keeps_its_folder_and_one_that_was_killed_does_not(tmp_path: Path) -> None:
+    (tmp_path / ".m.killed12.tmp").mkdir()
+    with staging_folder(tmp_path, STAGES) as first, staging_folder(tmp_path, STAGES) as second:
+        assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_what_is_missing_is_added_to_shipped_folders(tmp_path: Path) -> None:
     write_files(tmp_path, content="shipped")
     (tmp_path / "m_logits" / "1" / "model.onnx").unlink()

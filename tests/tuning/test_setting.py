@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from genserve.backends.onnx_session import num_cores
 from genserve.repository.index import scan
-from genserve.tuning.setting import Setting, configured, num_cores
+from genserve.tuning.setting import Setting, configured
 
 
 def test_a_setting_is_read_from_the_config_that_it_was_put_into(repository: Path) -> None:
