@@ -45,15 +45,24 @@ class Message:
     """One turn of a chat.
 
     Raises:
-        InvalidRequest: an unknown role, or content that is not text.
+        InvalidRequest: an unknown role, content that is not text, or a thought that is not the assistant's.
     """
 
     role: Role
     content: str
+    reasoning_content: str = ""     # what it thought aloud before; of it a template may show what it wants
 
     def __post_init__(self) -> None:
         _require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
         _require(isinstance(self.content, str), "content", "must be text")
+        _require(isinstance(self.reasoning_content, str), "reasoning_content", "must be text")
+        thinks = self.role == "assistant" or not self.reasoning_content
+        _require(thinks, "reasoning_content", "belongs to the assistant's messages")
+
+    def as_dict(self) -> dict[str, str]:
+        """Return it as JSON and templates have it, without a thought if there is none."""
+        thought = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        return {"role": self.role, "content": self.content, **thought}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +122,10 @@ def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
     if isinstance(message, Message):
         return message
     place = f"messages[{index}]"
-    _require(set(message) == {"role", "content"}, place, "must have the keys role and content")
+    known = {"role", "content"} <= set(message) <= {"role", "content", "reasoning_content"}
+    _require(known, place, "must have the keys role and content")
     try:
-        return Message(role=message["role"], content=message["content"])  # type: ignore[arg-type]  # it checks
+        return Message(**message)  # type: ignore[arg-type]  # it checks
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}.{error.message}", field=f"{place}.{error.field}") from None
 

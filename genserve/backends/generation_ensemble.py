@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
@@ -17,6 +18,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Chat, Prompt
 from genserve.sampling.params import SamplingParams
 from genserve.text.grammars import Grammars
+from genserve.text.reasoned_text import THINKING_TAGS, ReasonedText
 from genserve.text.spellings import Spellings
 from genserve.text.stop_regex import StopRegex
 from genserve.text.stop_strings import StopStrings
@@ -24,9 +26,6 @@ from genserve.text.stoppable_text import StopFinder, StoppableText
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["GenerationEnsemble"]
-
-# Qwen's, DeepSeek's, SmolLM's.
-THINKING_TAGS = ("<think>", "</think>")
 
 
 class GenerationEnsemble:
@@ -71,6 +70,7 @@ class GenerationEnsemble:
         self.vocab_size = vocab_size
         self._grammars = Grammars(tokenizer, vocab_size=vocab_size)
         self._spellings_within = Spellings(tokenizer)
+        self._thinking_ids = [tokenizer.token_id(tag) for tag in THINKING_TAGS]
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
         """Turn a prompt into a token sequence; see `prepare_choices`."""
@@ -129,6 +129,22 @@ class GenerationEnsemble:
         if width > 1:
             BeamSearch(sequences, width=width, new_text=new_text)
         return sequences
+
+    def reasoned_text(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReasonedText | None:
+        """Return what tells an answer's reasoning from its content; None: all of it is content.
+
+        So it is where the model has no tags of a thought or no text for them, where the answer has a form,
+        and where a parser of the request's own reads it.
+        """
+        start_id, end_id = self._thinking_ids
+        if start_id is None or end_id is None or self.tokenizer.is_silent(end_id):
+            return None
+        if params.structured_outputs is not None or params.output_parser is not None:
+            return None
+        behind = [*takewhile(lambda token_id: token_id != start_id, reversed(prompt_token_ids))][::-1]
+        has_tag = len(behind) < len(prompt_token_ids)
+        begun = has_tag and not self.tokenizer.decode(behind, skip_special_tokens=False).strip()
+        return ReasonedText(begun=begun)
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
@@ -218,7 +234,7 @@ class GenerationEnsemble:
         num_tokens = context.params.thinking_token_budget
         if num_tokens is None:
             return []
-        start_id, end_id = (self.tokenizer.token_id(tag) for tag in THINKING_TAGS)
+        start_id, end_id = self._thinking_ids
         if start_id is None or end_id is None:
             tags = " and ".join(THINKING_TAGS)
             raise InvalidRequest(f"{name} needs a model with the tokens {tags}", field=name)

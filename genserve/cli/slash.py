@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -95,7 +95,7 @@ def _save(session: ChatSession, argument: str) -> None:
     if not argument:
         session.note("say where: /save FILE")
         return
-    messages = [asdict(message) for message in session.conversation.messages()]
+    messages = [message.as_dict() for message in session.conversation.messages()]
     try:
         with Path(argument).expanduser().open("x", encoding="utf-8") as file:
             json.dump({"messages": messages}, file, ensure_ascii=False, indent=2)

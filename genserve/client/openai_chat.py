@@ -7,7 +7,7 @@ vLLM's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from genserve.client.scored_tokens import read_logprob, read_prompt_logprobs, token_id_of
@@ -21,12 +21,13 @@ def request_body(chat: Chat, *, model: str | None, params: SamplingParams) -> di
     """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
     return {
         **({} if model is None else {"model": model}),
-        "messages": [asdict(message) for message in chat.messages],
+        "messages": [message.as_dict() for message in chat.messages],
         **_template_fields(chat),
         **params.changed(),
         **({"return_tokens_as_token_ids": True} if _wants_others(params) else {}),
         "temperature": params.temperature,
         "return_token_ids": True,
+        "separate_reasoning": False,    # the text is the whole answer, as that of `LLM` is
     }
 
 

@@ -64,7 +64,7 @@ class ChatTemplate:
         """
         for name in chat.template_kwargs:
             self._require_variable(name)
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        messages = [message.as_dict() for message in chat.messages]
         if chat.continue_final_message:
             messages[-1]["content"] += _MARK + " "
         rendered = self._render(messages, chat)

@@ -110,7 +110,8 @@ class Tokenizer:
             )
         for index, message in enumerate(chat.messages):
             _refuse_surrogates(message.content, field=f"messages[{index}].content")
-        texts = [message.content for message in chat.messages]
+            _refuse_surrogates(message.reasoning_content, field=f"messages[{index}].reasoning_content")
+        texts = [text for message in chat.messages for text in (message.content, message.reasoning_content)]
         for name, value in chat.template_kwargs.items():
             texts += _texts_in(value, field=f"chat_template_kwargs.{name}")
         written = sorted({special for text in texts for special in self._special_text.findall(text)})
@@ -194,7 +195,14 @@ class Tokenizer:
 
         return replace(
             chat,
-            messages=tuple(replace(message, content=stand_in(message.content)) for message in chat.messages),
+            messages=tuple(
+                replace(
+                    message,
+                    content=stand_in(message.content),
+                    reasoning_content=stand_in(message.reasoning_content),
+                )
+                for message in chat.messages
+            ),
             template_kwargs=_with_texts(chat.template_kwargs, stand_in),
         )
 

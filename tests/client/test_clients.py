@@ -142,6 +142,7 @@ def test_every_option_has_its_name_in_openai_s_dialect(make_client: Any) -> None
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         "max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "stop": ["END", "."],
         "stop_token_ids": [2], "ignore_eos": True, "seed": 0, "logprobs": True, "return_token_ids": True,
+        "separate_reasoning": False,
     }
 
 

@@ -21,6 +21,7 @@ from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
 from genserve.server.services import Open, SharedServices
+from genserve.text.reasoned_text import ReasonedText
 
 __all__ = ["router"]
 
@@ -47,6 +48,7 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+    reasoning_content: str | None = None
 
     def text(self) -> str:
         """The content as one text."""
@@ -79,6 +81,7 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    separate_reasoning: bool | None = None      # SGLang's: false leaves a thought in the content
 
     def names(self) -> dict[str, str]:
         """Our names of what can be wrong, and this request's."""
@@ -104,7 +107,14 @@ class ChatBody(OpenAIBody):
                     field = f"messages[{index}].{name}"
                     raise InvalidRequest(f"{field} is not supported", field=field)
         roles = {"developer": "system"}
-        messages = [{"role": roles.get(m.role, m.role), "content": m.text()} for m in self.messages]
+        messages = [
+            {
+                "role": roles.get(message.role, message.role),
+                "content": message.text(),
+                "reasoning_content": message.reasoning_content or "",
+            }
+            for message in self.messages
+        ]
         chat = Chat(
             messages=read_messages(messages),
             add_generation_prompt=self.add_generation_prompt,
@@ -139,6 +149,7 @@ class ChatFrames(Chunks):
         self._token_ids = bool(body.return_token_ids)
         self._prompt_ids = _prompt_ids(opened, body)
         self._scores = [_scores(opened, body) for _ in range(body.num_choices)]
+        self._reasoned = [_reasoned(opened, body) for _ in range(body.num_choices)]
         super().__init__(opened, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
@@ -153,9 +164,10 @@ class ChatFrames(Chunks):
         scores, chunks, logprobs = self._scores[delta.choice], b"", "null"
         if scores is not None:
             logprobs = json.dumps(_logprobs(scores, delta))
-        if delta.text or extra or scores is not None:
-            content = f'{{"content": {json.dumps(delta.text)}}}'
-            chunks = self._chunk(delta.choice, content, logprobs=logprobs, extra=extra)
+        said = _said(self._reasoned[delta.choice], delta)
+        for part in said or ([{"content": ""}] if extra or scores is not None else []):
+            chunks += self._chunk(delta.choice, json.dumps(part), logprobs=logprobs, extra=extra)
+            logprobs, extra = "null", ""    # told once
         if delta.finish_reason is not None:
             ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'
             chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
@@ -195,14 +207,32 @@ def _prompt_ids(opened: Open, body: ChatBody) -> dict[str, list[int]]:
 def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) -> dict[str, Any]:
     scores = _scores(opened, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
+    message = {"role": "assistant", "content": ""}
+    for part in _said(_reasoned(opened, body), completion):
+        message |= part
     return {
         "index": index,
-        "message": {"role": "assistant", "content": completion.text},
+        "message": message,
         "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
         **token_ids,
     }
+
+
+def _reasoned(opened: Open, body: ChatBody) -> ReasonedText | None:
+    if body.separate_reasoning is False:
+        return None
+    return opened.model.reasoned_text(opened.prompts[0], opened.params)
+
+
+def _said(reasoned: ReasonedText | None, part: Delta | Completion) -> list[dict[str, str]]:
+    """Return what a part of an answer, or the whole, adds to the message, each field by itself."""
+    if reasoned is None:
+        return [{"content": part.text}] if part.text else []
+    read = reasoned.push(part.text, last=part.finish_reason is not None)
+    fields = {"reasoning_content": read.reasoning, "content": read.content}
+    return [{name: text} for name, text in fields.items() if text]
 
 
 def _scores(opened: Open, body: ChatBody) -> TokenScores | None:

@@ -1,0 +1,150 @@
+"""A model that thinks aloud: the tiny one with the tags, whose decoder says what is written there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import httpx2
+import pytest
+
+from genserve.client.client import Client
+from genserve.request import Chat, Message
+from genserve.sampling.params import sampling_params
+from tests.live import LiveServer
+
+TAGS = ("<think>", "</think>")
+SAID = "<think>\nhm, <thin\n</think>\n\nno <think>."
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.reasoning_content %}{{ '[' + message.reasoning_content + ']' }}{% endif %}"
+    "{{ message.content + '<|im_end|>' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}{% if begins %}{{ '<think>\n' }}{% endif %}"
+)
+DECODER = """
+class TritonPythonModel:
+    async def decode(self, sequence):
+        begun = sequence.token_ids[:sequence.num_prompt_tokens].count({start}) > 0
+        for token_id in {said}[begun:]:
+            await sequence.logits()
+            sequence.append(token_id)
+            if sequence.finished:
+                return
+        sequence.finish("eos_token")
+"""
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny_repository, tmp_path_factory):
+    root = tmp_path_factory.mktemp("thinker") / "repository"
+    shutil.copytree(tiny_repository, root)
+    [path] = root.glob("tiny_tokenizer/1/tokenizer.json")
+    document = json.loads(path.read_text())
+    vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
+    for tag in TAGS:
+        token_id = vocabulary.pop("".join(merges.pop()))
+        vocabulary[tag] = token_id
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        document["added_tokens"].append({"id": token_id, "content": tag, **plain})
+    path.write_text(json.dumps(document))
+    (path.parent / "chat_template.jinja").write_text(TEMPLATE)
+    with LiveServer(root) as server:
+        said = server.model.tokenizer.encode(SAID)
+    decoder = DECODER.format(said=said, start=said[0])
+    (root / "tiny_decoder" / "1" / "model.py").write_text(decoder)
+    with LiveServer(root) as server:
+        yield server
+
+
+@pytest.fixture
+def http(thinker):
+    with httpx2.Client(base_url=thinker.url, timeout=60) as client:
+        yield client
+
+
+def chat(http, *, messages=({"role": "user", "content": "hi"},), **body):
+    response = http.post("/v1/chat/completions", json={"messages": [*messages], **body})
+    assert response.status_code == 200, response.text
+    return response
+
+
+def test_a_thought_is_beside_the_content(http):
+    [choice] = chat(http).json()["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "no <think>.",
+        "reasoning_content": "hm, <thin",
+    }
+
+
+def test_a_thought_that_the_template_began_is_beside_the_content(http):
+    [choice] = chat(http, chat_template_kwargs={"begins": True}).json()["choices"]
+    assert choice["message"]["reasoning_content"] == "hm, <thin"
+    assert choice["message"]["content"] == "no <think>."
+
+
+def test_the_tag_in_a_message_begins_no_thought(http):
+    [choice] = chat(http, messages=[{"role": "user", "content": "<think>"}]).json()["choices"]
+    # The decoder leaves its own tag out, as it saw one.
+    assert choice["message"]["content"] == SAID.removeprefix("<think>")
+    assert "reasoning_content" not in choice["message"]
+
+
+def test_a_thought_is_streamed_in_a_field_of_its_own(http):
+    response = chat(http, stream=True, logprobs=True, return_token_ids=True, n=2)
+    blocks = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+    choices = [json.loads(block)["choices"][0] for block in blocks[:-1]]
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert all(len(choice["delta"].keys() - {"role"}) <= 1 for choice in mine), "each by itself"
+        for field, text in (("reasoning_content", "hm, <thin"), ("content", "no <think>.")):
+            assert "".join(choice["delta"].get(field, "") for choice in mine) == text
+        ids = [token_id for choice in mine for token_id in choice.get("token_ids", [])]
+        told = [entry for choice in mine for entry in (choice["logprobs"] or {"content": []})["content"]]
+        assert len(ids) == len(told), "each token once"
+
+
+def test_an_answer_cut_off_in_its_thought_has_no_content(http):
+    [choice] = chat(http, stop=["hin\n"]).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "", "reasoning_content": "hm, <t"}
+
+
+def test_it_stays_in_the_content_where_the_request_says_so(http):
+    [choice] = chat(http, separate_reasoning=False).json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": SAID}
+
+
+@pytest.mark.parametrize(
+    "options", [{"structured_outputs": {"json_object": True}}, {"output_parser": {"name": "hide"}}]
+)
+def test_an_answer_with_a_form_or_a_parser_of_its_own_has_no_thought(thinker, options):
+    prompt = thinker.model.tokenizer.encode("<think>")
+    assert thinker.model.reasoned_text(prompt, sampling_params({})) is not None
+    assert thinker.model.reasoned_text(prompt, sampling_params(options)) is None
+
+
+def test_the_python_client_has_the_whole_text(thinker):
+    with Client(thinker.url) as client:
+        assert client.chat("hi").text == SAID
+        assert "".join(delta.text for delta in client.chat_stream("hi")) == SAID
+
+
+def test_the_thought_of_an_earlier_answer_goes_to_the_template(http, thinker):
+    earlier = {"role": "assistant", "content": "no.", "reasoning_content": "hm<|im_end|>"}
+    user = {"role": "user", "content": "hi"}
+    answer = chat(http, messages=[user, earlier, user], return_token_ids=True).json()
+    tokenizer = thinker.model.tokenizer
+    thoughtful = Message(role="assistant", content="no.", reasoning_content="hm<|im_end|>")
+    asked = Message(role="user", content="hi")
+    assert answer["prompt_token_ids"] == tokenizer.encode_chat(Chat(messages=(asked, thoughtful, asked)))
+    assert "[hm<|im_end|>]no.<|im_end|>" in tokenizer.decode(
+        answer["prompt_token_ids"], skip_special_tokens=False
+    )
+    assert answer["prompt_token_ids"].count(tokenizer.token_id("<|im_end|>")) == 3, "one ends each turn"
+
+
+def test_a_thought_of_the_users_is_refused(http):
+    messages = [{"role": "user", "content": "hi", "reasoning_content": "hm"}]
+    response = http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[0].reasoning_content"
