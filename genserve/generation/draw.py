@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.generation.stages import Stages, left_by
-from genserve.generation.truncation import BLOCK, Truncation, block_maxima, exponentials, kept, level_of_best
+from genserve.generation.truncation import Truncation, block_maxima, exponentials, kept, level_of_best
 
 __all__ = ["Drawn", "SamplingRows", "draw", "uniforms"]
 
-FEW = 4096  # weights that are summed up one by one
+FEW = 4096      # weights that are summed up one by one
+PART = 256      # of many: those that are summed up first
 # Makes of a seed another one, for a second number per step.
 ASIDE = np.uint64(0xD1B54A32D192ED03)
 
@@ -104,10 +105,10 @@ def _place(weights: FloatArray, uniform: float) -> int:
     """Draw a place, of many in two levels: a block and then a place in it."""
     if weights.size <= FEW:
         return _invert(weights.cumsum(dtype=np.float64), uniform)
-    starts = np.arange(0, weights.size, BLOCK)
+    starts = np.arange(0, weights.size, PART)
     cumulative = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
     block = _invert(cumulative, uniform)
-    inside = np.cumsum(weights[starts[block] : starts[block] + BLOCK], dtype=np.float64)
+    inside = np.cumsum(weights[starts[block] : starts[block] + PART], dtype=np.float64)
     before = cumulative[block - 1] if block else 0.0
     rest = (uniform * cumulative[-1] - before) / inside[-1]
     # The block's own sum was rounded in another order: rest may touch 1. What weighs nothing is not drawn.

@@ -82,13 +82,14 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
         finite = scaled if scaled.min() >= _LOWEST else scaled[scaled >= _LOWEST]
         level = -rules.top_n_sigma * float(finite.std(dtype=np.float64))
         scaled = np.where(scaled >= level, scaled, np.float32(-np.inf))
+    level = max(level, math.log(rules.min_p)) if rules.min_p else level
     if rules.top_k:
         level = max(level, _kept_level(best_values(scaled, rules.top_k), top_p=rules.top_p))
-    elif rules.top_p < 1.0:
-        level = max(level, _nucleus_level(scaled, top_p=rules.top_p))
-    if rules.min_p:
-        level = max(level, math.log(rules.min_p))
-    ids = (scaled >= level).nonzero()[0]
+    if rules.top_k or rules.top_p == 1.0:
+        ids = (scaled >= level).nonzero()[0]
+    else:
+        ids = _nucleus(scaled, top_p=rules.top_p)
+        ids = ids[scaled[ids] >= level]
     if rules.typical_p < 1.0:
         ids = ids[_typical(_among(scaled, ids), share=rules.typical_p)]
     if rules.epsilon_cutoff:
@@ -150,16 +151,18 @@ def _kept_level(best: FloatArray, *, top_p: float) -> float:
     return float(best[min(int(cumulative.searchsorted(top_p * cumulative[-1])), len(best) - 1)])
 
 
-def _nucleus_level(scaled: FloatArray, *, top_p: float) -> float:
-    """Return the smallest value that top-p keeps of a whole row."""
+def _nucleus(scaled: FloatArray, *, top_p: float) -> NDArray[np.int64]:
+    """Return the ids that top-p keeps of a whole row, ascending."""
     weights = exponentials(scaled)
-    wanted = top_p * float(weights.sum(dtype=np.float64))
+    # numpy adds pairwise: a float32 is as good as its weights.
+    wanted = top_p * float(weights.sum())
     near = _few(scaled >= -NEAR, weights, wanted)
     if near is None:
         near = _few(scaled >= -FARTHER, weights, wanted)
-    if near is not None:
-        scaled, weights = scaled[near], weights[near]
-    return -_reaching(-scaled, weights, wanted)
+    if near is None:
+        return (scaled >= -_reaching(-scaled, weights, wanted)).nonzero()[0]
+    values = scaled[near]
+    return near[values >= -_reaching(-values, weights[near], wanted)]
 
 
 def _few(near: NDArray[np.bool_], weights: FloatArray, wanted: float) -> NDArray[np.int64] | None:
