@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.checks import require
@@ -18,8 +18,8 @@ __all__ = [
     "structured_outputs_of_format",
 ]
 
-Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar"]
-FORMS: tuple[Form, ...] = ("json", "json_object", "regex", "choice", "grammar")
+Form: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+FORMS: tuple[Form, ...] = get_args(Form)
 # What is longer takes a parser minutes, or more stack than it has.
 MAX_CHARS = 65536
 _FORMATS = (
@@ -37,7 +37,8 @@ class StructuredOutputs:
     """
 
     form: Form
-    text: str       # the schema or the list of choices as JSON, the regex, the grammar; of json_object: {}
+    # The schema, the list of choices or the tags as JSON; the regex, the grammar; of json_object: {}.
+    text: str
 
     def __post_init__(self) -> None:
         field = "structured_outputs"
@@ -49,7 +50,7 @@ class StructuredOutputs:
         match self.form:
             case "json_object":
                 return {"json_object": True}
-            case "json" | "choice":
+            case "json" | "choice" | "structural_tag":
                 return {self.form: json.loads(self.text)}
             case _:
                 return {self.form: self.text}
@@ -63,6 +64,7 @@ class StructuredOutputOptions(TypedDict, total=False):
     regex: str | None                       # the whole text matches
     choice: Sequence[str] | None            # the text is one of these
     grammar: str | None                     # in Lark's notation, or llama.cpp's GBNF
+    structural_tag: Mapping[str, Any] | str | None  # any text, but what is between some tags; or its text
 
 
 def structured_outputs(value: Any, *, field: str = "structured_outputs") -> StructuredOutputs | None:
@@ -89,6 +91,8 @@ def structured_outputs(value: Any, *, field: str = "structured_outputs") -> Stru
             return _json(form, where)
         case "choice":
             return StructuredOutputs(form=name, text=_choices(form, where))
+        case "structural_tag":
+            return _structural_tag(form, where)
         case _:
             require(isinstance(form, str), where, "must be text")
             return StructuredOutputs(form=name, text=form)
@@ -99,7 +103,8 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
 
     Args:
         value: `{"type": ...}`: `text`; `json_schema` with `json_schema` or, for TGI, `value`, which has the
-            `schema`; `json_object`, with a `schema` or `value` or without; `json` or `regex` with `value`.
+            `schema`; `json_object`, with a `schema` or `value` or without; `json` or `regex` with `value`;
+            `structural_tag` with `structures` and `triggers`.
             None: any text will do.
         field: what it is called where it came from.
 
@@ -119,6 +124,8 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
             return _json(schema, f"{field}.schema")
         case ("json_object" | "json"), {"value": schema, **rest} if not rest:
             return _json(schema, f"{field}.value")
+        case "structural_tag", _:
+            return _structural_tag(parts, field)
         case "regex", {"value": str(regex), **rest} if not rest:
             return StructuredOutputs(form="regex", text=regex)
         case "json_schema", {"json_schema": {"schema": schema}, **rest} if not rest:
@@ -137,16 +144,47 @@ def _json(schema: Any, field: str) -> StructuredOutputs:
 
 
 def _schema(schema: Any, field: str) -> str:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from None
+    schema = _loaded(schema, field)
     require(isinstance(schema, Mapping), field, "must be a JSON schema: an object")
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from None
+
+
+def _loaded(value: Any, field: str) -> Any:
+    """Return what a text of JSON says; anything else is what it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from None
+
+
+def _structural_tag(value: Any, field: str) -> StructuredOutputs:
+    """Read the tags, by the names of vLLM and SGLang: what begins one, its schema, and what ends it."""
+    value = _loaded(value, field)
+    known = isinstance(value, Mapping) and value.keys() - {"type"} == {"structures", "triggers"}
+    require(known, field, "must have structures and triggers")
+    structures, triggers = value["structures"], value["triggers"]
+    for name, listed in (("structures", structures), ("triggers", triggers)):
+        require(isinstance(listed, list) and listed != [], f"{field}.{name}", "must be a list of some")
+    for index, trigger in enumerate(triggers):
+        require(isinstance(trigger, str) and trigger != "", f"{field}.triggers[{index}]", "must be text")
+    read = [_structure(one, triggers, f"{field}.structures[{index}]") for index, one in enumerate(structures)]
+    text = json.dumps({"structures": read, "triggers": triggers}, ensure_ascii=False)
+    return StructuredOutputs(form="structural_tag", text=text)
+
+
+def _structure(value: Any, triggers: Sequence[str], field: str) -> dict[str, Any]:
+    known = isinstance(value, Mapping) and value.keys() == {"begin", "schema", "end"}
+    require(known, field, "must have begin, schema and end")
+    begin, end = value["begin"], value["end"]
+    begins = isinstance(begin, str) and begin.startswith(tuple(triggers))
+    require(begins, f"{field}.begin", "must be text that starts with one of the triggers")
+    require(isinstance(end, str), f"{field}.end", "must be text")
+    return {"begin": begin, "schema": json.loads(_schema(value["schema"], f"{field}.schema")), "end": end}
 
 
 def _choices(choices: Any, field: str) -> str:

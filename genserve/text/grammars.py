@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +110,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         grammar = _source(outputs)
-        reason = compile_refusal(grammar) if outputs.form in ("json", "grammar") else ""
+        reason = compile_refusal(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
         if not reason:
             limits = LLParserLimits(**LIMITS)
             matcher = LLMatcher(self._vocabulary, grammar, limits=limits, log_level=0)
@@ -174,6 +175,8 @@ def _source(outputs: StructuredOutputs) -> str:
         case "choice":
             choices = " | ".join(json.dumps(choice) for choice in json.loads(outputs.text))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        case "structural_tag":
+            return _tags(**json.loads(outputs.text))
         case "grammar" if "::=" in outputs.text:
             try:
                 return grammar_from("gbnf", outputs.text)
@@ -181,3 +184,19 @@ def _source(outputs: StructuredOutputs) -> str:
                 raise _unusable(f"as it is: {error}") from None
         case _:
             return LLMatcher.grammar_from_lark(outputs.text)
+
+
+def _tags(*, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
+    """Return the grammar of any text in which a trigger is the beginning of one of the structures."""
+    from llguidance import StructTag
+
+    tags = [
+        StructTag(
+            trigger=next(trigger for trigger in triggers if structure["begin"].startswith(trigger)),
+            begin=structure["begin"],
+            grammar=structure["schema"] | {"x-guidance": JSON_OPTIONS},
+            end=structure["end"],
+        )
+        for structure in structures
+    ]
+    return StructTag.to_grammar(tags, assume_special=False)

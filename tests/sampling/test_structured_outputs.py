@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from genserve.errors import InvalidRequest
@@ -14,10 +16,15 @@ from genserve.sampling.structured_outputs import (
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 
 
+STRUCTURE = {"begin": "<f=g>", "schema": SCHEMA, "end": "</f>"}
+TAG = {"structures": [STRUCTURE], "triggers": ["<f="]}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"json": SCHEMA},
+        {"structural_tag": TAG},
         {"json_object": True},
         {"regex": "a+"},
         {"choice": ["é", 'b"']},
@@ -47,6 +54,19 @@ def test_the_properties_of_a_schema_keep_their_order():
         ({"json_object": False}, "structured_outputs"),
         ({"json": {}, "regex": "a"}, "structured_outputs"),
         ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
+        *(
+            ({"structural_tag": TAG | change}, f"structured_outputs.structural_tag{field}")
+            for change, field in (
+                ({"format": {}}, ""),
+                ({"structures": []}, ".structures"),
+                ({"triggers": "<f="}, ".triggers"),
+                ({"triggers": ["<f=", ""]}, ".triggers[1]"),
+                ({"triggers": ["<g="]}, ".structures[0].begin"),
+                ({"structures": [{"begin": "<f="}]}, ".structures[0]"),
+                ({"structures": [STRUCTURE | {"end": None}]}, ".structures[0].end"),
+                ({"structures": [STRUCTURE | {"schema": 3}]}, ".structures[0].schema"),
+            )
+        ),
         ({"json": "{"}, "structured_outputs.json"),
         ({"json": 3}, "structured_outputs.json"),
         ({"json": False}, "structured_outputs.json"),
@@ -86,6 +106,10 @@ def test_the_other_types_of_a_format():
     assert structured_outputs_of_format(None, field="f") is None
     regex = structured_outputs_of_format({"type": "regex", "value": "a+"}, field="f")
     assert regex == StructuredOutputs(form="regex", text="a+")
+    tags = structured_outputs_of_format({"type": "structural_tag", **TAG}, field="f")
+    assert tags == structured_outputs({"structural_tag": TAG})
+    written = json.dumps({"type": "structural_tag", **TAG})     # as vLLM has it
+    assert tags == structured_outputs({"structural_tag": written})
     anything = structured_outputs_of_format({"type": "json_object"}, field="f")
     assert anything == StructuredOutputs(form="json_object", text="{}")
 

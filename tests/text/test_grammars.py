@@ -112,6 +112,28 @@ def test_a_grammar_may_be_in_either_notation(grammars, tokenizer, grammar):
     assert not accepts(begin(grammars, grammar=grammar), tokenizer, "<abc")
 
 
+WEATHER = {"begin": "<f=rain>", "schema": {"enum": [1, 2]}, "end": "</f>"}
+CLOCK = {"begin": "<f=time>", "schema": {"type": "array", "maxItems": 0}, "end": "</f>"}
+TAG = {"structures": [WEATHER, CLOCK], "triggers": ["<f="]}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_read", "may_end"),
+    [
+        ("well, <f and </f>", True, True),
+        ("so: <f=rain>", True, False),
+        ("so: <f=rain>2</f> and <f=time>[]</f><", True, True),
+        ("so: <f=snow>", False, False),
+        ("so: <f=rain>3", False, False),
+        ("so: <f=rain>2</f> and <f=rain>[", False, False),
+    ],
+)
+def test_a_text_with_tags_is_free_but_between_them(grammars, tokenizer, text, is_read, may_end):
+    grammar = begin(grammars, structural_tag=TAG)
+    assert all(grammar.accept(token_id) for token_id in tokenizer.encode(text)) == is_read
+    assert (not tokenizer.eos_token_ids.isdisjoint(next_ids(grammar))) == may_end
+
+
 def test_any_object_is_an_object_alone(grammars, tokenizer):
     assert accepts(begin(grammars, json_object=True), tokenizer, '{"a": [1, null]}')
     assert not accepts(begin(grammars, json_object=True), tokenizer, "[1]")
@@ -161,6 +183,7 @@ def test_what_may_not_come_is_not_accepted_and_leaves_nothing(grammars, tokenize
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "text"}}, "text"),
+        ({"structural_tag": TAG | {"structures": [WEATHER | {"schema": {"not": {}}}]}}, "not"),
         ({"json": {"type": "string", "format": "colour"}}, "colour"),
         ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
         ({"json": {"$ref": "http://localhost/schema"}}, "localhost"),
