@@ -98,8 +98,9 @@ class EventLoopOutbox:
 class AsyncStream:
     """An asynchronous iterator over the deltas of one request; made by `EventLoopOutbox.open`.
 
-    The deltas of its choices come as they are made, and each says whose it is. If one choice fails, the
-    error is raised and none goes on.
+    Each turn gives all that have arrived, at least one: the deltas of its choices in the order in which
+    they were made, and each says whose it is. If one choice fails, the error is raised behind what came
+    before it, and none goes on.
 
     Close it, or use it as a context manager: a stream left early goes on occupying its slots.
     """
@@ -124,21 +125,31 @@ class AsyncStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> list[Delta]:
         if not self._choices:
             raise StopAsyncIteration
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        sequence, content = self._arrived.popleft()
-        choice = self._choices[sequence]
-        if isinstance(content, GenserveError) or content.finish_reason is not None:
-            del self._choices[sequence]
-            self._outbox.forget(sequence)
-        if isinstance(content, GenserveError):
-            self.close()
-            raise content
-        return replace(content, choice=choice) if choice else content
+        deltas: list[Delta] = []
+        while self._arrived:
+            sequence, content = self._arrived[0]
+            if isinstance(content, GenserveError):
+                if deltas:
+                    break
+                self._end(sequence)
+                self.close()
+                raise content
+            self._arrived.popleft()
+            choice = self._choices[sequence]
+            if content.finish_reason is not None:
+                self._end(sequence)
+            deltas.append(replace(content, choice=choice) if choice else content)
+        return deltas
+
+    def _end(self, sequence: TokenSequence) -> None:
+        del self._choices[sequence]
+        self._outbox.forget(sequence)
 
     def close(self) -> None:
         """Stop what still runs of the request; a second call does nothing."""

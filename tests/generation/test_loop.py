@@ -111,7 +111,7 @@ async def test_an_event_loop_reads_several_streams_at_once(loop):
     streams = [outbox.open(loop, sequence_of([i], max_tokens=8)) for i in range(4)]
 
     async def read(stream):
-        return [token_id async for delta in stream for token_id in delta.token_ids]
+        return [i async for deltas in stream for delta in deltas for i in delta.token_ids]
 
     assert await asyncio.gather(*map(read, streams)) == [greedy_answer([i], num_tokens=8) for i in range(4)]
 

@@ -43,7 +43,7 @@ def test_a_request_for_a_model_that_was_replaced_meanwhile_goes_to_the_next(
 
     async def ask() -> int:
         opened = await services.open("tiny", ["hello"], SamplingParams(max_tokens=3, ignore_eos=True))
-        return sum([len(delta.token_ids) async for delta in opened.stream])
+        return sum([len(delta.token_ids) async for deltas in opened.stream for delta in deltas])
 
     repository.older = [old]
     assert asyncio.run(ask()) == 3

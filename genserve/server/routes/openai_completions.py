@@ -127,8 +127,15 @@ class CompletionFrames(Chunks):
         """See `Frames`."""
         delta = self._wanted(delta)
         fields = self._choices[delta.choice].part(delta)
-        chunk = self.chunk(delta.choice, json.dumps(fields)[1:-1]) if any(fields.values()) else b""
+        chunk = self.chunk(delta.choice, _written(fields)) if any(fields.values()) else b""
         return chunk if delta.finish_reason is None else chunk + self.ending(delta)
+
+
+def _written(fields: Mapping[str, Any]) -> str:
+    """Return what `json.dumps` writes between braces; field by field, since it is quick with texts alone."""
+    return ", ".join(
+        f'"{name}": {"null" if value is None else json.dumps(value)}' for name, value in fields.items()
+    )
 
 
 class Choice:

@@ -106,7 +106,7 @@ class TokenFrames:
             last = delta.finish_reason is not None and index == len(tokens) - 1
             ending = self._ending(delta) if last else '"generated_text": null, "details": null'
             top = f'"top_tokens": {json.dumps(likely[index])}, ' if likely else ""
-            events += event(f'{{"index": {self._num_tokens}, "token": {json.dumps(token)}, {top}{ending}}}')
+            events += event(f'{{"index": {self._num_tokens}, "token": {_written(token)}, {top}{ending}}}')
         return events
 
     def error(self, error: GenserveError) -> bytes:
@@ -127,6 +127,14 @@ class TokenFrames:
             "seed": self._opened.seeds[0] if self._sampling else None,
         }
         return f'"generated_text": {json.dumps("".join(self._text))}, "details": {json.dumps(details)}'
+
+
+def _written(token: Mapping[str, Any]) -> str:
+    """Return what `json.dumps` writes; it is quick with texts alone, and this is once per token."""
+    logprob = "null" if token["logprob"] is None else repr(token["logprob"])
+    flag = "true" if token["special"] else "false"
+    text = json.dumps(token["text"])
+    return f'{{"id": {token["id"]}, "text": {text}, "logprob": {logprob}, "special": {flag}}}'
 
 
 async def _open(body: GenerateBody, services: Services, *, logprobs: bool) -> Open:

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+
+from genserve.errors import ModelFailed
+from genserve.generation.streams import EventLoopOutbox
+from genserve.request import Delta, FinishReason, Usage
+from genserve.server.sse import EventStream, event
+from tests.fakes.sequences import sequence_of
+
+
+class Idle:
+    """Stands for an `EngineLoop`; what it makes is delivered by the test."""
+
+    def submit(self, *sequences, outbox):
+        pass
+
+    def cancel(self, sequence):
+        pass
+
+
+class Texts:
+    """`Frames` that write the text of a delta."""
+
+    def start(self):
+        return b""
+
+    def delta(self, delta):
+        return event(delta.text)
+
+    def error(self, error):
+        return event(error.message)
+
+    def end(self):
+        return b""
+
+
+def delta(text, finish_reason=None):
+    return Delta(text=text, token_ids=(1,), finish_reason=finish_reason, usage=USAGE)
+
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=1)
+LAST = delta("last", FinishReason.LENGTH)
+
+
+async def bodies(*steps):
+    """What is written where each step's deltas are there before anybody looks."""
+    outbox = EventLoopOutbox(asyncio.get_running_loop())
+    sequence = sequence_of([1])
+    response = EventStream(outbox.open(Idle(), sequence), Texts())
+    coming = iter(steps)
+    sent = []
+
+    def deliver():
+        outbox.deliver([(sequence, content) for content in next(coming, ())])
+
+    async def send(message):
+        sent.append(message.get("body"))
+        deliver()
+
+    await response({"type": "http", "method": "POST"}, asyncio.Future, send)
+    return [body for body in sent if body]
+
+
+async def test_what_waits_is_written_at_once_as_events_of_its_own():
+    written = await bodies([delta("a"), delta("b")], [delta("c")], [LAST])
+    assert written == [b"data: a\n\ndata: b\n\n", b"data: c\n\n", b"data: last\n\n"]
+
+
+async def test_what_came_before_an_error_is_written_before_it():
+    written = await bodies([delta("a"), ModelFailed("gone")])
+    assert written == [b"data: a\n\n", b"data: gone\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}),
+        ("/v1/completions", {"prompt": ["hi", "ho"], "echo": True, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": "hi", "logprobs": 2, "stream_options": {"include_usage": True}}),
+        ("/", {"inputs": "hi", "parameters": {"top_n_tokens": 2, "do_sample": True}}),
+        ("/", {"inputs": "hi", "parameters": {"max_new_tokens": 200, "return_full_text": True}}),
+    ],
+)
+def test_events_are_json_as_python_writes_it(tiny_server, path, body):
+    with httpx2.Client(base_url=tiny_server.url) as http:
+        text = http.post(path, json=body | {"stream": True}).text
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line not in ("", "data: [DONE]")]
+    assert len(events) > 2
+    assert [json.dumps(json.loads(one)) for one in events] == events
