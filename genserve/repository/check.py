@@ -10,6 +10,7 @@ from pathlib import Path
 from genserve.config.fault import Fault, Severity, first_error
 from genserve.config.model_config import ModelConfig, SpecificVersions
 from genserve.errors import RepositoryError, Status
+from genserve.repository.draft_rules import draft_faults
 from genserve.repository.index import ModelEntry, scan, served_versions
 from genserve.repository.plugin_rules import decodes, plugin_faults
 from genserve.repository.wiring import wiring_faults
@@ -72,6 +73,7 @@ def model_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[
         faults += wiring_faults(entry, entries)
     else:
         faults += _file_faults(entry, entry.config)
+        faults += draft_faults(entry, entry.config, entries)
     return tuple(faults)
 
 

@@ -13,6 +13,7 @@ from genserve.generation.draft_model import DraftModel
 from genserve.generation.prompt_lookup import PromptLookup
 from genserve.generation.speculation import Draft, Speculation
 from genserve.repository.check import accept, model_faults
+from genserve.repository.draft_rules import wanted_drafts
 from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_runtime import LoadedLogits, load_logits, logits_file
@@ -40,23 +41,17 @@ def load_drafting(
 
     Raises:
         RepositoryError: it is none that can look at several tokens, or lacks the graph for it; or what is to
-            draft is not there, cannot be loaded, or has another vocabulary.
+            draft cannot be loaded, or has another vocabulary.
     """
     assert entry.config is not None  # or it would have an error
-    parameters = entry.config.parameters
-    wanted = [name for name in ("speculation", "draft_model") if name in parameters]
+    parameters, wanted = entry.config.parameters, wanted_drafts(entry.config)
     if not wanted:
         return None
-    leave_out = f"take the parameter `{wanted[-1]}` out of {entry.name}/config.pbtxt"
-    if len(wanted) > 1:
-        raise RepositoryError(
-            f"model {entry.name} has two drafts, `speculation` and `draft_model`", remedy=leave_out
-        )
     if not isinstance(logits, OnnxLogits) or placement.kind == "GPU":
         raise RepositoryError(
             f"model {entry.name} cannot speculate: that takes a graph that `genserve export` has built, "
             "in ONNX, on the CPU",
-            remedy=leave_out,
+            remedy=f"take the parameter `{wanted[0]}` out of {entry.name}/config.pbtxt",
         )
     num_threads = integer_parameter(parameters, "intra_op_thread_count", default=0)
     verifier = OnnxVerifier(logits, logits_file(entry), num_threads=num_threads)
@@ -75,12 +70,8 @@ def _draft_model(
     num_slots: int,
 ) -> DraftModel:
     """Load the logits stage of an ensemble once more, to draft on the CPU."""
-    stages = generation_stages(entries[name], entries) if name in entries else None
-    if stages is None:
-        raise RepositoryError(
-            f"draft_model {name!r} is not in the repository as a model that generates text",
-            remedy="name an ensemble of a tokenizer, a logits and a decoder stage",
-        )
+    stages = generation_stages(entries[name], entries)
+    assert stages is not None  # or the logits stage's config would have an error
     accept(fault for stage in stages.values() for fault in model_faults(stage, entries))
     if not tokenizer.has_vocabulary_of(Tokenizer.from_folder(stages["tokenizer"].latest_version())):
         raise RepositoryError(

@@ -10,10 +10,13 @@ import pytest
 from genserve import LLM
 from genserve.backends.backend import Placement
 from genserve.backends.logits_onnx import OnnxLogits
+from genserve.config.fault import Severity
 from genserve.errors import GenserveError
+from genserve.repository.check import repository_faults
 from genserve.repository.drafting import load_drafting
 from genserve.repository.index import scan
 from genserve.repository.logits_runtime import logits_file
+from genserve.repository.repository import Repository
 from genserve.text.tokenizer import Tokenizer
 from tests.checkpoints import tiny_tokenizer
 from tests.fakes.logits import CachedLogits
@@ -70,6 +73,31 @@ def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, param
     root = speculating(tiny_repository, tmp_path / "models", **parameters)
     with pytest.raises(GenserveError, match=message):
         LLM(root)
+
+
+def test_a_check_tells_the_place_of_a_draft_that_is_not_there(tiny_repository, tmp_path):
+    root = speculating(tiny_repository, tmp_path / "models", draft_model="nobody")
+    config = root / "tiny_logits" / "config.pbtxt"
+    [fault] = repository_faults([root])["tiny_logits"]
+    assert fault.severity is Severity.ERROR
+    assert (fault.path, fault.line) == (config, len(config.read_text().splitlines()))
+
+
+@pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
+def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
+    tiny_repository, tmp_path, caplog, parameter
+):
+    root = speculating(tiny_repository, tmp_path / "models", **parameter)
+    shutil.rmtree(root / "tiny")
+    [fault] = repository_faults([root])["tiny_logits"]
+    assert fault.severity is Severity.WARNING
+    [name] = parameter
+    assert fault.message.startswith(f"parameter '{name}' has no effect")
+    repository = Repository([root])
+    repository.start()
+    assert repository.is_ready("tiny_logits")
+    repository.close()
+    assert fault.message in caplog.text
 
 
 def test_an_export_that_has_no_graph_for_it_is_refused(tiny_repository, tmp_path):

@@ -1,0 +1,54 @@
+"""Draft rules: what is wrong with how a logits stage is to speculate, as far as the folders tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from genserve.config.fault import Fault, Severity
+from genserve.config.model_config import ModelConfig
+from genserve.repository.ensemble_steps import generation_stages
+from genserve.repository.index import ModelEntry
+
+__all__ = ["draft_faults", "wanted_drafts"]
+
+
+def wanted_drafts(config: ModelConfig) -> list[str]:
+    """Return the parameters of a logits stage that ask for a draft; there should be one at the most."""
+    return [name for name in ("speculation", "draft_model") if name in config.parameters]
+
+
+def draft_faults(
+    entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]
+) -> Iterator[Fault]:
+    """Yield the faults of a model that may be a logits stage.
+
+    Args:
+        entry: the model.
+        config: its config.
+        entries: all models of the repository, by name.
+    """
+    wanted = wanted_drafts(config) if config.backend in ("onnxruntime", "pytorch") else []
+    if not wanted:
+        return
+    chains = {name: generation_stages(other, entries) for name, other in entries.items()}
+    if not any(stages and stages["logits"].name == entry.name for stages in chains.values()):
+        message = f"parameter {wanted[0]!r} has no effect: no ensemble that generates text has this stage"
+        yield _fault(entry, Severity.WARNING, wanted[0], message, remedy="leave it out")
+        return
+    if len(wanted) > 1:
+        message = f"model {entry.name} has two drafts, `speculation` and `draft_model`"
+        yield _fault(entry, Severity.ERROR, wanted[-1], message, remedy="leave one of them out")
+    name = config.parameters.get("draft_model")
+    if name is not None and not chains.get(name):
+        yield _fault(
+            entry,
+            Severity.ERROR,
+            "draft_model",
+            f"draft_model {name!r} is not in the repository as a model that generates text",
+            remedy="name an ensemble of a tokenizer, a logits and a decoder stage",
+        )
+
+
+def _fault(entry: ModelEntry, severity: Severity, key: str, message: str, *, remedy: str) -> Fault:
+    place = entry.parsed.place("parameters", key=key)
+    return Fault(severity=severity, path=entry.parsed.path, place=place, message=message, remedy=remedy)
