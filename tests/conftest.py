@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from genserve.export.progress import SilentProgress
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export import tiny_models
 from tests.live import LiveServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_arrives() -> None:
+    """A shell that started the tests in the background lets them, and so their children, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

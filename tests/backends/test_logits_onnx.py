@@ -1,4 +1,4 @@
-"""The backend's forwards against transformers' own model, on the weights of a tiny checkpoint."""
+"""Logits by ONNX Runtime: requests of growing ids, and what spoils a row or a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_memory import HostMemory
@@ -24,11 +23,6 @@ from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_o
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_checkpoint):
-    return LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32, attn_implementation="eager")
-
-
 @pytest.fixture(params=["host", "device"])
 def logits(request, tiny_repository):
     # The memory of a GPU is here that of the CPU: tensors of torch, which the graph is bound to alike.
@@ -37,60 +31,8 @@ def logits(request, tiny_repository):
     return OnnxLogits(path, num_slots=4, max_length=128, memory=memory)
 
 
-def last_row(reference, token_ids) -> np.ndarray:
-    with torch.inference_mode():
-        return reference(torch.tensor([token_ids])).logits[0, -1].numpy()
-
-
 def random_ids(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 300, count).tolist()
-
-
-def decode(logits, histories: list[list[int]]) -> np.ndarray:
-    """Run the last token of each history, the others being in the cache."""
-    last = np.array([history[-1] for history in histories])
-    past = np.array([len(history) - 1 for history in histories])
-    return logits.decode(last, past)
-
-
-def test_a_padded_prefill_and_a_ragged_decode_equal_transformers(logits, reference):
-    histories = [random_ids(i, n) for i, n in enumerate((5, 17, 1, 40))]
-    rows = logits.prefill(histories, first_slot=0, past=0)
-    for row, history in zip(rows, histories, strict=True):
-        np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
-    for step in range(10):
-        for history in histories:
-            history.append(random_ids(100 + step, 1)[0])
-        rows = decode(logits, histories)
-        for row, history in zip(rows, histories, strict=True):
-            np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
-
-
-def test_a_prompt_in_chunks_equals_transformers_and_leaves_its_neighbours_alone(logits, reference):
-    neighbour, prompt = random_ids(1, 9), random_ids(2, 60)
-    logits.prefill([neighbour], first_slot=0, past=0)
-    for start in range(0, 60, 16):
-        rows = logits.prefill([prompt[start : start + 16]], first_slot=1, past=start)
-    np.testing.assert_allclose(rows[0], last_row(reference, prompt), atol=TOLERANCE)
-    histories = [[*neighbour, 7], [*prompt, 8]]
-    rows = decode(logits, histories)
-    for row, history in zip(rows, histories, strict=True):
-        np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
-
-
-def test_a_moved_slot_goes_on_where_it_was(logits, reference):
-    history = random_ids(3, 20)
-    logits.prefill([random_ids(i, 30) for i in range(3)] + [history], first_slot=0, past=0)
-    logits.move(source=3, target=0, length=20)
-    rows = decode(logits, [[*history, 9]])
-    np.testing.assert_allclose(rows[0], last_row(reference, [*history, 9]), atol=TOLERANCE)
-
-
-def test_a_reused_slot_does_not_see_what_was_there(logits, reference):
-    logits.prefill([random_ids(4, 50)], first_slot=0, past=0)
-    history = random_ids(5, 3)
-    rows = logits.prefill([history], first_slot=0, past=0)
-    np.testing.assert_allclose(rows[0], last_row(reference, history), atol=TOLERANCE)
 
 
 def test_logits_of_growing_ids_equal_those_computed_afresh(logits, tiny_repository):

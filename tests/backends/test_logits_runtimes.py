@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_growing import GrowingLogits
+from genserve.backends.logits_memory import HostMemory, LogitsMemory
+from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.pytorch import open_module
+from genserve.backends.row_picker import pick_rows
 from genserve.export.form import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
-from tests.export.graphs import conversion_of, write_conversion
+from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 from tests.reference import greedy_ids, reference_model
 
@@ -40,7 +44,21 @@ def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
     return TorchLogits(path, num_slots=8, max_length=MAX_LENGTH)
 
 
-KINDS = {"whole": whole, "torchscript": torchscript}
+def onnx(checkpoint: Path, folder: Path, memory: LogitsMemory) -> LogitsModel:
+    path = write_graph(checkpoint, folder).folder / "model.onnx"
+    return OnnxLogits(path, num_slots=8, max_length=MAX_LENGTH, memory=memory)
+
+
+def onnx_host(checkpoint: Path, folder: Path) -> LogitsModel:
+    return onnx(checkpoint, folder, HostMemory())
+
+
+def onnx_device(checkpoint: Path, folder: Path) -> LogitsModel:
+    """The memory of a GPU is here that of the CPU: tensors of torch, which the graph is bound to alike."""
+    return onnx(checkpoint, folder, DeviceMemory("cpu"))
+
+
+KINDS = {"whole": whole, "torchscript": torchscript, "onnx_host": onnx_host, "onnx_device": onnx_device}
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "growing"])
@@ -74,8 +92,8 @@ def random_ids(seed: int, count: int) -> list[int]:
 
 def assert_equal_to_reference(rows: np.ndarray, histories: list[list[int]], reference) -> None:
     assert rows.shape == (len(histories), 320)
-    assert rows.dtype == np.float32
-    for row, history in zip(rows, histories, strict=True):
+    assert np.asarray(rows).dtype == np.float32
+    for row, history in zip(np.asarray(rows), histories, strict=True):
         np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
 
 
@@ -112,6 +130,13 @@ def test_a_moved_slot_goes_on_where_it_was(logits, reference):
     assert_equal_to_reference(decode(logits, [[*history, 9]]), [[*history, 9]], reference)
 
 
+def test_a_reused_slot_does_not_see_what_was_there(logits, reference):
+    logits.prefill([random_ids(4, 50)], first_slot=0, past=0)
+    history = random_ids(5, 3)
+    rows = logits.prefill([history], first_slot=0, past=0)
+    assert_equal_to_reference(rows, [history], reference)
+
+
 def test_a_slot_is_filled_to_its_end(logits, reference):
     history = random_ids(6, MAX_LENGTH)
     logits.prefill([history[:-1]], first_slot=0, past=0)
@@ -120,7 +145,7 @@ def test_a_slot_is_filled_to_its_end(logits, reference):
 
 def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
     """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock())
+    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
     sequences = [
@@ -140,11 +165,9 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
         assert sequence.token_ids[len(prompt) :] == expected
 
 
-
-
 def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
     """Their slots are copied while the rows between them go on."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock())
+    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
     answers = {}
     for number, length in enumerate((3, 30)):
         prompt = random_ids(40 + number, length)

@@ -20,12 +20,6 @@ BEAMS = {"use_beam_search": True, "beam_width": WIDTH, "length_penalty": 0.5, "i
 NUM_TOKENS = 10
 
 
-@pytest.fixture
-def client(tiny_server):
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tiny_server):
     return tiny_server.model.tokenizer

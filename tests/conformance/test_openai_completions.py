@@ -16,12 +16,6 @@ OPTIONS = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": ON
 TEXTS = ["hello there", "the quick brown fox", "hello again"]
 
 
-@pytest.fixture
-def client(tiny_server):
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def answers(tiny_repository):
     """What the same model says in this process."""

@@ -9,12 +9,6 @@ MESSAGES = [{"role": "user", "content": "hello there"}]
 OPTIONS = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
 
 
-@pytest.fixture
-def client(tiny_server):
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_a_chat_is_answered(client):
     answer = client.chat.completions.create(**OPTIONS)
     assert answer.choices[0].finish_reason == "length"

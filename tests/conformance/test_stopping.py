@@ -15,12 +15,6 @@ EXTRAS = {"ignore_eos": True}  # a random model ends anywhere
 OPTIONS: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
 
-@pytest.fixture
-def client(tiny_server):
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def whole(tiny_repository) -> Completion:
     """What the same model says in this process."""

@@ -29,12 +29,6 @@ class Rating(pydantic.BaseModel):
     stars: int = pydantic.Field(ge=1, le=5)
 
 
-@pytest.fixture
-def client(tiny_server):
-    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_a_pydantic_class_is_answered_with_an_instance_of_it(client):
     answer = client.chat.completions.parse(
         model="tiny", messages=TURN, response_format=Rating, temperature=1.0, seed=1, n=3

@@ -562,21 +562,25 @@ def test_paths_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
         repository.load("one", config="{}", files={"a": b"", "a/b": b""})
 
 
-def test_the_files_of_a_load_call_go_with_their_model(tmp_path: Path) -> None:
+def test_the_files_of_a_load_call_go_with_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_model(tmp_path, "one")
     code = (folder / "1" / "model.py").read_bytes()
     config = '{"backend": "python", "input": [], "output": []}'
-    uploads = Path(tempfile.gettempdir())
-    before = set(uploads.glob("genserve-*"))
+    uploads = tmp_path / ".uploads"
+    uploads.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(uploads))
     with opened(tmp_path, "one") as repository:
         for _ in range(3):
             repository.load("one", config=config, files={"1/model.py": code})
+        assert list(uploads.iterdir())
         repository.unload("one")
         until(lambda: index(repository)["one"][0] == "UNAVAILABLE")
 
         def gone() -> bool:
             gc.collect()  # a thread that has just ended a version may have held its folder
-            return set(uploads.glob("genserve-*")) == before
+            return not list(uploads.iterdir())
 
         until(gone)
 

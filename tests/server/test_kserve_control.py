@@ -21,13 +21,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKServe]:
         yield live
 
 
-@pytest.fixture
-def client(server: LiveKServe) -> Iterator[triton.InferenceServerClient]:
-    client = triton.InferenceServerClient(server.address)
-    yield client
-    client.close()
-
-
 def test_the_server_says_that_it_is_alive_and_what_it_is(client) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()

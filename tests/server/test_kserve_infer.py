@@ -54,13 +54,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKServe]:
         yield live
 
 
-@pytest.fixture
-def client(server: LiveKServe) -> Iterator[triton.InferenceServerClient]:
-    client = triton.InferenceServerClient(server.address)
-    yield client
-    client.close()
-
-
 def post(server: LiveKServe, model: str, body: object, **headers: str) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}

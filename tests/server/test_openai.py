@@ -2,18 +2,11 @@ from __future__ import annotations
 
 import json
 
-import httpx2
 import pytest
 
 from genserve.request import read_chat
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
-
-
-@pytest.fixture
-def http(tiny_server):
-    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
-        yield client
 
 
 def chat(http, **body):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx2
 import openai
 import pytest
 
@@ -11,12 +10,6 @@ from genserve.request import Chat, Message, read_chat
 
 QUESTION = {"role": "user", "content": "hello there"}
 BEGUN = {"role": "assistant", "content": "Well, "}
-
-
-@pytest.fixture
-def http(tiny_server):
-    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
-        yield client
 
 
 def chat(http, **body):

@@ -9,12 +9,6 @@ import pytest
 from tests.live import LiveServer
 
 
-@pytest.fixture
-def http(tiny_server):
-    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
-        yield client
-
-
 def generate(http, inputs="hello there", **parameters):
     return http.post("/generate", json={"inputs": inputs, "parameters": {"max_new_tokens": 8, **parameters}})
 

@@ -36,12 +36,6 @@ def triton(server: LiveGrpc) -> Iterator[client.InferenceServerClient]:
         yield connected
 
 
-@pytest.fixture(scope="module")
-def stub(server: LiveGrpc) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    with grpc.insecure_channel(server.address) as channel:
-        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-
 def tensor(array: np.ndarray, datatype: str = "FP32") -> client.InferInput:
     tensor = client.InferInput("X", array.shape, datatype)
     tensor.set_data_from_numpy(array)

@@ -27,12 +27,6 @@ def server() -> Iterator[LiveGrpc]:
         yield live
 
 
-@pytest.fixture(scope="module")
-def stub(server: LiveGrpc) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    with grpc.insecure_channel(server.address) as channel:
-        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-
 def request(model: str, data: bytes, datatype: str, **fields) -> service_pb2.ModelInferRequest:
     shape = [1, 1] if model == "batched" else [1]
     message = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=[data], **fields)

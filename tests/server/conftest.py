@@ -1,0 +1,24 @@
+"""Clients: a plain one of the server with the tiny model, and Triton's of a module's own server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+import tritonclient.http as triton
+
+from tests.server.live_kserve import LiveKServe
+
+
+@pytest.fixture
+def http(tiny_server):
+    with httpx2.Client(base_url=tiny_server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: LiveKServe) -> Iterator[triton.InferenceServerClient]:
+    client = triton.InferenceServerClient(server.address)
+    yield client
+    client.close()
