@@ -34,7 +34,8 @@ class LLM:
         with LLM("model_repository", "smollm2") as llm:
             print(llm.chat("What is a triton?", max_tokens=64).text)
 
-    Safe to use from several threads at once: their requests share the steps of one engine.
+    Safe to use from several threads at once: their requests share the steps of one engine. After `close`,
+    every call raises Closed.
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
@@ -49,11 +50,14 @@ class LLM:
             ModelNotFound: there is no such model.
         """
         self._repository = Repository([Path(model_repository)])
-        name = model or self._repository.only_name()
-        self._repository.start([name])
-        for error in self._repository.errors.values():
-            raise error
-        self._model = self._repository.get(name)
+        with ExitStack() as undo:
+            undo.callback(self._repository.close)   # what was loaded on the way to an error
+            name = model or self._repository.only_name()
+            self._repository.start([name])
+            for error in self._repository.errors.values():
+                raise error
+            self._model = self._repository.get(name)
+            undo.pop_all()
 
     @property
     def model(self) -> str:

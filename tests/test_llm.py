@@ -42,6 +42,13 @@ def test_a_misspelt_option_is_refused_with_the_nearest(llm):
         llm.generate("hi", max_tokns=3)
 
 
+def test_a_model_that_does_not_generate_text_is_not_left_loaded(tiny_repository):
+    before = threading.active_count()
+    with pytest.raises(ModelNotFound, match="does not generate text"):
+        LLM(tiny_repository, "tiny_logits")
+    assert threading.active_count() == before
+
+
 def test_what_is_not_there_is_named(tiny_repository, tmp_path):
     with pytest.raises(ModelNotFound, match="tiny"):
         LLM(tiny_repository, "nobody")
