@@ -30,7 +30,7 @@ def run_slash(session: ChatSession, line: str) -> None:
     """Do what the line says.
 
     Raises:
-        GenserveError: a question was asked again, and failed.
+        GenserveError: a question was asked again, and failed; what was said before stays.
         EOFError: the chat is over.
     """
     name, _, argument = line.partition(" ")
@@ -87,7 +87,12 @@ def _retry(session: ChatSession, _argument: str) -> None:
     if exchange is None:
         session.note("there is nothing to retry")
         return
-    answer = session.ask(exchange.question)
+    num_left = len(session.conversation)
+    try:
+        answer = session.ask(exchange.question)
+    finally:
+        if len(session.conversation) == num_left:   # it failed, or was stopped before its first word
+            session.conversation.add(exchange.question, answer=exchange.answer)
     session.note(answer.summary(max_length=session.model.max_length))
 
 

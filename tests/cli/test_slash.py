@@ -7,6 +7,8 @@ import pytest
 
 from genserve.cli.chat_session import ChatSession
 from genserve.cli.slash import COMMANDS, run_slash
+from genserve.errors import InvalidRequest
+from genserve.sampling.params import SamplingOptions
 from tests.cli.fake_model import FakeModel, chat_with
 
 
@@ -113,6 +115,14 @@ def test_retry_asks_the_last_question_again_without_its_answer(
     assert said("/retry").startswith("TWO\n2 tokens")
     assert [m.content for m in model.asked[-1]] == ["one", "ONE", "two"]
     assert contents(session) == ["one", "ONE", "two", "TWO"]
+
+
+def test_what_was_said_stays_where_a_retry_fails(session: ChatSession) -> None:
+    session.ask("one")
+    session.options = SamplingOptions(temperature=-1)
+    with pytest.raises(InvalidRequest):
+        run_slash(session, "/retry")
+    assert contents(session) == ["one", "ONE"]
 
 
 def test_retry_with_nothing_said_says_so(said) -> None:
