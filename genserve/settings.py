@@ -46,6 +46,6 @@ class ServerSettings:
     http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
     grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none
     http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
-    max_body_bytes: int = 8 * 2**20         # of one request; parsing it stalls the event loop 4 ms per MB
+    max_body_bytes: int = 8 * 2**20         # of one request; to check it stalls the event loop, 20 ms per MB
     drain_s: float = 30.0                   # how long answers may go on after SIGTERM
     log_verbose: int = 0                    # 0: models, and what they say; 1: also the ends of answers

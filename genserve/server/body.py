@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
 from genserve.errors import InvalidRequest
+from genserve.server.beside import beside
 
 __all__ = ["Body", "BodyTooLarge", "StrictRoute"]
 
@@ -76,7 +77,8 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         """Return the parsed body; raises InvalidRequest, which never quotes the body's content."""
         if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body())
+            body = await self.body()
+            self._json = await beside(len(body), parse_json, body)
         return self._json
 
 

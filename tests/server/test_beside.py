@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
 
+import genserve.server.body
 import genserve.tensor
 from genserve.server.beside import beside, work_of
 from genserve.tensor import Tensor
@@ -40,8 +42,8 @@ def server(tmp_path_factory):
         yield live
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_many_strings_keep_neither_protocol_from_its_event_loop(server, monkeypatch, protocol):
+def threads_of(module, *names, monkeypatch):
+    """The threads that will have called these functions."""
     threads = set()
 
     def note(function):
@@ -51,8 +53,22 @@ def test_many_strings_keep_neither_protocol_from_its_event_loop(server, monkeypa
 
         return noted
 
-    for name in ("_split_strings", "_join_strings"):
-        monkeypatch.setattr(genserve.tensor, name, note(getattr(genserve.tensor, name)))
+    for name in names:
+        monkeypatch.setattr(module, name, note(getattr(module, name)))
+    return threads
+
+
+def test_a_large_body_of_another_dialect_is_parsed_beside_it_too(server, monkeypatch):
+    threads = threads_of(genserve.server.body, "parse_json", monkeypatch=monkeypatch)
+    with httpx2.Client(base_url=server.url) as http:
+        assert http.post("/v1/completions", json={"prompt": [1] * 200000}).status_code == 404
+    assert threads
+    assert server.thread not in threads
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_many_strings_keep_neither_protocol_from_its_event_loop(server, monkeypatch, protocol):
+    threads = threads_of(genserve.tensor, "_split_strings", "_join_strings", monkeypatch=monkeypatch)
     library = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
     address = {"http": f"127.0.0.1:{server.port}", "grpc": server.info.grpc_address}[protocol]
     x = library.InferInput("X", [20000], "BYTES")
