@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from genserve.server.faults import add_fault_handlers
 from genserve.server.gate import Gate
 from genserve.server.request_id import RequestId
-from genserve.server.routes import health, openai, openai_completions, tgi
+from genserve.server.routes import health, openai, openai_completions, reference, tgi
 from genserve.server.routes.kserve import KServe, is_kserve
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
@@ -29,10 +29,12 @@ def create_app(services: Services) -> FastAPI:
         title="genserve",
         version=__version__,
         description="Text generation from a model repository in Triton's format.",
+        docs_url=None,  # FastAPI's own pages are empty where their scripts' server cannot be reached
+        redoc_url=None,
     )
     app.state.services = services
-    for router in (tgi.router, openai.router, openai_completions.router, health.router):
-        app.include_router(router)
+    for routes in (openai, openai_completions, tgi, health, reference):  # in the order of the page at /docs
+        app.include_router(routes.router)
     add_fault_handlers(app)
     for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body
         app.add_exception_handler(left, _on_client_left)

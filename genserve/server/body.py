@@ -22,6 +22,7 @@ __all__ = ["Body", "BodyTooLarge", "StrictRoute"]
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_INT_DIGITS = 20
+_JSON_OBJECT = "send a JSON object in UTF-8; GET /docs has examples"
 
 
 class Body(BaseModel):
@@ -98,13 +99,17 @@ def parse_json(body: bytes) -> dict[str, Any]:
             parse_int=_bounded_int,
         )
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8, at byte {error.start}") from None
+        raise InvalidRequest(
+            f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT
+        ) from None
     except json.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise InvalidRequest(
+            f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT
+        ) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object")
+        raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
     # Only an escape can make one, so most bodies need no look at their strings.
     if "\\u" in text:
         _refuse_surrogates(value, "")

@@ -156,9 +156,9 @@ def _path(parts: tuple[int | str, ...]) -> str:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = {404: "there is no such route", 405: "this route takes another method"}.get(
-        error.status_code, str(error.detail)
-    )
+    allowed = (error.headers or {}).get("Allow", "another method")
+    known = {404: "there is no such route", 405: f"this route takes {allowed}, and no other method"}
+    message = known.get(error.status_code, str(error.detail))
     body, _ = _in_dialect(request, InvalidRequest(message, remedy="GET /docs lists the routes"))
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 

@@ -85,6 +85,7 @@ def test_a_client_that_leaves_frees_its_slot_within_two_steps(
 def test_health_and_metrics_tell_of_the_model(tiny_server):
     with httpx2.Client(base_url=tiny_server.url) as http:
         assert http.get("/health").json() == {"status": "ok"}
+        assert http.head("/health").status_code == 200
         http.post("/generate", json={"inputs": "hi", "parameters": {"max_new_tokens": 4}})
         text = http.get("/metrics").text
     assert 'genserve_generation_tokens_total{model="tiny"}' in text

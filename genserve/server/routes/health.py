@@ -14,6 +14,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["health"])
 
 
+@router.head("/health", include_in_schema=False)  # as load balancers ask
 @router.get("/health")
 async def health(services: SharedServices) -> JSONResponse:
     """200 if every model answers and the server does not drain, else 503 with the reason."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,7 +49,7 @@ from genserve.server.routes.kserve_shared_memory import (
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
-__all__ = ["KServe", "is_kserve"]
+__all__ = ["KServe", "KServeRoute", "is_kserve", "route_table"]
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]
 
@@ -85,6 +86,29 @@ _ROUTES: tuple[tuple[re.Pattern[str], Mapping[str, Handler]], ...] = tuple(
         (f"/v2/cudasharedmemory{_REGION}/unregister", {"POST": unregister_cuda_region}),
     )
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KServeRoute:
+    """One route, as a person is shown it."""
+
+    method: str
+    path: str       # `/v2/models/{model}[/versions/{version}]`
+    text: str       # what it does, one sentence
+
+
+def route_table() -> list[KServeRoute]:
+    """Return all routes, in the order in which they are looked for."""
+    return [
+        KServeRoute(method=method, path=_shown(pattern), text=(handler.__doc__ or "").partition("\n")[0])
+        for pattern, handlers in _ROUTES
+        for method, handler in handlers.items()
+    ]
+
+
+def _shown(pattern: re.Pattern[str]) -> str:
+    named = re.sub(r"\(\?P<(\w+)>[^)]*\)", r"{\1}", pattern.pattern)
+    return re.sub(r"\(\?:(.*?)\)\?", r"[\1]", named)
 
 
 def is_kserve(path: str) -> bool:
