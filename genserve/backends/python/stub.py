@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from multiprocessing import connection
 from typing import Any
 
 from genserve.backends.python.calls import Wait
@@ -63,6 +64,8 @@ class Stub:
         self._calls: dict[int, Wait] = {}
         self._measures = Measures(host.families or MetricFamilies())
         self._lock = threading.Lock()
+        # Of two threads that ask for a process at its end, one would be told that it lives.
+        self._asking = threading.Lock()
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         host = replace(host, door=None, families=None, executor=None)
@@ -123,7 +126,12 @@ class Stub:
 
     def kill(self) -> None:
         """End the process at once, whatever it does. From any thread."""
-        self._process.kill()
+        with self._asking:
+            self._process.kill()
+
+    def _is_running(self) -> bool:
+        with self._asking:
+            return self._process.is_alive()
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield what the process says until it is gone, and look after its calls meanwhile."""
@@ -137,7 +145,7 @@ class Stub:
                 continue
             if message is not None:
                 yield message
-            elif self._process.is_alive():
+            elif self._is_running():
                 self._look()
             else:
                 return  # and what it has forked holds the pipe
@@ -287,13 +295,18 @@ class Stub:
         self._out.end()
 
     def _join(self, within_s: float) -> None:
-        self._process.join(within_s)
-        if self._process.is_alive():
+        if not self._has_ended(within_s):
             logger.error("the process of %s has not ended in %s s: killed", self._host.instance, within_s)
-            self._process.terminate()
-            self._process.join(within_s)
-            self._process.kill()
-        self._process.join()
+            with self._asking:
+                self._process.terminate()
+            if not self._has_ended(within_s):
+                self.kill()
+        with self._asking:
+            self._process.join()
+
+    def _has_ended(self, within_s: float) -> bool:
+        """Whether the process ends in time; what it has forked may hold its sentinel for longer."""
+        return bool(connection.wait([self._process.sentinel], within_s)) or not self._is_running()
 
     def _dead(self) -> InferenceError:
         return InferenceError(

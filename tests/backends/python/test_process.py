@@ -393,3 +393,13 @@ def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(mo
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message
     assert "left behind" not in caplog.text
+
+
+def test_a_process_that_ends_in_time_is_not_killed_however_many_wait_for_it(models, caplog):
+    model = started(models, ECHO, arguments={})
+    closing = [threading.Thread(target=model.close) for _ in range(16)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+    assert "killed" not in caplog.text
