@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from genserve.config.model_config import ModelConfig
@@ -173,7 +174,8 @@ class Served:
         kept = cache.get(key)
         lookup_ns = time.monotonic_ns() - started_ns
         if kept is not None:
-            inference.send(kept, final=True)
+            with suppress(Closed):  # this version was closed meanwhile, and has told it
+                inference.send(kept, final=True)
             self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
             self._leave(inference)
             return True

@@ -15,6 +15,7 @@ from genserve.config.model_config import DynamicBatching, ModelConfig
 from genserve.errors import Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.instances import Instances
+from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
 from genserve.schedulers.choice import make_scheduler
 from genserve.schedulers.queue import stopping
@@ -149,3 +150,23 @@ def test_a_request_that_meets_the_unload_is_told_once() -> None:
     served = Served(Closing(), config=ModelConfig(name="m"), version=1, statistics=statistics)
     assert Requester(served).error().status is Status.UNAVAILABLE
     assert (statistics.fail.count, served.num_pending) == (1, 0)
+
+
+def test_a_request_that_the_cache_could_answer_is_told_of_the_unload_once() -> None:
+    class Closing(ResponseCache):
+        """Finds the answer as the model is unloaded."""
+
+        def get(self, key: bytes) -> InferenceResponse:
+            served.close(timeout_s=0)
+            return InferenceResponse()
+
+    class Idle:
+        def close(self) -> None:
+            pass
+
+    cache = Closing(size_bytes=1)
+    served = Served(
+        Idle(), config=ModelConfig(name="m"), version=1, statistics=ModelStatistics(), cache=cache
+    )
+    assert Requester(served).error().status is Status.UNAVAILABLE
+    assert served.num_pending == 0
