@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 
@@ -103,7 +103,7 @@ class GenerationEnsemble:
         token_ids = self._truncated(token_ids, params, max_length=max_length)
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         self._check_ids(params)
-        new_text = self._new_text(params)
+        text = self._text(params)
         begin = partial(
             TokenSequence,
             token_ids,
@@ -120,14 +120,14 @@ class GenerationEnsemble:
         sequences = [
             begin(
                 seed=context.seed,
-                text=self.plugins.parsed(new_text(), context),
+                text=self.plugins.parsed(text.fork(), context),
                 plugins=self.plugins.for_sequence(context, ours=self._thinking(context)),
                 grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
             )
             for context in contexts
         ]
         if width > 1:
-            BeamSearch(sequences, width=width, new_text=new_text)
+            BeamSearch(sequences, width=width, text=text)
         return sequences
 
     def reasoned_text(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReasonedText | None:
@@ -181,23 +181,19 @@ class GenerationEnsemble:
             seed=seed,
         )
 
-    def _new_text(self, params: SamplingParams) -> Callable[[], StoppableText]:
-        """Return what begins the text of an answer; all that a request's answers have share its stops."""
+    def _text(self, params: SamplingParams) -> StoppableText:
+        """Return the text of an answer before its first token; forks of it share what took time to make."""
         finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
         finders += map(StopRegex, params.stop_regex)
-
-        def new_text() -> StoppableText:
-            return StoppableText(
-                self.tokenizer.detokenizer(
-                    skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens,
-                ),
-                [finder.fresh() for finder in finders],
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-
-        return new_text
+        return StoppableText(
+            self.tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
+            finders,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
         """Return how the prompt is called, and its token ids."""

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from genserve.request import TokenLogprob
 
 if TYPE_CHECKING:
     from genserve.generation.beam_search import BeamSearch
 
-__all__ = ["Beam", "Copy"]
+__all__ = ["Beam", "BeamText", "Copy"]
+
+
+class BeamText(Protocol):
+    """The text of a beam, as far as it tells where it has to end."""
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text; None as long as it goes on."""
+
+    def push(self, token_id: int) -> str:
+        """Take one more token."""
+
+    def fork(self) -> BeamText:
+        """Return one with the same tokens, which goes on by itself."""
 
 
 class Beam:
@@ -23,6 +37,7 @@ class Beam:
         search: that follows it.
         num_slots: those that it needs: of the first beam, before the others have theirs, all of them.
         likelihoods: of its answer's tokens, if the request asks for them.
+        text: of its answer; None: no stop string ends it.
     """
 
     __slots__ = (
@@ -35,11 +50,15 @@ class Beam:
         "num_slots",
         "preempted",
         "search",
+        "text",
         "token_ids",
     )
 
-    def __init__(self, search: BeamSearch, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
+    ) -> None:
         self.search = search
+        self.text = text
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_slots = 1
@@ -85,9 +104,25 @@ class Beam:
         self.num_computed = self.num_prefilled = 0
         self.preempted = True
 
+    def stops_with(self, token_id: int) -> bool:
+        """Whether a stop string would be there, if this token came next."""
+        if self.text is None:
+            return False
+        text = self.text.fork()
+        text.push(token_id)
+        return text.stop is not None
+
+    def append(self, token_id: int, likelihoods: Sequence[TokenLogprob]) -> None:
+        """Add a token to the answer, and how likely it was, if the request asks for that."""
+        self.token_ids.append(token_id)
+        self.likelihoods += likelihoods
+        if self.text is not None:
+            self.text.push(token_id)
+
     def follow(self, other: Beam) -> None:
         """Become a copy of another beam."""
         self.token_ids = other.token_ids.copy()
+        self.text = other.text.fork() if other.text is not None else None
         self.likelihoods = other.likelihoods.copy()
         self.logit_rules = self.search.answers[0].fresh_rules()
 

@@ -43,7 +43,7 @@ class BeamGroup:
         *,
         rules: BeamRules,
         num_endings: int,
-        ends: Callable[[Sequence[int]], bool],
+        ends: Callable[[Beam, int], bool],
     ) -> None:
         """Begin before the first token.
 
@@ -51,7 +51,7 @@ class BeamGroup:
             beams: `rules.width` of them.
             rules: of the search.
             num_endings: how many tokens end an answer.
-            ends: whether an answer of these tokens is complete.
+            ends: whether this token, behind a beam's, completes its answer.
         """
         self.beams = list(beams)
         self.standings = Standings()
@@ -101,11 +101,10 @@ class BeamGroup:
     def _complete(self, candidate: Candidate, tell: Tell) -> Hypothesis | None:
         """Return the answer that a candidate's token completes, if it does."""
         beam = self.beams[candidate.beam]
-        token_ids = (*beam.answer, candidate.token_id)
-        if not self._ends(token_ids):
+        if not self._ends(beam, candidate.token_id):
             return None
         likelihoods = (*beam.likelihoods, *tell(candidate.beam, candidate.token_id))
-        return Hypothesis(token_ids=token_ids, likelihoods=likelihoods)
+        return Hypothesis(token_ids=(*beam.answer, candidate.token_id), likelihoods=likelihoods)
 
     def _go_on(self, tell: Tell) -> list[Copy]:
         """Make the beams those that the search goes on with; returns the slots to be copied."""
@@ -125,7 +124,6 @@ class BeamGroup:
         for copy in copies:
             copy.target.follow(copy.source)
         for beam, candidate in zip(beams, following, strict=True):
-            beam.token_ids.append(candidate.token_id)
-            beam.likelihoods += tell(candidate.beam, candidate.token_id)
+            beam.append(candidate.token_id, tell(candidate.beam, candidate.token_id))
         self.beams, self._scores = beams, [candidate.score for candidate in following]
         return copies

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, takewhile
 
 import numpy as np
 
-from genserve.generation.beam import Beam, Copy
+from genserve.generation.beam import Beam, BeamText, Copy
 from genserve.generation.beam_group import BeamGroup
 from genserve.generation.beam_rules import BeamRules, Finished, log_softmax
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logit_edits import apply_edits, join_edits
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.token_sequence import AnswerText, TokenSequence
+from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
 
 __all__ = ["BeamSearch", "Reorder"]
@@ -44,25 +44,24 @@ class BeamSearch:
         done: the answers are complete.
     """
 
-    def __init__(
-        self, answers: Sequence[TokenSequence], *, width: int, new_text: Callable[[], AnswerText]
-    ) -> None:
+    def __init__(self, answers: Sequence[TokenSequence], *, width: int, text: BeamText) -> None:
         """Begin before the prompt; from here on the answers belong to the search.
 
         Args:
             answers: with the same prompt and parameters; `width` at the most.
             width: how many beams; at least 2.
-            new_text: begins the text of an answer; used where there are stop strings.
+            text: of an answer before its first token; used where there are stop strings.
         """
         first = answers[0]
         params = first.params
         self.answers = tuple(answers)
-        self.beams = [Beam(self, first.token_ids) for _ in range(width)]
+        self.beams = [
+            Beam(self, first.token_ids, text=text.fork() if params.stop else None) for _ in range(width)
+        ]
         self.lead.num_slots = width
         self.done = False
         self._max_new_tokens = first.max_new_tokens
         self._ending_ids = first.ending_ids
-        self._new_text = new_text if params.stop else None
         self._num_sure = 0
         rules = BeamRules(
             width=width // params.num_beam_groups,
@@ -172,22 +171,13 @@ class BeamSearch:
             return []
         return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
 
-    def _ends(self, token_ids: Sequence[int]) -> bool:
-        """Whether an answer is complete."""
+    def _ends(self, beam: Beam, token_id: int) -> bool:
+        """Whether a beam's answer is complete with this token."""
         return (
-            token_ids[-1] in self._ending_ids
-            or len(token_ids) == self._max_new_tokens
-            or self._stops(token_ids)
+            token_id in self._ending_ids
+            or len(beam.token_ids) + 1 - beam.num_prompt_tokens == self._max_new_tokens
+            or beam.stops_with(token_id)
         )
-
-    def _stops(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop string has appeared; a text cannot be forked, so it is written anew."""
-        if self._new_text is None:
-            return False
-        text = self._new_text()
-        for token_id in token_ids:
-            text.push(token_id)
-        return text.stop is not None
 
     def _append_sure(self) -> None:
         """Append to all answers what the beams, and the complete ones that are among the best, agree on."""

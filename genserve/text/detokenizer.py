@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 from typing import Protocol
 
@@ -51,6 +52,12 @@ class Detokenizer:
         self._window: list[int] = []        # the latest ids: enough to decode the next one
         self._num_sent = 0                  # leading characters of the window's text that are out already
         self._byte_run: list[int] = []      # not in the window yet
+
+    def fork(self) -> Detokenizer:
+        """Return one that has the same ids, and goes on by itself."""
+        fork = copy(self)
+        fork._window, fork._byte_run = [*self._window], [*self._byte_run]
+        return fork
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that has become certain, which may be empty."""

@@ -43,14 +43,11 @@ class StopRegex:
             raise _refused(pattern, "it matches the empty text")
         self._pending = ""      # the last characters that may still become part of a match
 
-    def fresh(self) -> StopRegex:
-        """Return one for another text; the two share the states that they come to."""
-        fresh = copy(self)
-        fresh._alone, fresh._behind_any_text = self._alone.deep_copy(), self._behind_any_text.deep_copy()
-        fresh._alone.reset()
-        fresh._behind_any_text.reset()
-        fresh._pending = ""
-        return fresh
+    def fork(self) -> StopRegex:
+        """Return one that has read the same; the two share the states that they come to."""
+        fork = copy(self)
+        fork._alone, fork._behind_any_text = self._alone.deep_copy(), self._behind_any_text.deep_copy()
+        return fork
 
     @property
     def num_pending(self) -> int:

@@ -27,11 +27,9 @@ class StopStrings:
         self._starts = frozenset(stop[0] for stop in stops)
         self._root = self._node = _automaton(stops)
 
-    def fresh(self) -> StopStrings:
-        """Return one for another text, with the same automaton."""
-        fresh = copy(self)
-        fresh._node = self._root
-        return fresh
+    def fork(self) -> StopStrings:
+        """Return one that has read the same, with the same automaton."""
+        return copy(self)
 
     @property
     def num_pending(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +24,8 @@ class Stop:
 class StopFinder(Protocol):
     """Looks for what ends a text that arrives in pieces."""
 
-    def fresh(self) -> StopFinder:
-        """Return one for another text; what took time to make is shared."""
+    def fork(self) -> StopFinder:
+        """Return one that has read the same; what took time to make is shared."""
 
     @property
     def num_pending(self) -> int:
@@ -69,6 +70,13 @@ class StoppableText:
     def stop(self) -> str | None:
         """What has ended the text; None as long as it goes on."""
         return self._stop
+
+    def fork(self) -> StoppableText:
+        """Return one with the same tokens, which goes on by itself."""
+        fork = copy(self)
+        fork._detokenizer = self._detokenizer.fork()
+        fork._finders = [finder.fork() for finder in self._finders]
+        return fork
 
     def push(self, token_id: int) -> str:
         """Take one more token; return the text that is now safe to show."""

@@ -178,7 +178,7 @@ def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference
             max_tokens=7 + number,
             use_beam_search=True,
         )
-        BeamSearch([answer], width=3, new_text=IdText)
+        BeamSearch([answer], width=3, text=IdText())
         answers[answer] = greedy_ids(reference, prompt, num_tokens=7 + number, num_beams=3)
         engine.add(answer)
         engine.step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from genserve.errors import GenserveError
 from genserve.generation.answer_grammar import AnswerGrammar
@@ -22,6 +23,9 @@ class IdText:
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop: str | None = None
         self._stop_at = stop_at
+
+    def fork(self) -> Self:
+        return copy(self)
 
     def push(self, token_id: int) -> str:
         if token_id == self._stop_at:

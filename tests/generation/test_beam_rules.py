@@ -75,7 +75,7 @@ def search_of(
     if stop_at is not None:
         options["stop"] = (f"<{stop_at}>",)
     answers = [sequence_of(prompt, use_beam_search=True, stop_at=stop_at, **options) for _ in range(n)]
-    return BeamSearch(answers, width=width, new_text=lambda: IdText(stop_at))
+    return BeamSearch(answers, width=width, text=IdText(stop_at))
 
 
 def finish(engine: Engine, *groups: BeamSearch) -> list[list[list[int]]]:

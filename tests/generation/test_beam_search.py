@@ -26,7 +26,7 @@ def search_of(prompt, *, width=3, n=1, stop_at=None, **options) -> BeamSearch:
     if stop_at is not None:
         options["stop"] = (f"<{stop_at}>",)
     answers = [sequence_of(prompt, use_beam_search=True, stop_at=stop_at, **options) for _ in range(n)]
-    return BeamSearch(answers, width=width, new_text=lambda: IdText(stop_at))
+    return BeamSearch(answers, width=width, text=IdText(stop_at))
 
 
 def add(engine: Engine, group: BeamSearch) -> None:
@@ -251,6 +251,23 @@ def test_a_stop_string_completes_an_answer_as_an_ending_token_does():
     assert any(17 in answer for answer in by_text)
 
 
+def test_a_candidate_of_a_search_with_stop_strings_costs_no_more_the_longer_its_answer_is():
+    class Counting(IdText):
+        def push(self, token_id):
+            pushed.append(token_id)
+            return super().push(token_id)
+
+    counts = []
+    for num_tokens in (10, 20):
+        pushed = []
+        answer = sequence_of([8, 9], use_beam_search=True, stop=("x",), max_tokens=num_tokens)
+        engine = Engine(CachedLogits(), decode=sample_loop)
+        add(engine, BeamSearch([answer], width=3, text=Counting()))
+        run(engine)
+        counts.append(len(pushed))
+    assert counts[1] - counts[0] <= 10 * (6 + 3), "six candidates and three beams in each step"
+
+
 def test_fewer_tokens_than_beams_leave_as_many_beams_as_there_can_be():
     """Two tokens are allowed: at the first step there are two beams, then four, of which three go on."""
     group_options = {"n": 3, "max_tokens": 4, "allowed_token_ids": (6, 7), "length_penalty": 0.0}
@@ -291,7 +308,7 @@ def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
 
     engine = Engine(CachedLogits(), decode=sample_loop)
     answer = sequence_of([5, 6], use_beam_search=True, stop=("x",))
-    add(engine, BeamSearch([answer], width=2, new_text=Broken))
+    add(engine, BeamSearch([answer], width=2, text=Broken()))
     other = search_of([7], max_tokens=4, width=2)
     add(engine, other)
     result = engine.step()

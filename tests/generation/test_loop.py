@@ -154,7 +154,7 @@ def test_with_one_answer_of_a_beam_search_all_are_cancelled(gated):
     model, loop = gated
     outbox = Recorder()
     answers = [sequence_of([5], use_beam_search=True, max_tokens=50) for _ in range(2)]
-    BeamSearch(answers, width=2, new_text=IdText)
+    BeamSearch(answers, width=2, text=IdText())
     loop.submit(*answers, outbox=outbox)
     while not loop.num_steps:  # the prefill
         time.sleep(0)

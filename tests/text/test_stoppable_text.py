@@ -126,11 +126,37 @@ def test_what_ends_the_text_is_kept_where_that_is_asked_for_and_nothing_is_held_
 
 
 @pytest.mark.parametrize("finder", [StopStrings(("abb",)), StopRegex("abb")])
-def test_a_fresh_finder_begins_anew_and_leaves_the_other_where_it_is(finder: StopFinder) -> None:
+def test_a_fork_of_a_finder_has_read_the_same_and_goes_on_by_itself(finder: StopFinder) -> None:
+    before = finder.fork()
     assert finder.find("xab") is None
-    fresh = finder.fresh()
-    assert (fresh.num_pending, fresh.find("b")) == (0, None)
-    assert (finder.num_pending, finder.find("b")) == (2, Stop(end=1, length=3, reason="abb"))
+    fork = finder.fork()
+    assert (before.num_pending, before.find("b")) == (0, None)
+    for other in (fork, finder):
+        assert (other.num_pending, other.find("b")) == (2, Stop(end=1, length=3, reason="abb"))
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+@given(data=st.data())
+def test_a_fork_of_a_text_goes_on_as_one_that_was_written_anew(family: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[family]
+    ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20)
+    begun, *endings = data.draw(ids), data.draw(ids), data.draw(ids)
+    stops = [StopStrings(("ab", "e")), StopRegex("a+b")]
+
+    def text() -> StoppableText:
+        return StoppableText(tokenizer.detokenizer(), [stop.fork() for stop in stops], min_tokens=3)
+
+    def written(growing: StoppableText, token_ids: Sequence[int]) -> list[str | None]:
+        return [*map(growing.push, token_ids), growing.flush(), growing.stop]
+
+    growing = text()
+    for token_id in begun:
+        growing.push(token_id)
+    for ending, fork in zip(endings, [growing.fork(), growing.fork()], strict=True):
+        anew = text()
+        for token_id in begun:
+            anew.push(token_id)
+        assert written(fork, ending) == written(anew, ending)
 
 
 def test_text_held_back_in_vain_is_released_at_the_end() -> None:
