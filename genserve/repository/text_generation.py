@@ -79,12 +79,17 @@ class TextGeneration:
 
         Raises:
             Overloaded: as many as may wait are waiting, those that are being prepared included.
+            Closed: after `close`.
         """
         with self._lock:
             self.ensemble.loop.check_room(self._num_preparing + inference.batch_size)
             self._num_preparing += inference.batch_size
         workers = self._compiler if "guided_decoding_guide" in inference.inputs else self._workers
-        workers.submit(self._open, inference)
+        try:
+            workers.submit(self._open, inference)
+        except RuntimeError:
+            self._prepared(inference)
+            raise Closed(f"model '{self.ensemble.name}' is being unloaded") from None
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
@@ -96,8 +101,11 @@ class TextGeneration:
         try:
             self._prepare(inference)
         finally:
-            with self._lock:
-                self._num_preparing -= inference.batch_size
+            self._prepared(inference)
+
+    def _prepared(self, inference: Inference) -> None:
+        with self._lock:
+            self._num_preparing -= inference.batch_size
 
     def _prepare(self, inference: Inference) -> None:
         if inference.cancelled or inference.ended:

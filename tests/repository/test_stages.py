@@ -13,7 +13,7 @@ import pytest
 
 from genserve.config.parse import parse_message
 from genserve.config.to_json import config_json
-from genserve.errors import GenserveError, InferenceError
+from genserve.errors import Closed, GenserveError, InferenceError
 from genserve.generation.streams import ThreadStream
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.repository.options import ControlMode, RepositoryOptions
@@ -294,6 +294,17 @@ def test_a_stage_is_not_loaded_with_a_config_that_makes_it_another_model(tiny_re
         repository.load("tiny_decoder", config='{"backend": "python"}', files={"1/model.py": b""})
     assert repository.get("tiny") is before
     repository.close()
+
+
+def test_what_meets_the_unload_is_refused_as_closed(tiny_repository: Path) -> None:
+    repository = Repository([tiny_repository])
+    repository.start(["tiny"])
+    served = repository.find("tiny")
+    repository.close()
+    request = InferenceRequest(model_name="tiny", inputs={"text_input": Tensor("text_input", text("x"))})
+    with pytest.raises(Closed):
+        served.runner.submit(Inference(request=request, on_response=lambda response, final: None))
+    assert served.num_waiting == 0
 
 
 def test_a_stage_that_was_unloaded_comes_back(tiny_repository: Path, tmp_path: Path) -> None:
