@@ -187,7 +187,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Make parameters from loose options; `stop` may be one string, the ids of `logit_bias` digits.
+    """Make parameters from loose options: `stop` may be one string, `top_k` -1, ids of `logit_bias` digits.
 
     Raises:
         InvalidRequest: an unknown name, with the nearest known one, or a value out of range.
@@ -199,6 +199,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise InvalidRequest(f"there is no sampling parameter {name!r}", field=name, remedy=remedy)
+    if values.get("top_k") == -1:   # vLLM's word for all
+        values["top_k"] = 0
     for name in ("allowed_token_ids", "samplers"):  # an empty list would allow nothing, while none allows all
         require(values.get(name) not in ([], ()), name, "must not be empty")
     for name in (*_lists(str), *_lists(int)):

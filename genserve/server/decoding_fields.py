@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 from genserve.errors import InvalidRequest
@@ -25,6 +25,29 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _form(description: str, **schema: Any) -> dict[str, Any]:
+    return {"description": description, **schema}
+
+
+# What `sampling/structured_outputs.py` reads and checks; the document of the routes has its fields.
+FormFields: TypeAlias = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "The form that the text has: exactly one of these.",
+            "properties": {
+                "json": _form("A JSON schema, or its text.", type=["object", "string"]),
+                "json_object": _form("Any JSON object.", type="boolean"),
+                "regex": _form("The whole text matches.", type="string"),
+                "choice": _form("The text is one of these.", type="array", items={"type": "string"}),
+                "grammar": _form("In Lark's notation, or llama.cpp's GBNF.", type="string"),
+                "structural_tag": _form("Between some tags, JSON.", type=["object", "string"]),
+            },
+            "additionalProperties": False,
+        }
+    ),
+]
 # One text stands for a list of it.
 Texts: TypeAlias = Annotated[list[str] | None, BeforeValidator(_listed)]
 
@@ -78,7 +101,7 @@ class DecodingFields(Body):
     num_beam_groups: int | None = None
     diversity_penalty: float | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: FormFields | None = None
     thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None

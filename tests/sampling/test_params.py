@@ -124,6 +124,11 @@ def test_loose_options_become_strict_parameters():
     assert sampling_params({"stop": None, "stop_token_ids": None}) == sampling_params({})
 
 
+@pytest.mark.parametrize("all_of_them", [-1, 0])
+def test_all_tokens_are_kept_by_vllms_word_for_it_too(all_of_them):
+    assert sampling_params({"top_k": all_of_them}).top_k == 0
+
+
 def test_the_ids_of_a_bias_may_be_digits_as_they_are_in_json():
     params = sampling_params({"logit_bias": {"5": -100, 7: 1.5}, "bad_words": "damn"})
     assert params.logit_bias == {5: -100, 7: 1.5}

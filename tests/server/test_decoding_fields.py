@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from genserve.sampling.params import SamplingOptions, SamplingParams
+from genserve.sampling.structured_outputs import FORMS
 from genserve.server.routes.openai import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody
 from genserve.server.routes.tgi_fields import Parameters
@@ -16,6 +17,12 @@ NAMES = {parameter.name for parameter in fields(SamplingParams)}
 
 def test_the_options_of_the_python_clients_are_the_parameters() -> None:
     assert set(SamplingOptions.__annotations__) == NAMES
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, Parameters])
+def test_the_document_of_a_route_has_the_forms_of_an_answer(body) -> None:
+    written, _null = body.model_json_schema()["properties"]["structured_outputs"]["anyOf"]
+    assert written["properties"].keys() == set(FORMS)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class OpenAIBody(DecodingFields):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = None
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class OpenAIBody(DecodingFields):
                 "max_tokens": max_tokens,
                 "temperature": self._default_temperature if self.temperature is None else self.temperature,
                 "best_of": self.num_drawn if self.num_drawn > self.num_choices else 1,
-                "top_k": max(0, self.top_k or 0),
+                "top_k": self.top_k or 0,
                 "stop": self.stop,
                 # OpenAI's seeds are signed.
                 "seed": None if self.seed is None else self.seed % 2**64,
