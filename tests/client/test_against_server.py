@@ -100,35 +100,35 @@ def client(request: pytest.FixtureRequest, tiny_server: Any) -> Iterator[Any]:
         yield client
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_generation_is_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
-    expected = llm.generate("Tea is", **options)
-    assert client.generate("Tea is", **options) == expected
-    assert client.stream("Tea is", **options).final() == expected
+CALLS = {
+    "generate": lambda model, options: model.generate("Tea is", **options),
+    "stream": lambda model, options: model.stream("Tea is", **options).final(),
+    "chat": lambda model, options: model.chat(CHAT, **options),
+    "chat_stream": lambda model, options: model.chat_stream(CHAT, **options).final(),
+}
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(params=CALLS)
+def call(request: pytest.FixtureRequest) -> Any:
+    return CALLS[request.param]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_chat_is_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    expected = llm.chat(messages, **options)
-    assert client.chat(messages, **options) == expected
-    assert client.chat_stream(messages, **options).final() == expected
+def test_an_answer_is_the_same_as_in_process(
+    client: Any, llm: LLM, call: Any, options: SamplingOptions
+) -> None:
+    assert call(client, options) == call(llm, options)
 
 
-def test_logprobs_of_a_generation_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
-    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True)
-    expected = llm.generate("Tea is", **options).logprobs
-    assert len(expected) == 4
-    assert client.generate("Tea is", **options).logprobs == pytest.approx(expected, abs=1e-5)
-    assert client.stream("Tea is", **options).final().logprobs == pytest.approx(expected, abs=1e-5)
-
-
-def test_logprobs_of_a_chat_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
-    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True)
-    expected = llm.chat("Hi", **options).logprobs
-    assert len(expected) == 4
-    assert client.chat("Hi", **options).logprobs == pytest.approx(expected, abs=1e-5)
-    assert client.chat_stream("Hi", **options).final().logprobs == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize("top_logprobs", [0, 3])
+def test_log_probabilities_are_the_same_as_in_process(
+    client: Any, llm: LLM, call: Any, top_logprobs: int
+) -> None:
+    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=top_logprobs)
+    expected = levels(call(llm, options), logprobs=True)
+    assert len(expected) == 4 * (1 + top_logprobs)
+    assert levels(call(client, options), logprobs=True) == pytest.approx(expected, abs=1e-4)
 
 
 def test_refusals_are_the_errors_that_they_are_in_process(client: Any) -> None:
@@ -152,19 +152,6 @@ def test_what_tgis_dialect_has_no_words_for_is_refused_by_name(client: Any, opti
         with pytest.raises(InvalidRequest) as refused:
             ask("Tea is", **options)
         assert refused.value.field in options
-
-
-def test_the_likeliest_tokens_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
-    options = SamplingOptions(max_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=3)
-    generated, chatted = llm.generate("Tea is", **options), llm.chat("Hi", **options)
-    assert [len(top) for top in generated.top_logprobs] == [3] * 4
-    for found, expected in (
-        (client.generate("Tea is", **options), generated),
-        (client.stream("Tea is", **options).final(), generated),
-        (client.chat("Hi", **options), chatted),
-        (client.chat_stream("Hi", **options).final(), chatted),
-    ):
-        assert levels(found, logprobs=True) == pytest.approx(levels(expected, logprobs=True), abs=1e-4)
 
 
 def test_a_chat_is_scored_as_in_process(client: Any, llm: LLM) -> None:
