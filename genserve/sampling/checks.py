@@ -14,7 +14,7 @@ from genserve.sampling.stages import DRAWING, require_coherent_stages
 if TYPE_CHECKING:
     from genserve.sampling.params import SamplingParams
 
-__all__ = ["MAX_BEST_OF", "MAX_TOP_LOGPROBS", "require", "require_sound"]
+__all__ = ["MAX_BEST_OF", "MAX_STOP_STRINGS", "MAX_TOP_LOGPROBS", "require", "require_sound"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256

@@ -16,7 +16,7 @@ from genserve.request import Chat, Completion, Delta, join_choices, read_message
 from genserve.sampling.checks import MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams
 from genserve.server.body import Body, StrictRoute
-from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
+from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage, written
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
@@ -166,7 +166,7 @@ class ChatFrames(Chunks):
             logprobs = json.dumps(_logprobs(scores, delta))
         said = _said(self._reasoned[delta.choice], delta)
         for part in said or ([{"content": ""}] if extra or scores is not None else []):
-            chunks += self._chunk(delta.choice, json.dumps(part), logprobs=logprobs, extra=extra)
+            chunks += self._chunk(delta.choice, f"{{{written(part)}}}", logprobs=logprobs, extra=extra)
             logprobs, extra = "null", ""    # told once
         if delta.finish_reason is not None:
             ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.request import Completion, Delta, FinishReason, Usage, join_choices, likeliest
-from genserve.sampling.checks import MAX_BEST_OF
+from genserve.sampling.checks import MAX_BEST_OF, MAX_STOP_STRINGS
 from genserve.sampling.idle import idle_parameters
 from genserve.server.body import StrictRoute
 from genserve.server.faults import renamed, tgi_error
@@ -70,7 +70,7 @@ async def info(services: SharedServices) -> dict[str, Any]:
     return {
         "model_id": model.name if model else None,
         "max_concurrent_requests": (model.num_slots if model else 0) + services.settings.max_queue,
-        "max_stop_sequences": 16,
+        "max_stop_sequences": MAX_STOP_STRINGS,
         "max_best_of": MAX_BEST_OF,
         "max_input_tokens": model.max_length - 1 if model else 0,
         "max_total_tokens": model.max_length if model else 0,
