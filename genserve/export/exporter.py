@@ -7,6 +7,7 @@ from pathlib import Path
 
 from genserve.backends.onnx_session import onnxruntime_module
 from genserve.errors import ExportError
+from genserve.export.disk import writing_into
 from genserve.export.form import Form
 from genserve.export.progress import Progress
 from genserve.export.report import CacheType, ExportReport, FileFormat, Precision
@@ -49,7 +50,7 @@ def export_model(
 
     Raises:
         ExportError: the name, the source, the precision or the KV cache cannot be used, the weights are there
-            already, or the exported graph is too far from its source.
+            already, the repository cannot be written to, or the exported graph is too far from its source.
         MissingDependency: ONNX Runtime is not installed, and the format is "onnx".
     """
     start = time.perf_counter()
@@ -73,7 +74,7 @@ def export_model(
             checkpoint, stages=stages, form=Form(file_format), precision=precision, kv_cache=kv_cache
         )
     folders = conversion.folders
-    with staging_folder(repository, stages) as staged:
+    with writing_into(repository), staging_folder(repository, stages) as staged:
         if beside is not None:
             folders.require_agreeing_config(repository, beside=True)
         else:
