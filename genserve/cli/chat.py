@@ -43,6 +43,7 @@ def chat(
 
             run_repl(session)
         else:
-            for line in sys.stdin:
-                if line.strip():
-                    session.ask(line.strip())
+            from genserve.cli.standard_input import read_lines
+
+            for line in read_lines():
+                session.ask(line)

@@ -40,6 +40,7 @@ def generate(
     """Go on from a prompt, and print the text as it comes."""
     from genserve.cli.model_access import open_model
     from genserve.cli.render import make_console, write_text
+    from genserve.cli.standard_input import read_text
     from genserve.cli.typed_options import with_assignments
 
     options = SamplingOptions(
@@ -50,7 +51,7 @@ def generate(
         if sys.stdin.isatty():
             print("The prompt, and Ctrl-D behind it:", file=sys.stderr)
         # A pipe's last line end belongs to the line, not to the prompt: it would change the answer.
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = read_text().removesuffix("\n")
     console = make_console()
     with (
         open_model(model, repository=model_repository, url=url) as opened,

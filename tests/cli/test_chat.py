@@ -7,6 +7,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
+from genserve.errors import InvalidRequest
 from tests.client.scripted_server import Reply, event_reply, json_reply, scripted
 
 MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
@@ -45,3 +46,11 @@ def test_the_flags_go_into_the_request() -> None:
     body = server.received[-1].body
     assert (body["model"], body["temperature"], body["max_tokens"], body["seed"]) == ("m", 0, 3, 7)
     assert body["min_p"] == 0.1
+
+
+def test_a_line_in_another_encoding_is_named_after_those_before_it_were_answered() -> None:
+    with scripted(MODELS, answer("Hello.")) as server:
+        result = CliRunner().invoke(app, ["chat", "--url", server.url], input=b"Hi\n\ncaf\xe9\n")
+    assert result.stdout == "Hello.\n"
+    assert isinstance(result.exception, InvalidRequest)
+    assert result.exception.message == "line 3 of standard input is not UTF-8, at byte 3"

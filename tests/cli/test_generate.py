@@ -41,6 +41,17 @@ def test_without_a_prompt_stdin_is_read_less_its_last_line_end(arguments: tuple[
     assert body["inputs"] == "Tea\nis\n"
 
 
+def test_what_is_piped_in_another_encoding_is_refused_at_its_place() -> None:
+    result = CliRunner().invoke(app, ["generate"], input=b"caf\xe9")
+    assert isinstance(result.exception, InvalidRequest)
+    assert result.exception.message == "standard input is not UTF-8, at byte 3"
+
+
+def test_line_ends_of_other_systems_are_read_as_line_feeds() -> None:
+    _, body = generate(stdin="Tea\r\nis\r\n")
+    assert body["inputs"] == "Tea\nis"
+
+
 def test_flags_go_into_the_request_and_the_only_model_is_named() -> None:
     flags = "--max-tokens 2 --temperature 0.5 --stop a --stop b --seed 7"
     _, body = generate("Tea", *flags.split())
