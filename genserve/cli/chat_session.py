@@ -21,6 +21,7 @@ class ChatSession:
     Attributes:
         conversation: what was said.
         options: how to pick tokens, from the next question on.
+        first_options: those that the chat began with.
         answers: what was printed so far, undone ones too.
     """
 
@@ -28,6 +29,7 @@ class ChatSession:
         self.model = model
         self.conversation = conversation
         self.options = options
+        self.first_options = options
         self.answers: list[PrintedAnswer] = []
         self.console = make_console()
 

@@ -49,7 +49,8 @@ def _help(session: ChatSession, _argument: str) -> None:
 
 
 def _set(session: ChatSession, argument: str) -> None:
-    name, _, value = argument.partition(" ")
+    # As `--set` has it, too; no name has a = in it.
+    name, _, value = argument.partition("=" if "=" in argument.partition(" ")[0] else " ")
     if not name:
         changed = sampling_params(session.options).changed()
         for known, current in changed.items():
@@ -57,14 +58,20 @@ def _set(session: ChatSession, argument: str) -> None:
         others = (known for known in SamplingOptions.__annotations__ if known not in changed)
         session.note(f"as usual: {', '.join(others)}")
         return
-    options = {**session.options, name: read_value(value.strip())}
+    options: dict[str, object] = {known: said for known, said in session.options.items() if known != name}
+    if value.strip():
+        options[name] = read_value(value.strip())
+    elif name in SamplingOptions.__annotations__:
+        options |= {known: said for known, said in session.first_options.items() if known == name}
+    else:
+        options[name] = None
     try:
         sampling_params(options)
     except InvalidRequest as error:
         session.note(str(error))
     else:
         session.options = cast(SamplingOptions, options)
-        session.note(f"{name} = {json.dumps(options[name])}")
+        session.note(f"{name} = {json.dumps(options[name])}" if name in options else f"{name} is as usual")
 
 
 def _system(session: ChatSession, argument: str) -> None:
@@ -123,7 +130,7 @@ def _bye(_session: ChatSession, _argument: str) -> None:
 
 COMMANDS: Mapping[str, SlashCommand] = {
     "/help": SlashCommand(usage="/help", summary="show this", run=_help),
-    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show or change options", run=_set),
+    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show, change or reset options", run=_set),
     "/system": SlashCommand(usage="/system [TEXT]", summary="set or remove the system prompt", run=_system),
     "/clear": SlashCommand(usage="/clear", summary="forget what was said", run=_clear),
     "/undo": SlashCommand(usage="/undo", summary="forget the last question and answer", run=_undo),

@@ -58,7 +58,8 @@ def test_an_unknown_command_suggests_the_nearest(said, line: str, answer: str) -
         ("ignore_eos true", "ignore_eos", True),
         ("stop END", "stop", "END"),
         ('stop ["a b", "c"]', "stop", ["a b", "c"]),
-        ("stop", "stop", None),
+        ("max_tokens=5", "max_tokens", 5),
+        ("stop a=b", "stop", "a=b"),
     ],
 )
 def test_set_changes_an_option_of_the_next_question(
@@ -75,6 +76,7 @@ def test_set_changes_an_option_of_the_next_question(
         ("temperature -1", "temperature must be between 0 and 100"),
         ("temperature hot", "temperature"),
         ("temprature 1", "temperature"),
+        ("temprature", "temperature"),
         ("stop 5", "stop must be text"),
     ],
 )
@@ -83,6 +85,20 @@ def test_set_refuses_what_the_model_would_refuse_and_changes_nothing(
 ) -> None:
     before = dict(session.options)
     assert complaint in said(f"/set {typed}")
+    assert session.options == before
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "note"),
+    [("temperature 1", "temperature", "temperature = 0.5\n"), ("stop END", "stop", "stop is as usual\n")],
+)
+def test_set_without_a_value_is_as_at_the_start(
+    session: ChatSession, said, line: str, name: str, note: str
+) -> None:
+    before = dict(session.options)
+    said(f"/set {line}")
+    assert session.options != before
+    assert said(f"/set {name}") == note
     assert session.options == before
 
 
