@@ -48,7 +48,7 @@ def connection(
     """Fill in what is None from GENSERVE_BASE_URL and GENSERVE_API_KEY, or their defaults.
 
     Raises:
-        InvalidRequest: the URL is not an HTTP one; `field` is "base_url".
+        InvalidRequest: the URL is not an HTTP one, or has a /v1; `field` is "base_url".
     """
     base_url = base_url or os.environ.get("GENSERVE_BASE_URL") or "http://127.0.0.1:8000"
     if not base_url.startswith(("http://", "https://")):
@@ -57,12 +57,19 @@ def connection(
             remedy=f"try http://{base_url}",
             field="base_url",
         )
+    base_url = base_url.rstrip("/")
+    if base_url.endswith("/v1"):
+        raise InvalidRequest(
+            f"base_url {base_url!r} ends with /v1, which OpenAI's clients want and this one adds by itself",
+            remedy=f"write {base_url.removesuffix('/v1')}",
+            field="base_url",
+        )
     headers = {"content-type": "application/json", "user-agent": f"genserve/{__version__}"}
     api_key = api_key or os.environ.get("GENSERVE_API_KEY")
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
     return Connection(
-        base_url=base_url.rstrip("/"),
+        base_url=base_url,
         max_retries=max_retries,
         headers=headers,
         timeout=httpx2.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s)),

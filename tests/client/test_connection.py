@@ -37,5 +37,11 @@ def test_a_url_without_a_scheme_is_refused_with_the_right_one() -> None:
     assert "http://localhost:8000" in caught.value.remedy
 
 
+def test_the_v1_of_an_openai_url_is_refused_with_the_url_to_write() -> None:
+    with pytest.raises(InvalidRequest, match="ends with /v1") as caught:
+        connect("http://localhost:8000/v1/")
+    assert caught.value.remedy == "write http://localhost:8000"
+
+
 def test_the_key_is_not_in_the_repr() -> None:
     assert "secret" not in repr(connect(api_key="secret"))
