@@ -38,7 +38,9 @@ def write_text(console: Console, text: str) -> None:
 def print_error(error: GenserveError) -> None:
     """Print an error and its remedy on stderr."""
     console = make_console(stderr=True)
-    console.print(Text.assemble((f"error[{error.code}]", "bold red"), f": {visible(error.message)}"))
+    # Triton ends the reason of a load with a line feed.
+    message = visible(error.message.rstrip())
+    console.print(Text.assemble((f"error[{error.code}]", "bold red"), f": {message}"))
     if error.remedy:
         console.print(Text.assemble(("  remedy", "bold"), f": {visible(error.remedy)}"))
 

@@ -74,7 +74,7 @@ def scan(
         faults; so is one that two roots have, which is an error: nobody knows which is meant.
 
     Raises:
-        RepositoryError: a root is not a folder.
+        RepositoryError: a root is not a folder, or is itself a model.
     """
     backends = known_backends(backend_folders)
     entries: dict[str, ModelEntry] = {}
@@ -144,9 +144,16 @@ def _model_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         raise RepositoryError(
             f"there is no model repository at {root}",
-            remedy="name one with --model-repository, or make one: `genserve pull smollm2`",
+            remedy="name one with --model-repository, or make one: "
+            f"`genserve pull smollm2 --model-repository {root}`",
         )
-    return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    folders = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    if (root / "config.pbtxt").is_file() and len(folders) == len(version_folders(root)):
+        raise RepositoryError(
+            f"{root} is a model, not a repository of models",
+            remedy=f"give the folder that it lies in: {root.resolve().parent}",
+        )
+    return folders
 
 
 def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:

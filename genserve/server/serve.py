@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -266,9 +267,14 @@ def _bind(settings: ServerSettings) -> socket.socket:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         return socket.create_server((settings.host, settings.http_port), family=family, backlog=2048)
     except OSError as error:
+        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise GenserveError(
-            f"cannot listen on {settings.host}:{settings.http_port}: {error.strerror}",
-            remedy="choose another port with --http-port; 0 takes a free one",
+            # Python adds the address to it a second time.
+            f"cannot listen on {address_of(settings.host, settings.http_port)}: "
+            f"{str(error.strerror).partition(' (while ')[0]}",
+            remedy="choose another port with --http-port; 0 takes a free one"
+            if is_taken
+            else "choose an address of this machine with --host: 127.0.0.1, ::1, or 0.0.0.0 for all",
         ) from error
 
 
@@ -279,5 +285,6 @@ def _url(listener: socket.socket) -> str:
 def _nothing_to_load(settings: ServerSettings) -> RepositoryError:
     roots = ", ".join(str(root) for root in settings.model_repository)
     return RepositoryError(
-        f"there is no model in {roots}", remedy="bring one: `genserve pull smollm2`"
+        f"there is no model in {roots}",
+        remedy=f"bring one: `genserve pull smollm2 --model-repository {settings.model_repository[0]}`",
     )

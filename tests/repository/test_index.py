@@ -104,3 +104,18 @@ def test_the_models_of_all_roots_are_listed(tmp_path):
     for root, name in (("one", "b"), ("two", "a")):
         (tmp_path / root / name).mkdir(parents=True)
     assert list(scan([tmp_path / "one", tmp_path / "two"])) == ["a", "b"]
+
+
+def test_a_model_given_in_place_of_its_repository_is_told_from_one(tmp_path):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text("")
+    with pytest.raises(RepositoryError, match="m is a model, not a repository") as caught:
+        scan([tmp_path / "m"])
+    assert caught.value.remedy == f"give the folder that it lies in: {tmp_path}"
+    assert list(scan([tmp_path])) == ["m"]
+
+
+def test_a_stray_config_beside_models_is_passed_over(tmp_path):
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "config.pbtxt").write_text("")
+    assert list(scan([tmp_path])) == ["m"]

@@ -253,8 +253,14 @@ def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
             server.serve_until_stopped()
 
 
+def test_an_address_of_another_machine_is_an_error_that_names_the_flag(tiny_repository):
+    server = Server(ServerSettings(model_repository=(tiny_repository,), host="192.0.2.1", http_port=0))
+    with pytest.raises(GenserveError, match=r"cannot listen on 192\.0\.2\.1:0: [^(]* \(.*--host"):
+        server.serve_until_stopped()
+
+
 def test_a_server_without_a_model_says_so_and_does_not_start(tmp_path):
-    with pytest.raises(RepositoryError, match="there is no model in"):
+    with pytest.raises(RepositoryError, match=f"there is no model in .*--model-repository {tmp_path}"):
         Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS)).serve_until_stopped()
     with pytest.raises(RepositoryError, match="no model repository"):
         Server(ServerSettings(model_repository=(tmp_path / "none",), **FREE_PORTS))
