@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from genserve.errors import GenserveError, InvalidRequest, ModelFailed
+from genserve.errors import GenserveError, ModelFailed
 from genserve.generation.beam import Beam
+from genserve.generation.commits import Commits, Outcome
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
 from genserve.generation.forwards import Forwards, note_computed
-from genserve.generation.likelihood import likelihood
-from genserve.generation.logits_model import LogitsArray, LogitsModel, on_host
+from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
-from genserve.generation.pick import RowPicker, pick
+from genserve.generation.pick import RowPicker
 from genserve.generation.planner import Prefill, PrefillBudget, StepPlan, Verify
 from genserve.generation.roster import Roster
-from genserve.generation.sampler import pick_rows, select_rows
+from genserve.generation.sampler import pick_rows
 from genserve.generation.slots import Occupant, Slots
 from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence, Want
+from genserve.generation.token_sequence import TokenSequence
 from genserve.request import FinishReason
 
 __all__ = ["Engine", "StepResult"]
@@ -40,17 +40,6 @@ class StepResult:
     num_preempted: int                                  # so many had to leave their slots and wait again
     num_drafted: int                                    # tokens that a draft proposed
     num_accepted: int                                   # so many of them were right
-
-
-@dataclass(slots=True, kw_only=True)
-class _Outcome:
-    """What a step has done so far."""
-
-    generating: dict[TokenSequence, None] = field(default_factory=dict)
-    answered: list[tuple[LogitsRequest, LogitsArray]] = field(default_factory=list)
-    failed: dict[Occupant, GenserveError] = field(default_factory=dict)
-    num_drafted: int = 0
-    num_accepted: int = 0
 
 
 class Engine:
@@ -98,7 +87,14 @@ class Engine:
         )
         self._prefix_cache = prefix_cache
         self._loops = DecodingLoops(decode)
-        self._picker = picker
+        self._commits = Commits(
+            self._slots,
+            self._loops,
+            picker=picker,
+            prefix_cache=prefix_cache,
+            speculation=speculation,
+            clock=clock,
+        )
         self._step_started_s = 0.0
         self._timed: set[TokenSequence] = set()     # those that have a deadline
 
@@ -184,10 +180,10 @@ class Engine:
         except Exception as error:
             logger.exception("forward failed")
             failure = ModelFailed(f"the model's forward failed: {type(error).__name__}")
-            outcome = _Outcome()
-            outcome.failed.update(dict.fromkeys(_answering(plan.sequences), failure))
-            return self._leave(plan, outcome)
-        return self._commit(plan, logits, rows)
+            outcome = Outcome(failed=dict.fromkeys(_answering(plan.sequences), failure))
+        else:
+            outcome = self._commits.run(plan, logits, rows)
+        return self._leave(plan, outcome)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where slots and loops disagree; for tests."""
@@ -209,120 +205,7 @@ class Engine:
         note_computed(plan)
         return logits, rows
 
-    def _commit(self, plan: StepPlan, logits: LogitsArray, rows: Sequence[int]) -> StepResult:
-        """Give each that is fully computed its token or its row, and after a verification the next ones."""
-        outcome = _Outcome()
-        self._commit_rows(logits, list(zip(rows, plan.sequences, strict=True)), outcome)
-        if isinstance(plan, Verify):
-            self._follow(plan, logits, rows, outcome)
-        return self._leave(plan, outcome)
-
-    def _follow(self, plan: Verify, logits: LogitsArray, rows: Sequence[int], outcome: _Outcome) -> None:
-        """Go on with each sequence as long as its tokens are those that were run."""
-        assert self._speculation is not None
-        following = list(zip(rows, plan.sequences, plan.tokens, strict=True))
-        num_right = dict.fromkeys(plan.sequences, 1)
-        for position in range(1, plan.width):
-            following = [
-                (row, s, tokens)
-                for row, s, tokens in following
-                if s not in outcome.failed and _has_next(s, tokens[position:])
-            ]
-            for _, sequence, _ in following:
-                sequence.num_computed += 1
-                num_right[sequence] += 1
-            self._commit_rows(logits, [(row + position, s) for row, s, _ in following], outcome)
-        for sequence, num_known, tokens in zip(plan.sequences, plan.num_known, plan.tokens, strict=True):
-            if isinstance(sequence, TokenSequence) and num_known < len(tokens):
-                accepted = max(0, num_right[sequence] - num_known)
-                outcome.num_drafted += len(tokens) - num_known
-                outcome.num_accepted += accepted
-                self._speculation.note_outcome(sequence, accepted=accepted)
-
-    def _commit_rows(
-        self, logits: LogitsArray, rows: Sequence[tuple[int, Occupant]], outcome: _Outcome
-    ) -> None:
-        """Give each of those that is fully computed its token or its row."""
-        ready = [(row, s) for row, s in rows if s.num_pending == 0]
-        asking = [(row, s) for row, s in ready if isinstance(s, LogitsRequest)]
-        # To index with a list is to copy, for numpy and for torch: the buffer is the next step's.
-        rows_asked = logits[[row for row, _ in asking]] if asking else ()
-        outcome.answered += [(s, row) for (_, s), row in zip(asking, rows_asked, strict=True)]
-        _score(logits, rows)
-        generating = [(row, s) for row, s in ready if isinstance(s, TokenSequence)]
-        outcome.generating |= dict.fromkeys(s for _, s in generating)
-        failed = outcome.failed
-        sampling: list[tuple[int, TokenSequence]] = []
-        for row, sequence in generating:
-            try:
-                want = self._loops.want(sequence)
-                if sequence.num_pending:
-                    continue  # it began with tokens of its own: these logits are not what it waits for
-                if want is Want.LOGITS:
-                    self._loops.resume(sequence, logits[row])
-                elif want is Want.SAMPLE:
-                    sampling.append((row, sequence))
-            except GenserveError as error:
-                failed[sequence] = error
-        self._sample(logits, sampling, failed)
-        searched = self._search(logits, {s: row for row, s in ready if isinstance(s, Beam)}, failed)
-        outcome.generating |= dict.fromkeys(searched)
-
-    def _search(
-        self, logits: LogitsArray, row_of: Mapping[Beam, int], failed: dict[Occupant, GenserveError]
-    ) -> list[TokenSequence]:
-        """Move each beam search by one token; returns the answers."""
-        advanced: list[TokenSequence] = []
-        for search in dict.fromkeys(beam.search for beam in row_of):
-            rows = logits[[row_of[beam] for beam in search.beams if beam in row_of]]
-            try:
-                reorder = search.step(on_host(rows))
-            except Exception as error:
-                logger.exception("beam search failed")
-                failure = ModelFailed(f"beam search failed: {type(error).__name__}")
-                failed.update(dict.fromkeys(search.answers, failure))
-                continue
-            if reorder is None:
-                failed.update(dict.fromkeys(search.answers, _not_finite(search.answers[0])))
-                continue
-            if search.done and self._prefix_cache:
-                self._slots.park(search.lead, now_s=self.clock())
-            else:
-                self._slots.release(reorder.leaving)
-            for copy in reorder.copies if search.together else ():
-                self._slots.copy(source=copy.source, target=copy.target)
-            advanced += search.answers
-        return advanced
-
-    def _sample(
-        self,
-        logits: LogitsArray,
-        sampling: Sequence[tuple[int, TokenSequence]],
-        failed: dict[Occupant, GenserveError],
-    ) -> None:
-        if not sampling:
-            return
-        sequences = [s for _, s in sampling]
-        rows = select_rows(logits, [row for row, _ in sampling])
-        try:
-            picks = pick(rows, sequences, picker=self._picker)
-        except Exception as error:
-            logger.exception("sampling failed")
-            failure = ModelFailed(f"sampling failed: {type(error).__name__}")
-            failed.update(dict.fromkeys(sequences, failure))
-            return
-        for sequence, picked in zip(sequences, picks, strict=True):
-            if not picked.finite:
-                failed[sequence] = _not_finite(sequence)
-                continue
-            sequence.take_logprob(picked.logprob)
-            sequence.take_surprise(picked.surprise_bits)
-            try:
-                self._loops.resume(sequence, picked.token_id)
-            except GenserveError as error:
-                failed[sequence] = error
-
-    def _leave(self, plan: StepPlan, outcome: _Outcome) -> StepResult:
+    def _leave(self, plan: StepPlan, outcome: Outcome) -> StepResult:
         """Let go of those that failed, and park what those have computed that finished or are answered."""
         failed, now_s = outcome.failed, self.clock()
         late = self._end_late(now_s, failed)
@@ -368,32 +251,3 @@ def _answering(occupants: Iterable[Occupant]) -> Iterator[Occupant]:
             yield from occupant.search.answers
         else:
             yield occupant
-
-
-def _score(logits: LogitsArray, rows: Iterable[tuple[int, Occupant]]) -> None:
-    """Tell those that ask how likely the next token of their prompt is."""
-    for row, sequence in rows:
-        if isinstance(sequence, TokenSequence) and (token_id := sequence.unscored) is not None:
-            num_top = sequence.params.prompt_logprobs or 0
-            sequence.add_score(likelihood(logits[row], token_id, num_top=num_top))
-
-
-def _has_next(sequence: Occupant, tokens: Sequence[int]) -> bool:
-    """Whether the first of its tokens that are not computed is the first of these."""
-    if isinstance(sequence, TokenSequence) and sequence.finished:
-        return False
-    return sequence.num_pending > 0 and sequence.token_ids[sequence.num_computed] == next(iter(tokens), None)
-
-
-def _not_finite(sequence: TokenSequence) -> GenserveError:
-    if sequence.plugins.failure is not None:
-        return sequence.plugins.failure
-    if sequence.grammar is not None and (failure := sequence.grammar.failure):
-        message = f"structured_outputs became too much to follow: {failure}"
-        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler form")
-    if sequence.logit_rules is None and sequence.grammar is None:
-        return ModelFailed("the model's logits are not finite")
-    return ModelFailed(
-        "the model's logits are not finite, or what the request forbids leaves no token",
-        remedy="forbid less: allowed_token_ids, suppress_tokens, bad_words, min_tokens, no_repeat_ngram_size",
-    )
