@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
@@ -149,7 +150,8 @@ class ChatFrames(Chunks):
         self._token_ids = bool(body.return_token_ids)
         self._prompt_ids = _prompt_ids(opened, body)
         self._scores = [_scores(opened, body) for _ in range(body.num_choices)]
-        self._reasoned = [_reasoned(opened, body) for _ in range(body.num_choices)]
+        reasoned = _reasoned(opened, body)
+        self._reasoned = [copy(reasoned) for _ in range(body.num_choices)]
         super().__init__(opened, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
@@ -191,7 +193,11 @@ class ChatFrames(Chunks):
 def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
     drawn = join_choices(deltas)
     completions = best_choices(drawn, n=body.num_choices, num_drawn=body.num_drawn)
-    choices = [_choice(index, completion, opened, body) for index, completion in enumerate(completions)]
+    reasoned = _reasoned(opened, body)
+    choices = [
+        _choice(index, completion, opened, body, reasoned=copy(reasoned))
+        for index, completion in enumerate(completions)
+    ]
     total = usage([completion.usage for completion in drawn], n=len(drawn))
     answer = head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
     if body.prompt_logprobs is not None:
@@ -204,11 +210,13 @@ def _prompt_ids(opened: Open, body: ChatBody) -> dict[str, list[int]]:
     return {"prompt_token_ids": list(opened.prompts[0])} if body.return_token_ids else {}
 
 
-def _choice(index: int, completion: Completion, opened: Open, body: ChatBody) -> dict[str, Any]:
+def _choice(
+    index: int, completion: Completion, opened: Open, body: ChatBody, *, reasoned: ReasonedText | None
+) -> dict[str, Any]:
     scores = _scores(opened, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
     message = {"role": "assistant", "content": ""}
-    for part in _said(_reasoned(opened, body), completion):
+    for part in _said(reasoned, completion):
         message |= part
     return {
         "index": index,
