@@ -41,7 +41,7 @@ class ServerSettings:
 
     # To whom, and how much.
     server_id: str = "genserve"             # what the KServe protocols call the server
-    api_key: str | None = None              # None: open to whoever reaches the port
+    api_key: str | None = None              # printable ASCII; None: open to whoever reaches the port
     allow_client_shm: bool = False          # whether clients may register regions of shared memory
     http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
     grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none

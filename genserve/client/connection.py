@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx2
 
+from genserve.api_key import bearer
 from genserve.client.calls import Request
 from genserve.errors import InvalidRequest
 from genserve.version import __version__
@@ -48,7 +49,8 @@ def connection(
     """Fill in what is None from GENSERVE_BASE_URL and GENSERVE_API_KEY, or their defaults.
 
     Raises:
-        InvalidRequest: the URL is not an HTTP one, or has a /v1; `field` is "base_url".
+        InvalidRequest: the URL is not an HTTP one, or has a /v1, or no header can hold the key; `field` is
+            "base_url" or "api_key".
     """
     base_url = base_url or os.environ.get("GENSERVE_BASE_URL") or "http://127.0.0.1:8000"
     if not base_url.startswith(("http://", "https://")):
@@ -67,7 +69,7 @@ def connection(
     headers = {"content-type": "application/json", "user-agent": f"genserve/{__version__}"}
     api_key = api_key or os.environ.get("GENSERVE_API_KEY")
     if api_key:
-        headers["authorization"] = f"Bearer {api_key}"
+        headers["authorization"] = bearer(api_key)
     return Connection(
         base_url=base_url,
         max_retries=max_retries,

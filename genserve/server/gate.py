@@ -8,6 +8,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from genserve.api_key import bearer
+
 __all__ = ["Gate"]
 
 _OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
@@ -17,8 +19,10 @@ class Gate:
     """ASGI middleware that asks for `Authorization: Bearer KEY`, compared in constant time."""
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        """Raises what `bearer` raises."""
+        """Raises what `bearer` raises."""
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = bearer(api_key).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer 401."""

@@ -43,5 +43,13 @@ def test_the_v1_of_an_openai_url_is_refused_with_the_url_to_write() -> None:
     assert caught.value.remedy == "write http://localhost:8000"
 
 
+@pytest.mark.parametrize("api_key", ["schlüssel", "secret\n", "secret "])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_told(api_key: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        connect(api_key=api_key)
+    assert caught.value.field == "api_key"
+    assert api_key.strip() not in str(caught.value)
+
+
 def test_the_key_is_not_in_the_repr() -> None:
     assert "secret" not in repr(connect(api_key="secret"))

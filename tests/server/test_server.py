@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from genserve.errors import GenserveError, ModelNotFound, RepositoryError
+from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
 from genserve.server.serve import Server
 from genserve.settings import ServerSettings
 from tests.live import LiveServer
@@ -120,6 +120,11 @@ def test_with_a_key_only_the_health_check_is_open(tiny_repository):
         assert http.get("/v1/models").status_code == 401
         assert http.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
         assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_key_that_no_client_could_give_is_refused_at_the_start(tiny_repository):
+    with pytest.raises(InvalidRequest, match="API key"):
+        Server(ServerSettings(model_repository=(tiny_repository,), api_key="schlüssel", **FREE_PORTS))
 
 
 def test_a_running_stream_ends_normally_while_the_server_drains(tiny_repository, monkeypatch):

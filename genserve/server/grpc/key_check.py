@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 
+from genserve.api_key import bearer
+
 __all__ = ["KeyCheck"]
 
 _OPEN = "/grpc.health.v1.Health/"
@@ -17,7 +19,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
     """Asks for the metadata `authorization: Bearer KEY`, as the HTTP port does; compared in constant time."""
 
     def __init__(self, api_key: str) -> None:
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = bearer(api_key).encode()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         """Let the call through, or have it end as UNAUTHENTICATED."""

@@ -1,0 +1,22 @@
+"""API key: how a client shows the server that it may ask."""
+
+from __future__ import annotations
+
+from genserve.errors import InvalidRequest
+
+__all__ = ["bearer"]
+
+
+def bearer(api_key: str) -> str:
+    """Return the value of the header `Authorization`.
+
+    Raises:
+        InvalidRequest: no header can hold the key, which is not told: it is a secret.
+    """
+    if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+        raise InvalidRequest(
+            "the API key is not one that a header can hold",
+            remedy="printable ASCII, without a space or a line end around it",
+            field="api_key",
+        )
+    return f"Bearer {api_key}"
