@@ -25,11 +25,14 @@ from genserve.config.warmup_rules import warmups
 __all__ = ["config_faults"]
 
 # What is written where `backend` has another word.
+_EXPORT = "the engine is another here: `genserve export CHECKPOINT` makes a model of what it was made of"
 _MEANT = {
     "ensemble": 'leave `backend` out, and write `platform: "ensemble"`',
     "libtorch": 'write `backend: "pytorch"` in its place',
     "torch": 'write `backend: "pytorch"` in its place',
     "onnx": 'write `backend: "onnxruntime"` in its place',
+    "tensorrt_llm": _EXPORT,
+    "vllm": _EXPORT,
     "tensorrt": "a TensorRT plan runs in Triton alone; export the model to ONNX, which `onnxruntime` runs",
 }
 

@@ -33,10 +33,16 @@ CASES: dict[str, tuple[str, list[str]]] = {
          "runtime on the model configuration.; did you mean onnxruntime?"],
     ),
     "a backend of somebody else's": (
-        '\n  backend: "vllm"',
-        ["2:3: error: unable to find backend library for backend 'vllm', try specifying runtime "
+        '\n  backend: "dali"',
+        ["2:3: error: unable to find backend library for backend 'dali', try specifying runtime "
          "on the model configuration.; known there: tensorflow, onnxruntime, pytorch, python, "
          "tokenizer"],
+    ),
+    "a backend with an engine of its own": (
+        '\n  backend: "tensorrt_llm"',
+        ["2:3: error: unable to find backend library for backend 'tensorrt_llm', try specifying runtime "
+         "on the model configuration.; the engine is another here: `genserve export CHECKPOINT` makes a "
+         "model of what it was made of"],
     ),
     "a platform where a backend belongs": (
         'backend: "pytorch_libtorch"',
