@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -256,6 +257,10 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
 class _BrokenContract(Exception):
     """A model did not do what the server expects; the text is Triton's, and has no place."""
 
+    def __init__(self, text: str, *, remedy: str = "") -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
 
 def _model_class(file: ModelFile, path: Path) -> Any:
     if not path.is_file():
@@ -263,13 +268,27 @@ def _model_class(file: ModelFile, path: Path) -> Any:
     module = file.load()
     if not hasattr(module, "TritonPythonModel"):
         name = f"{path.parent.name}.{path.stem}"
-        raise _BrokenContract(f"AttributeError: module '{name}' has no attribute 'TritonPythonModel'")
+        raise _BrokenContract(
+            f"AttributeError: module '{name}' has no attribute 'TritonPythonModel'",
+            remedy=f"define `class TritonPythonModel` in {path}",
+        )
     return module.TritonPythonModel
 
 
 def _load_error(error: BaseException) -> GenserveError:
     text = str(error) if isinstance(error, _BrokenContract) else failure_text(error)
-    return InferenceError(text, status=Status.INTERNAL)
+    return InferenceError(text, status=Status.INTERNAL, remedy=_load_remedy(error))
+
+
+def _load_remedy(error: BaseException) -> str:
+    match error:
+        case _BrokenContract():
+            return error.remedy
+        case SyntaxError(filename=str()):
+            return f"mend line {error.lineno} of {error.filename}"
+        case ModuleNotFoundError(name=str()):
+            return f"install what has {error.name!r} into {sys.prefix}, or put it beside the model.py"
+    return ""
 
 
 def _check_response(request: InferenceRequest, response: object) -> None:
