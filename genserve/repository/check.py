@@ -13,6 +13,7 @@ from genserve.errors import RepositoryError, Status
 from genserve.repository.draft_rules import draft_faults
 from genserve.repository.index import ModelEntry, scan, served_versions
 from genserve.repository.plugin_rules import decodes, plugin_faults
+from genserve.repository.source_rules import source_faults
 from genserve.repository.wiring import wiring_faults
 
 __all__ = ["accept", "model_faults", "repository_faults"]
@@ -24,7 +25,7 @@ _VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", 
 # The backends whose models are files, and those that need a second one.
 _WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
 _MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
-_BRINGS_FILES = "`genserve pull` or `genserve export` brings it"
+_BRINGS_FILES = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
 
 
 def repository_faults(
@@ -41,7 +42,9 @@ def repository_faults(
         RepositoryError: a root is not a folder.
     """
     entries = scan(roots, config_name=config_name, backend_folders=backend_folders)
-    return {name: model_faults(entry, entries) for name, entry in entries.items()}
+    return {
+        name: (*model_faults(entry, entries), *_source_faults(entry)) for name, entry in entries.items()
+    }
 
 
 def accept(faults: Iterable[Fault]) -> None:
@@ -109,6 +112,20 @@ def _policy_fault(entry: ModelEntry, severity: Severity, message: str, *, remedy
         return Fault(severity=severity, path=entry.path, message=message, remedy=remedy)
     place = entry.parsed.place("version_policy")
     return Fault(severity=severity, path=entry.parsed.path, place=place, message=message, remedy=remedy)
+
+
+def _source_faults(entry: ModelEntry) -> Iterator[Fault]:
+    """Yield what a load would find in each model.py, in Triton's words; a decoder stage's is told already."""
+    if entry.config is None or entry.config.backend != "python":
+        return
+    try:
+        versions = served_versions(entry.config, entry.versions)
+    except RepositoryError:
+        return  # which was told
+    for version in versions:
+        file = entry.path / str(version) / entry.config.default_model_filename
+        if file.is_file() and file.suffix == ".py" and not decodes(file):
+            yield from source_faults(file)
 
 
 def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:

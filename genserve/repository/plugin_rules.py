@@ -12,6 +12,7 @@ from pathlib import Path
 
 from genserve.backends.python.plugins import METHODS
 from genserve.config.fault import Fault, Severity
+from genserve.repository.source_rules import parse_source
 
 __all__ = ["decodes", "plugin_faults"]
 
@@ -29,13 +30,9 @@ def decodes(path: Path) -> bool:
 
 def plugin_faults(path: Path) -> tuple[Fault, ...]:
     """Return the faults of a model.py: that it is no Python, or those of its plug-ins."""
-    try:
-        module = ast.parse(path.read_bytes(), filename=str(path))
-    except SyntaxError as error:
-        place = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
-        return (_fault(path, place, error.msg, remedy="model.py must be Python"),)
-    except ValueError as error:  # a byte of zero
-        return (_fault(path, "", str(error), remedy="model.py must be Python"),)
+    module = parse_source(path)
+    if isinstance(module, Fault):
+        return (module,)
     return tuple(
         _fault(path, f"{node.lineno}:{node.col_offset + 1}", message, remedy=remedy)
         for node, message, remedy in _findings(module)

@@ -13,7 +13,7 @@ def add_model(repository: Path, name: str, *, config: str = "") -> Path:
     """A decoder stage that is in order but for what `config` adds."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
-    (folder / "1" / "model.py").touch()
+    (folder / "1" / "model.py").write_text("class TritonPythonModel: pass")
     file = folder / "config.pbtxt"
     file.write_text(f'backend: "python"\n{config}')
     return file
@@ -78,7 +78,7 @@ def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
             "line": None,
             "column": None,
             "message": "model.py is missing",
-            "remedy": "`genserve pull` or `genserve export` brings it",
+            "remedy": "put it there; that of an exported model `genserve pull` or `genserve export` brings",
         },
     ]
     assert ran.exit_code == 1

@@ -13,7 +13,7 @@ SHIPPED = Path(__file__).parents[2] / "model_repository"
 POLICY = 'backend: "python" version_policy: {{ {} }}'
 NO_VERSION = "at least one version must be available under the version policy of model 'm'"
 ADD = "add a folder for the first version, named '1'; `genserve pull` or `genserve export` brings it"
-BRING = "`genserve pull` or `genserve export` brings it"
+BRING = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
 
 
 def shipped_with_files(root: Path) -> Path:
@@ -30,7 +30,7 @@ def add(root: Path, *, config: str = 'backend: "python"', files: tuple[str, ...]
     for name in files:
         path = root / "m" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.write_text("class TritonPythonModel: pass" if path.suffix == ".py" else "")
     (root / "m" / "config.pbtxt").write_text(config)
 
 
@@ -94,7 +94,7 @@ def test_what_is_wrong_with_the_files_of_a_model_is_told(tmp_path, config, files
 def test_a_folder_without_a_config_is_judged_by_its_files(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "m" / "1").mkdir(parents=True)
-    (tmp_path / "m" / "1" / "model.py").touch()
+    (tmp_path / "m" / "1" / "model.py").write_text("class TritonPythonModel: pass")
     lines = told(tmp_path)
     assert len(lines) == 2
     assert lines[0].startswith("empty/config.pbtxt: error: Invalid model name: Could not determine backend")

@@ -1,0 +1,59 @@
+"""Source rules: what is wrong with any model.py, read and not run.
+
+Loading says the same in Triton's words, and without the place; of what only running it can tell, such as a
+package that is not installed, it alone speaks.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from genserve.config.fault import Fault, Severity
+
+__all__ = ["parse_source", "source_faults"]
+
+_CLASS = "TritonPythonModel"
+
+
+def source_faults(path: Path) -> tuple[Fault, ...]:
+    """Return the faults of a model.py: that it is no Python, or has no `TritonPythonModel`."""
+    module = parse_source(path)
+    if isinstance(module, Fault):
+        return (module,)
+    if _may_bind(module, _CLASS):
+        return ()
+    return (_fault(path, "", f"there is no class {_CLASS}", remedy=f"define `class {_CLASS}` in it"),)
+
+
+def parse_source(path: Path) -> ast.Module | Fault:
+    """Return the syntax tree of a model.py, or the fault that it is no Python."""
+    remedy = "model.py must be Python"
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        place = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
+        return _fault(path, place, error.msg, remedy=remedy)
+    except ValueError as error:  # a byte of zero
+        return _fault(path, "", str(error), remedy=remedy)
+
+
+def _may_bind(module: ast.Module, name: str) -> bool:
+    """Whether the name stands anywhere in the file, or may be one of those that `import *` brings."""
+    for node in ast.walk(module):
+        match node:
+            case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.Name(id=found) if found == name:
+                return True
+            case ast.alias(name="*"):
+                return True
+            case ast.alias(name=found, asname=known_as) if name in (found, known_as):
+                return True
+            case ast.Constant(value=found) if found == name:    # globals()["TritonPythonModel"], setattr
+                return True
+    return False
+
+
+def _fault(path: Path, place: str, message: str, *, remedy: str) -> Fault:
+    return Fault(
+        severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy, at_load=True
+    )

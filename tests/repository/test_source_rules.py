@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from genserve.repository.check import repository_faults
+from genserve.repository.source_rules import source_faults
+
+
+def faults_of(path, source):
+    path.write_bytes(source)
+    return [(fault.place, fault.message) for fault in source_faults(path)]
+
+
+@pytest.mark.parametrize(
+    ("source", "place", "message"),
+    [
+        (b"class TritonPythonModel:\n    def execute(self)\n        pass\n", "2:22", "expected ':'"),
+        (b"x = 1\n", "", "there is no class TritonPythonModel"),
+        (b"", "", "there is no class TritonPythonModel"),
+        (b"class TritonModel:\n    pass\n", "", "there is no class TritonPythonModel"),
+    ],
+)
+def test_what_could_not_be_loaded_is_told_at_its_place(tmp_path, source, place, message):
+    assert faults_of(tmp_path / "model.py", source) == [(place, message)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"class TritonPythonModel: pass",
+        b"from .model_code import TritonPythonModel",
+        b"from .model_code import Model as TritonPythonModel",
+        b"from .model_code import *",
+        b"TritonPythonModel = make()",
+        b"if True:\n    class TritonPythonModel: pass",
+        b"globals()['TritonPythonModel'] = make()",
+        "# -*- coding: latin-1 -*-\n# caf\xe9\nclass TritonPythonModel: pass".encode("latin-1"),
+    ],
+)
+def test_whatever_may_make_the_class_is_let_pass(tmp_path, source):
+    assert faults_of(tmp_path / "model.py", source) == []
+
+
+def test_a_repository_is_checked_in_the_versions_that_it_serves(tmp_path):
+    for version, source in ((1, "x ="), (2, "y =")):
+        (tmp_path / "m" / str(version)).mkdir(parents=True)
+        (tmp_path / "m" / str(version) / "model.py").write_text(source)
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "python"')
+    [fault] = repository_faults([tmp_path])["m"]
+    assert fault.where == f"{tmp_path}/m/2/model.py:1:4"
