@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
 
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import ContextLengthExceeded, InvalidRequest
@@ -141,10 +140,7 @@ class GenerationEnsemble:
             return None
         if params.structured_outputs is not None or params.output_parser is not None:
             return None
-        behind = [*takewhile(lambda token_id: token_id != start_id, reversed(prompt_token_ids))][::-1]
-        has_tag = len(behind) < len(prompt_token_ids)
-        begun = has_tag and not self.tokenizer.decode(behind, skip_special_tokens=False).strip()
-        return ReasonedText(begun=begun)
+        return ReasonedText(begun=self._begins_thought(prompt_token_ids))
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
@@ -239,8 +235,23 @@ class GenerationEnsemble:
             start_id=start_id,
             end_id=end_id,
             num_prompt_tokens=len(context.prompt_token_ids),
+            begun=self._begins_thought(context.prompt_token_ids),
         )
         return [(name, budget)]
+
+    def _begins_thought(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends within a thought.
+
+        That is behind the tag of one, with no other tag since, and no special token: these end the turns of a
+        chat, so that the tag in a message of the user's begins nothing.
+        """
+        start_id, end_id = self._thinking_ids
+        for token_id in reversed(prompt_token_ids):
+            if token_id == start_id:
+                return True
+            if token_id == end_id or self.tokenizer.is_silent(token_id):
+                return False
+        return False
 
     def _truncated(
         self, token_ids: Sequence[int], params: SamplingParams, *, max_length: int

@@ -12,13 +12,14 @@ __all__ = ["ThinkingBudget"]
 class ThinkingBudget:
     """Picks the end tag where the budget is used up; a `LogitsProcessor` of one token sequence.
 
-    A text may think several times; each time has the whole budget. What the prompt has behind a start tag of
-    its own does not count.
+    A text may think several times; each time has the whole budget.
     """
 
     hook = "post_penalty"   # no rule of the request forbids the end
 
-    def __init__(self, *, num_tokens: int, start_id: int, end_id: int, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, *, num_tokens: int, start_id: int, end_id: int, num_prompt_tokens: int, begun: bool
+    ) -> None:
         """Begin before the first token.
 
         Args:
@@ -26,19 +27,20 @@ class ThinkingBudget:
             start_id: of the tag that begins a thought.
             end_id: of the tag that ends it.
             num_prompt_tokens: what follows them is the answer.
+            begun: the prompt ends within a thought, of which its own tokens do not count.
         """
         self._num_tokens = num_tokens
         self._start_id = start_id
         self._end_id = end_id
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_read = 0
-        self._began: int | None = None      # how many tokens there were before the thought, its tag included
+        self._num_read = num_prompt_tokens
+        # How many tokens there were before the thought, its tag included.
+        self._began = num_prompt_tokens if begun else None
 
     def __call__(self, token_ids: Sequence[int], logits: LogitsArray) -> None:
         """Forbid all but the end tag, or nothing."""
         for position in range(self._num_read, len(token_ids)):
             if token_ids[position] == self._start_id:
-                self._began = max(position + 1, self._num_prompt_tokens)
+                self._began = position + 1
             elif token_ids[position] == self._end_id:
                 self._began = None
         self._num_read = len(token_ids)

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import shutil
-
 import httpx2
 import numpy as np
 import pytest
@@ -11,15 +8,17 @@ import torch
 from genserve.errors import InvalidRequest
 from genserve.generation.thinking import ThinkingBudget
 from genserve.llm import LLM
+from genserve.request import Chat, read_messages
 from genserve.sampling.params import sampling_params
 from tests.live import LiveServer
+from tests.thinkers import END, copy_with_tags
 
-START, END = 318, 319
 
-
-def forced(prompt, answer, *, num_tokens, place=np.array):
+def forced(prompt, answer, *, begun, num_tokens, place=np.array):
     """Whether nothing but the end tag could be picked, before each token of an answer and after the last."""
-    budget = ThinkingBudget(num_tokens=num_tokens, start_id=5, end_id=6, num_prompt_tokens=len(prompt))
+    budget = ThinkingBudget(
+        num_tokens=num_tokens, start_id=5, end_id=6, num_prompt_tokens=len(prompt), begun=begun
+    )
     seen = []
     for length in range(len(answer) + 1):
         logits = place(np.ones(8, dtype=np.float32))
@@ -32,18 +31,18 @@ def forced(prompt, answer, *, num_tokens, place=np.array):
 
 @pytest.mark.parametrize("place", [np.array, torch.tensor])
 @pytest.mark.parametrize(
-    ("prompt", "answer", "num_tokens", "expected"),
+    ("begun", "answer", "num_tokens", "expected"),
     [
-        ([1], [1, 1, 1], 0, "...."),                    # it does not think
-        ([1], [5, 1, 1, 1], 2, "...xx"),
-        ([1], [5], 0, ".x"),
-        ([1], [5, 1, 6, 1, 5, 1, 1], 2, ".......x"),    # each thought has the whole budget
-        ([1, 5, 1, 1], [1, 1], 2, "..x"),               # begun by the prompt, which does not count
-        ([5, 1, 6], [1, 1], 0, "..."),                  # ended by the prompt
+        (False, [1, 1, 1], 0, "...."),                  # it does not think
+        (False, [5, 1, 1, 1], 2, "...xx"),
+        (False, [5], 0, ".x"),
+        (False, [5, 1, 6, 1, 5, 1, 1], 2, ".......x"),  # each thought has the whole budget
+        (True, [1, 1], 2, "..x"),
+        (True, [1, 6, 1, 1], 2, "....."),
     ],
 )
-def test_the_end_tag_is_picked_when_the_budget_is_used_up(prompt, answer, num_tokens, expected, place):
-    assert forced(prompt, answer, num_tokens=num_tokens, place=place) == expected
+def test_the_end_tag_is_picked_when_the_budget_is_used_up(begun, answer, num_tokens, expected, place):
+    assert forced([1, 5, 1], answer, begun=begun, num_tokens=num_tokens, place=place) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,19 +67,7 @@ def test_a_model_that_does_not_think_refuses_a_budget(tiny_repository):
 
 @pytest.fixture
 def thinking_repository(tmp_path, tiny_repository):
-    """The last two tokens of the tiny model's vocabulary are the tags."""
-    root = shutil.copytree(tiny_repository, tmp_path / "repository")
-    path = root / "tiny_tokenizer" / "1" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-2]
-    vocab = {token: i for token, i in tokenizer["model"]["vocab"].items() if i < START}
-    tokenizer["model"]["vocab"] = vocab
-    tokenizer["added_tokens"] += [
-        {**tokenizer["added_tokens"][0], "id": i, "content": tag, "special": False}
-        for i, tag in ((START, "<think>"), (END, "</think>"))
-    ]
-    path.write_text(json.dumps(tokenizer))
-    return root
+    return copy_with_tags(tiny_repository, tmp_path / "repository")
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -92,6 +79,30 @@ def test_an_answer_thinks_no_longer_than_its_budget_whatever_is_forbidden(thinki
     assert answer.token_ids[:5] == plain.token_ids[:5]
     assert answer.token_ids[5] == END != plain.token_ids[5]
     assert "</think>" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("why", False),
+        ("why <think>", True),
+        ("why <think>hm, ", True),
+        ("why <think>hm</think>", False),
+        ("<think></think><think>", True),
+        ("why <think><|im_end|>", False),
+        ([{"role": "user", "content": "why <think>"}], False),
+        ([{"role": "user", "content": "why"}, {"role": "assistant", "content": "<think>hm"}], True),
+    ],
+)
+def test_a_prompt_begins_a_thought_that_nothing_has_ended_no_turn_of_a_chat_either(
+    thinking_repository, prompt, begun
+):
+    with LLM(thinking_repository) as llm:
+        if not isinstance(prompt, str):
+            prompt = Chat(messages=read_messages(prompt), continue_final_message=len(prompt) == 2)
+        ask = llm.generate if isinstance(prompt, str) else llm.chat
+        answer = ask(prompt, max_tokens=1, thinking_token_budget=0)
+    assert (answer.token_ids == (END,)) == begun
 
 
 def test_it_is_vllms_name_on_the_wire(thinking_repository):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import httpx2
 import pytest
@@ -12,8 +11,8 @@ from genserve.client.client import Client
 from genserve.request import Chat, Message
 from genserve.sampling.params import sampling_params
 from tests.live import LiveServer
+from tests.thinkers import START, copy_with_tags
 
-TAGS = ("<think>", "</think>")
 SAID = "<think>\nhm, <thin\n</think>\n\nno <think>."
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -36,21 +35,11 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="module")
 def thinker(tiny_repository, tmp_path_factory):
-    root = tmp_path_factory.mktemp("thinker") / "repository"
-    shutil.copytree(tiny_repository, root)
-    [path] = root.glob("tiny_tokenizer/1/tokenizer.json")
-    document = json.loads(path.read_text())
-    vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
-    for tag in TAGS:
-        token_id = vocabulary.pop("".join(merges.pop()))
-        vocabulary[tag] = token_id
-        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        document["added_tokens"].append({"id": token_id, "content": tag, **plain})
-    path.write_text(json.dumps(document))
-    (path.parent / "chat_template.jinja").write_text(TEMPLATE)
+    root = copy_with_tags(tiny_repository, tmp_path_factory.mktemp("thinker") / "repository")
+    (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(TEMPLATE)
     with LiveServer(root) as server:
         said = server.model.tokenizer.encode(SAID)
-    decoder = DECODER.format(said=said, start=said[0])
+    decoder = DECODER.format(said=said, start=START)
     (root / "tiny_decoder" / "1" / "model.py").write_text(decoder)
     with LiveServer(root) as server:
         yield server
