@@ -44,7 +44,8 @@ class OnnxVerifier:
         if not file.is_file():
             raise RepositoryError(
                 f"{file} is missing, and speculation is on",
-                remedy="export the model again, with --overwrite; or take `speculation` out of the config",
+                remedy="export the model again, with --overwrite; or take `speculation` or `draft_model` out "
+                "of the config",
             )
         self._session = open_logits_session(file, num_threads=num_threads, providers=HostMemory.providers)
         shapes: dict[str, Any] = {i.name: i.shape for i in self._session.get_inputs()}

@@ -17,11 +17,12 @@ _REFUSED: Mapping[str, tuple[str, object]] = {
     "penalty_alpha": (f"contrastive search {_NO_HIDDEN_STATES}", 0),
     "dola_layers": (f"DoLa {_NO_HIDDEN_STATES}", None),
     "guidance_scale": (f"classifier-free guidance {_SECOND_PROMPT}", 1),
-    **{
-        f"guided_{form}": (f'its newer name is structured_outputs: {{"{form}": ...}}', None)
-        for form in ("json", "regex", "choice", "grammar")
-    },
     "watermark": ("watermarks are not written, and one that is asked for must not be missing", False),
+}
+# By parameter: how it is written today.
+_RENAMED: Mapping[str, str] = {
+    f"guided_{form}": f'structured_outputs: {{"{form}": ...}}'
+    for form in ("json", "regex", "choice", "grammar")
 }
 
 
@@ -34,4 +35,8 @@ def without_refused_methods(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, (reason, neutral) in _REFUSED.items():
         if options.get(name) is not None and options[name] != neutral:
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name, remedy="leave it out")
-    return {name: value for name, value in options.items() if name not in _REFUSED}
+    for name, newer in _RENAMED.items():
+        if options.get(name) is not None:
+            message = f"{name} is not supported: it is now a part of structured_outputs"
+            raise InvalidRequest(message, field=name, remedy=f"write {newer}")
+    return {name: value for name, value in options.items() if name not in {*_REFUSED, *_RENAMED}}

@@ -140,6 +140,7 @@ def test_the_older_names_are_refused_with_the_newer_one(name):
     with pytest.raises(InvalidRequest, match="structured_outputs") as refusal:
         sampling_params({name: "a"})
     assert refusal.value.field == name
+    assert refusal.value.remedy == f'write structured_outputs: {{"{name.removeprefix("guided_")}": ...}}'
 
 
 def test_what_contradicts_a_form_is_refused():
