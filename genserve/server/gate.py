@@ -20,7 +20,6 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         """Raises what `bearer` raises."""
-        """Raises what `bearer` raises."""
         self._app = app
         self._expected = bearer(api_key).encode()
 
