@@ -30,6 +30,11 @@ def test_generate_answers_the_text_and_counts(http):
     assert int(response.headers["x-prompt-tokens"]) > 0
 
 
+def test_a_score_of_the_prompt_that_beams_do_not_have_is_refused_by_tgis_name(http):
+    answer = generate(http, details=True, decoder_input_details=True, use_beam_search=True).json()
+    assert answer["field"] == "parameters.decoder_input_details"
+
+
 def test_details_are_left_out_unless_asked_for(http):
     assert set(generate(http).json()) == {"generated_text"}
 
@@ -128,6 +133,12 @@ def test_parameters_that_ask_for_nothing_are_taken(http):
         (
             {"inputs": "x", "parameters": {"truncate": 2, "truncate_prompt_tokens": 3}},
             "parameters.truncate",
+            422,
+        ),
+        ({"inputs": "x", "parameters": {"truncate": 2**40}}, "parameters.truncate", 422),
+        (
+            {"inputs": "x", "parameters": {"truncate_prompt_tokens": 0}},
+            "parameters.truncate_prompt_tokens",
             422,
         ),
         ({"inputs": "x", "parameters": {"use_beam_search": True, "top_k": 5}}, "parameters.top_k", 422),

@@ -25,8 +25,11 @@ _NAMES = {name: f"parameters.{name}" for name in DecodingFields.model_fields} | 
     **{option.name: f"parameters.{option.name}" for option in fields(SamplingParams)},
     "prompt": "inputs",
     "max_tokens": "parameters.max_new_tokens",
+    "prompt_logprobs": "parameters.decoder_input_details",
     "top_logprobs": "parameters.top_n_tokens",
 }
+# Of what vLLM has a name for, too.
+_OWN = {"structured_outputs": "grammar", "truncate_prompt_tokens": "truncate"}
 
 
 class Parameters(DecodingFields):
@@ -55,7 +58,8 @@ class Parameters(DecodingFields):
 
     def names(self) -> Mapping[str, str]:
         """Our names of what can be wrong, and this request's."""
-        return _NAMES if self.grammar is None else {**_NAMES, "structured_outputs": "parameters.grammar"}
+        said = {name: f"parameters.{own}" for name, own in _OWN.items() if getattr(self, own) is not None}
+        return {**_NAMES, **said}
 
     def params(self, *, logprobs: bool) -> SamplingParams:
         """The sampling parameters.
