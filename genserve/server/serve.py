@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -49,7 +51,7 @@ def serve(
     on_ready: Callable[[ServerInfo], None] | None = None,
     on_stuck: Callable[[], None] | None = None,
 ) -> None:
-    """Load the models and answer requests until SIGTERM or SIGINT; then drain, and return.
+    """Load the models and answer requests until SIGTERM, SIGINT or SIGHUP; then drain, and return.
 
     Args:
         settings: see `ServerSettings`.
@@ -119,6 +121,26 @@ class Server(uvicorn.Server):
             self.run(sockets=[listener])
         if self._failure is not None:
             raise self._failure
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take a terminal that closes for SIGTERM, but where SIGHUP is ignored, as under nohup."""
+        with super().capture_signals():
+            # Windows has none; and only the main thread may say what a signal does.
+            is_ours = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGHUP")
+            if not is_ours or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+                yield
+                return
+            signal.signal(signal.SIGHUP, self._hang_up)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    def _hang_up(self, sig: int, frame: FrameType | None) -> None:
+        # The shell sends one, and the kernel another: the second one is not impatient.
+        if not self.should_exit:
+            self.handle_exit(sig, frame)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; a second signal does not wait for the drain.
