@@ -45,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'genserve' has no attribute {name!r}")
     return getattr(import_module(_HOME.get(name, "genserve.request")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
