@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.checks import require
@@ -140,16 +140,13 @@ def structured_outputs_of_format(value: Any, *, field: str) -> StructuredOutputs
 
 
 def _json(schema: Any, field: str) -> StructuredOutputs:
-    return StructuredOutputs(form="json", text=_schema(schema, field))
+    return StructuredOutputs(form="json", text=_written(_schema(schema, field), field))
 
 
-def _schema(schema: Any, field: str) -> str:
+def _schema(schema: Any, field: str) -> Mapping[str, Any]:
     schema = _loaded(schema, field)
     require(isinstance(schema, Mapping), field, "must be a JSON schema: an object")
-    try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from None
+    return cast("Mapping[str, Any]", schema)
 
 
 def _loaded(value: Any, field: str) -> Any:
@@ -160,6 +157,13 @@ def _loaded(value: Any, field: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from None
+
+
+def _written(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from None
 
 
 def _structural_tag(value: Any, field: str) -> StructuredOutputs:
@@ -173,7 +177,7 @@ def _structural_tag(value: Any, field: str) -> StructuredOutputs:
     for index, trigger in enumerate(triggers):
         require(isinstance(trigger, str) and trigger != "", f"{field}.triggers[{index}]", "must be text")
     read = [_structure(one, triggers, f"{field}.structures[{index}]") for index, one in enumerate(structures)]
-    text = json.dumps({"structures": read, "triggers": triggers}, ensure_ascii=False)
+    text = _written({"structures": read, "triggers": triggers}, field)
     return StructuredOutputs(form="structural_tag", text=text)
 
 
@@ -184,7 +188,7 @@ def _structure(value: Any, triggers: Sequence[str], field: str) -> dict[str, Any
     begins = isinstance(begin, str) and begin.startswith(tuple(triggers))
     require(begins, f"{field}.begin", "must be text that starts with one of the triggers")
     require(isinstance(end, str), f"{field}.end", "must be text")
-    return {"begin": begin, "schema": json.loads(_schema(value["schema"], f"{field}.schema")), "end": end}
+    return {"begin": begin, "schema": _schema(value["schema"], f"{field}.schema"), "end": end}
 
 
 def _choices(choices: Any, field: str) -> str:

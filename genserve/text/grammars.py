@@ -109,7 +109,10 @@ class Grammars:
     def _compile(self, outputs: StructuredOutputs) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        grammar = _source(outputs)
+        try:
+            grammar = _source(outputs)
+        except (ValueError, RecursionError) as error:   # what is nested too deeply, too
+            raise _unusable(f"as it is: {error}") from None
         reason = compile_refusal(grammar) if outputs.form in ("json", "grammar", "structural_tag") else ""
         if not reason:
             limits = LLParserLimits(**LIMITS)
@@ -161,7 +164,7 @@ def _unusable(reason: str) -> InvalidRequest:
 
 
 def _source(outputs: StructuredOutputs) -> str:
-    """Return the form in llguidance's words."""
+    """Return the form in llguidance's words; raises ValueError and RecursionError where it cannot be said."""
     from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     match outputs.form:
@@ -178,10 +181,7 @@ def _source(outputs: StructuredOutputs) -> str:
         case "structural_tag":
             return _tags(**json.loads(outputs.text))
         case "grammar" if "::=" in outputs.text:
-            try:
-                return grammar_from("gbnf", outputs.text)
-            except ValueError as error:
-                raise _unusable(f"as it is: {error}") from None
+            return grammar_from("gbnf", outputs.text)
         case _:
             return LLMatcher.grammar_from_lark(outputs.text)
 

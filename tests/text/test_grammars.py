@@ -115,6 +115,7 @@ def test_a_grammar_may_be_in_either_notation(grammars, tokenizer, grammar):
 WEATHER = {"begin": "<f=rain>", "schema": {"enum": [1, 2]}, "end": "</f>"}
 CLOCK = {"begin": "<f=time>", "schema": {"type": "array", "maxItems": 0}, "end": "</f>"}
 TAG = {"structures": [WEATHER, CLOCK], "triggers": ["<f="]}
+DEEP = '{"items":' * 200 + "{}" + "}" * 200
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,8 @@ def test_what_may_not_come_is_not_accepted_and_leaves_nothing(grammars, tokenize
         ({"structural_tag": TAG | {"structures": [WEATHER | {"schema": {"not": {}}}]}}, "not"),
         ({"json": {"type": "string", "format": "colour"}}, "colour"),
         ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
+        ({"json": DEEP}, "recursion limit"),
+        ({"structural_tag": TAG | {"structures": [WEATHER | {"schema": DEEP}]}}, "recursion limit"),
         ({"json": {"$ref": "http://localhost/schema"}}, "localhost"),
         ({"json": {"$ref": "#"}}, "no text"),
         ({"json": {"const": 1, "minimum": 2}}, "nsatisfiable"),
