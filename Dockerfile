@@ -1,10 +1,13 @@
 # docker build --build-arg RUNTIME=cpu --tag genserve .          (or RUNTIME=gpu)
 # docker run --rm -v models:/models genserve pull smollm2
-# docker run --rm -v models:/models -p 8000:8000 genserve
+# docker run --rm -v models:/models -p 8000:8000 -p 8001:8001 genserve      (8000 HTTP, 8001 gRPC, 8002 metrics)
 #
 # On a GPU, with RUNTIME=gpu: `genserve pull smollm2 --precision fp16`, and `docker run --gpus all ...`.
 
-FROM python:3.12-slim AS build
+# The release of Debian is said too: a tag without it moves to the next one by itself.
+ARG PYTHON=python:3.12-slim-bookworm
+
+FROM ${PYTHON} AS build
 ARG RUNTIME=cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/genserve
@@ -26,7 +29,7 @@ COPY genserve genserve
 RUN pip install -c constraints.txt ".[$RUNTIME]"
 
 
-FROM python:3.12-slim
+FROM ${PYTHON}
 RUN useradd --create-home --uid 1000 genserve && \
     install --directory --owner=genserve --group=genserve /models
 COPY --from=build /opt/genserve /opt/genserve
@@ -39,8 +42,9 @@ ENV PATH=/opt/genserve/bin:$PATH \
 USER genserve
 WORKDIR /home/genserve
 VOLUME /models
-EXPOSE 8000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+EXPOSE 8000 8001 8002
+# Large weights take minutes to load; until then a failure does not count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"GENSERVE_HTTP_PORT\"]}/health', timeout=4)"]
 ENTRYPOINT ["genserve"]
 CMD ["serve"]
