@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest
-from tests.client.scripted_server import Reply, event_reply, json_reply, scripted
+from tests.client.scripted_server import Reply, event_reply, models_reply, scripted
 
-MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
+MODELS = models_reply("m")
 
 
 def answer(text: str) -> Reply:

@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 from genserve.cli.main import app
 from genserve.errors import InvalidRequest, ModelNotFound
-from tests.client.scripted_server import Reply, event_reply, json_reply, scripted
+from tests.client.scripted_server import Reply, event_reply, models_reply, scripted
 
-MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
+MODELS = models_reply("m")
 
 
 def event(token_id: int, text: str, whole: str | None = None) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import genserve
 from genserve.cli.main import app, main
-from tests.client.scripted_server import PATIENCE_S, event_reply, json_reply, scripted
+from tests.client.scripted_server import PATIENCE_S, event_reply, models_reply, scripted
 
 COMMANDS = ["serve", "chat", "generate", "pull", "export", "check", "models", "version"]
-MODELS = json_reply({"object": "list", "data": [{"id": "m"}]})
+MODELS = models_reply("m")
 
 
 def command_line(*arguments: str) -> Sequence[str]:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from tests.cli.test_local_models import add_model
-from tests.client.scripted_server import json_reply, scripted
+from tests.client.scripted_server import models_reply, scripted
 
 
 def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_the_quality_is_that_of_the_graph_that_the_config_chooses(tmp_path: Path
 
 
 def test_a_server_s_models_are_one_name_a_line() -> None:
-    with scripted(json_reply({"object": "list", "data": [{"id": "a"}, {"id": "b"}]})) as server:
+    with scripted(models_reply("a", "b")) as server:
         assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"
 
 

@@ -38,6 +38,10 @@ def json_reply(payload: object, **options: Any) -> Reply:
     return Reply(body=json.dumps(payload).encode(), **options)
 
 
+def models_reply(*names: str) -> Reply:
+    return json_reply({"object": "list", "data": [{"id": name} for name in names]})
+
+
 def event_reply(*payloads: object, **options: Any) -> Reply:
     """One event per payload; a text goes as it is."""
     texts = [p if isinstance(p, str) else json.dumps(p) for p in payloads]
