@@ -15,7 +15,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
 from genserve.repository.check import model_faults
 from genserve.repository.ensemble import Ensemble
-from genserve.repository.ensemble_steps import generation_stages
+from genserve.repository.ensemble_steps import all_step_models, generation_stages, step_models
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.loading import Loader
 from genserve.repository.logits_runtime import is_logits_stage
@@ -32,6 +32,7 @@ from genserve.repository.stages import (
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.upload import Upload
 from genserve.repository.versions import ModelState, Versions
+from genserve.repository.wiring import wiring_faults
 
 __all__ = ["ModelControl"]
 
@@ -74,6 +75,7 @@ class ModelControl:
         self._locks: dict[str, threading.RLock] = {}    # of each model
         self._asked: set[str] = set()                   # what was loaded for its own sake, not as a step
         self._away: set[str] = set()                    # ensembles that come once all of their steps answer
+        self._brought_ensembles: dict[str, ModelEntry] = {}  # with the config that a load call brought
         self._following = threading.Lock()
         self._brought: dict[str, set[str]] = {}         # stages that answer too, by their ensemble
         self._traces: dict[str, object] = {}            # of the folders of what is loaded
@@ -135,6 +137,7 @@ class ModelControl:
         steps = {step for served in self._versions.of(name) for step in _steps(served)}
         self._asked.discard(name)
         self._away.discard(name)
+        self._brought_ensembles.pop(name, None)
         self._unload(name)
         if dependents:
             needed = {step for served in self._versions.served for step in _steps(served)}
@@ -182,13 +185,14 @@ class ModelControl:
                 for entry in whole:
                     self._away.discard(entry.name)
                     with self._noting_errors(entry.name):
-                        self._load_with_steps(entry)
+                        self._load_with_steps(entry, is_brought=entry.name in self._brought_ensembles)
 
     def _graphs(self) -> list[Served]:
         return [served for served in self._versions.served if isinstance(served.runner, Ensemble)]
 
     def _entries_away(self) -> list[ModelEntry]:
-        return [entry for name, entry in self.entries.items() if name in self._away]
+        entries = {**self.entries, **self._brought_ensembles}
+        return [entry for name, entry in entries.items() if name in self._away]
 
     def _all_answer(self, config: ModelConfig | None) -> bool:
         """Whether the models of all steps do."""
@@ -231,6 +235,9 @@ class ModelControl:
             self._brought[entry.name] = names - {entry.name}
             logger.info("model %s is ready", entry.name)
             self._traces[entry.name] = None if is_brought else trace
+            self._brought_ensembles.pop(entry.name, None)
+            if is_brought and asked.is_ensemble:
+                self._brought_ensembles[asked.name] = asked
             self.errors.pop(entry.name, None)
 
     def _load_of(
@@ -246,11 +253,13 @@ class ModelControl:
                 status=Status.UNSUPPORTED,
                 remedy="change its files in the repository, or its config so that its three stages remain",
             )
+        if not chain:
+            self._load_missing_steps(entry)
+        _refuse_unfit(entry, entries)
         if chain:
             return lambda: load_generation(entry, chain, entries, options=options, metrics=metrics)
         if is_logits_stage(entry):
             return lambda: [load_logits_stage(entry, options=options, metrics=metrics)]
-        self._load_missing_steps(entry)
         return lambda: self._load_versions(entry, entries, upload)
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
@@ -268,9 +277,11 @@ class ModelControl:
             raise InferenceError(text, remedy=failure.remedy) from (failure.__cause__ or failure)
 
     def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
-        for step in entry.config.ensemble_steps if entry.config else ():
-            if not self._versions.of(step.model_name) and step.model_name in self.entries:
-                yield self.entries[step.model_name]
+        """Yield those models of steps that do not answer, but for the ones that lead back to the ensemble."""
+        for step in step_models(entry, self.entries):
+            below = {step.name, *(model.name for model in all_step_models(step, self.entries))}
+            if not self._versions.of(step.name) and entry.name not in below:
+                yield step
 
     def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[Served]]) -> list[Served]:
         """Run a load; if it fails, what served before goes on, and the index says why."""
@@ -346,9 +357,13 @@ class ModelControl:
                 self._versions.set_state(name, version, state, reason=reason)
 
     def _trace(self, entry: ModelEntry) -> object:
-        """Return what changes when a model's files do; those of its stages are a generation model's too."""
+        """Return what changes when a model's files do; those of its stages are a generation model's too.
+
+        Of the steps of an ensemble, the configs: with them it may begin to fit, or fit no more.
+        """
         stages = self.chains.get(entry.name, {})
-        return [fingerprint(model.path) for model in (entry, *stages.values())]
+        steps = {model.name: model.parsed.message for model in step_models(entry, self.entries)}
+        return [fingerprint(model.path) for model in (entry, *stages.values())], steps
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
@@ -360,6 +375,14 @@ def _refuse_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> No
         check_usable(entry, entries)
     except RepositoryError as error:
         raise _not_polled(entry.name, remedy=str(error)) from error
+
+
+def _refuse_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
+    """Refuse an ensemble that does not fit the models of its steps: it gets no version in the index."""
+    error = first_error(wiring_faults(entry, entries))
+    if error is not None:
+        text = f"load failed for model '{entry.name}': {error.text}\n"
+        raise InferenceError(text, remedy=str(error)) from error
 
 
 def _reason(error: Exception) -> str:

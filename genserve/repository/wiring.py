@@ -6,7 +6,7 @@ Where Triton has words for a fault, the message has the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
@@ -26,10 +26,8 @@ def wiring_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Itera
     ensemble = _Ensemble(entry=entry, config=entry.config, entries=entries)
     yield from _steps(ensemble)
     yield from _graph(ensemble)
-    yield from _models(ensemble)
-    yield from _circle(ensemble)
-    yield from _consistency(ensemble)
-    yield from _decoupling(ensemble)
+    for fault in (*_models(ensemble), *_circle(ensemble), *_consistency(ensemble), *_decoupling(ensemble)):
+        yield replace(fault, at_load=True)  # what the ensemble alone does not show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,6 +213,49 @@ def test_an_ensemble_with_a_config_of_the_load_call_brings_the_models_of_its_ste
     with opened(tmp_path) as repository:
         repository.load("both", config=json_format.MessageToJson(message))
         assert value(ask(repository, "both", X=[1])) == [5]
+        repository.unload("three")
+        assert not repository.is_ready("both")
+        repository.load("three")
+        assert value(ask(repository, "both", X=[1])) == [5]
+        repository.load("both")
+        assert value(ask(repository, "both", X=[1])) == [3]
+
+
+def test_polling_follows_what_changes_in_the_steps_of_an_ensemble(nested: Path) -> None:
+    write_model(nested, "both", config=ENSEMBLE.replace('"two"', '"late"'))
+    with opened(nested, mode=ControlMode.POLL, poll_s=0.02) as repository:
+        assert "both contains models that are not available" in str(repository.errors["both"])
+        write_model(nested, "late", number=5)
+        until(lambda: not repository.errors)
+        assert value(ask(repository, "both", X=[1])) == [7]
+        write_model(nested, "late", config=CONFIG.replace("TYPE_FP32", "TYPE_INT32"))
+        until(lambda: "inconsistent data type" in str(repository.errors.get("both")))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"two"', '"nowhere"', "ensemble both contains models that are not available or ambiguous: nowhere"),
+        (
+            '"Y" data_type: TYPE_FP32',
+            '"Y" data_type: TYPE_INT32',
+            "in ensemble both, ensemble tensor Y: inconsistent data type: TYPE_INT32 is inferred from model "
+            "both while TYPE_FP32 is inferred from model two",
+        ),
+        ('"two"', '"outer"', "circular dependency between ensembles: both -> ... -> outer -> both"),
+    ],
+)
+def test_an_ensemble_that_does_not_fit_its_steps_says_so_in_triton_s_words_and_the_old_one_goes_on(
+    nested: Path, old: str, new: str, why: str
+) -> None:
+    with opened(nested, "both") as repository:
+        write_model(nested, "both", config=ENSEMBLE.replace(old, new))
+        with pytest.raises(InferenceError) as caught:
+            repository.load("both")
+        assert caught.value.message == f"load failed for model 'both': {why}\n"
+        assert caught.value.status is Status.INVALID_ARG
+        assert "config.pbtxt:" in caught.value.remedy
+        assert value(ask(repository, "both", X=[1])) == [12]
 
 
 def test_an_unloaded_model_is_let_go_of_even_where_it_is_in_a_circle(tmp_path: Path) -> None:
