@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in RECORDED.items():
         for version in model.get("versions", [1]):
             (root / name / str(version)).mkdir(parents=True)
-            (root / name / str(version) / "model.py").touch()
+            (root / name / str(version) / "model.py").write_text("class TritonPythonModel: ...")
         (root / name).mkdir(exist_ok=True)
         (root / name / "config.pbtxt").write_text("\n".join(model["config"]))
     return root

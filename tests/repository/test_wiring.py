@@ -91,7 +91,7 @@ def ensemble_of_ensembles(inner_output: str) -> str:
 def test_a_step_may_be_an_ensemble(tmp_path):
     tensors = ensemble_of_ensembles("OUT").splitlines()[0].removeprefix('platform: "ensemble"')
     add(tmp_path, "model", 'backend: "python"' + tensors)
-    (tmp_path / "model" / "1" / "model.py").touch()
+    (tmp_path / "model" / "1" / "model.py").write_text("class TritonPythonModel: ...")
     add(tmp_path, "inner", ensemble_of_ensembles("OUT").replace('"inner"', '"model"'))
     add(tmp_path, "outer", ensemble_of_ensembles("OUT"))
     assert told(tmp_path) == []
