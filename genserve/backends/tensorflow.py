@@ -11,6 +11,7 @@ import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement
 from genserve.backends.batches import Batches
+from genserve.backends.imports import importing
 from genserve.backends.model_file import model_file
 from genserve.config.model_config import ModelConfig
 from genserve.data_type import DataType
@@ -110,7 +111,8 @@ class TensorFlowBackend:
 
 def _tensorflow() -> Any:
     try:
-        import tensorflow
+        with importing("tensorflow"):
+            import tensorflow
     except ImportError as error:
         raise MissingDependency(
             "serving a SavedModel needs TensorFlow", remedy="pip install 'genserve[tensorflow]'"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from genserve.backends.backend import Placement
 from genserve.backends.onnx_session import onnxruntime_module
+from genserve.backends.torch_module import torch_library
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise
@@ -36,7 +37,7 @@ def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Pl
 
     Raises:
         RepositoryError: with `strict_placement`, the config wants a GPU in vain.
-        MissingDependency: ONNX Runtime is not installed.
+        MissingDependency: ONNX Runtime is not installed, or torch, for a GPU.
     """
     assert entry.config is not None  # or it would have an error
     message = type(entry.parsed.message)()
@@ -85,8 +86,7 @@ def _obstacle_of_onnx(cache_types: set[str]) -> _Obstacle | None:
 
 
 def _obstacle_of_torch() -> _Obstacle | None:
-    import torch  # only here, where a GPU is: it takes seconds
-
+    torch = torch_library()  # only here, where a GPU is: it takes seconds
     if torch.cuda.is_available():
         return None
     return _Obstacle(
