@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -85,7 +86,7 @@ def _history() -> History:
         path.touch(mode=0o600)
     except OSError:
         return InMemoryHistory()  # a home that cannot be written to is no reason not to chat
-    return FileHistory(path)
+    return _LenientHistory(path)
 
 
 def _key_bindings() -> KeyBindings:
@@ -104,6 +105,20 @@ def _key_bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return keys
+
+
+class _LenientHistory(FileHistory):
+    """Forgets with the chat what a full disk has no room for, and is empty where it cannot be read."""
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return super().load_history_strings()
+        except OSError:
+            return []
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            super().store_string(string)
 
 
 class _SlashCompleter(Completer):

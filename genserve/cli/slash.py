@@ -109,12 +109,23 @@ def _save(session: ChatSession, argument: str) -> None:
         return
     messages = [message.as_dict() for message in session.conversation.messages()]
     try:
-        with Path(argument).expanduser().open("x", encoding="utf-8") as file:
-            json.dump({"messages": messages}, file, ensure_ascii=False, indent=2)
+        _write_new(
+            Path(argument).expanduser(), json.dumps({"messages": messages}, ensure_ascii=False, indent=2)
+        )
     except OSError as error:
         session.note(f"not saved: {error}")
     else:
         session.note(f"saved as {argument}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet, whole or not at all."""
+    path.open("x").close()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _stats(session: ChatSession, _argument: str) -> None:

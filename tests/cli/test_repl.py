@@ -118,6 +118,18 @@ def test_questions_are_remembered_by_the_next_chat_and_by_nobody_else(tmp_path: 
     assert (tmp_path / "genserve" / "history").stat().st_mode & 0o077 == 0
 
 
+def test_a_history_that_cannot_be_written_any_more_costs_nothing_else(tmp_path: Path) -> None:
+    with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as terminal:
+        terminal.expect(PROMPT)
+        history = tmp_path / "genserve" / "history"
+        history.unlink()
+        history.mkdir()
+        terminal.type("loud" + ENTER)
+        assert "Exception" not in terminal.expect("LOUD")
+        say(terminal, UP + ENTER)
+        assert "Exception" not in terminal.expect("LOUD")
+
+
 def test_the_history_lies_where_the_system_keeps_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/me")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,21 @@ def test_save_writes_messages_that_can_be_sent_again_and_never_over_a_file(
     }
     assert "not saved" in said(f"/save {path}")
     assert said("/save") == "say where: /save FILE\n"
+
+
+def test_a_chat_that_the_disk_has_no_room_for_leaves_no_half_file(
+    session: ChatSession, said, tmp_path: Path
+) -> None:
+    session.ask("a question that is longer than the disk is large")
+    path = tmp_path / "chat.json"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        note = said(f"/save {path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert note.startswith("not saved: ")
+    assert not path.exists()
 
 
 def test_stats_count_answers_and_tokens(session: ChatSession, said) -> None:
