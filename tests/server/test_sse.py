@@ -43,6 +43,9 @@ def delta(text, finish_reason=None):
     return Delta(text=text, token_ids=(1,), finish_reason=finish_reason, usage=USAGE)
 
 
+HI = {"role": "user", "content": "hi"}
+LENGTH = {"max_tokens": 8, "ignore_eos": True}
+TGI_LENGTH = {"max_new_tokens": 8, "ignore_eos": True}
 USAGE = Usage(prompt_tokens=1, completion_tokens=1)
 LAST = delta("last", FinishReason.LENGTH)
 
@@ -79,17 +82,17 @@ async def test_what_came_before_an_error_is_written_before_it():
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "return_token_ids": True}),
+        ("/v1/chat/completions", {"messages": [HI], "n": 2}),
+        ("/v1/chat/completions", {"messages": [HI], "return_token_ids": True}),
         ("/v1/completions", {"prompt": ["hi", "ho"], "echo": True, "return_token_ids": True}),
         ("/v1/completions", {"prompt": "hi", "logprobs": 2, "stream_options": {"include_usage": True}}),
-        ("/", {"inputs": "hi", "parameters": {"top_n_tokens": 2, "do_sample": True}}),
-        ("/", {"inputs": "hi", "parameters": {"max_new_tokens": 200, "return_full_text": True}}),
+        ("/", {"inputs": "hi", "parameters": {"top_n_tokens": 2, "do_sample": True} | TGI_LENGTH}),
+        ("/", {"inputs": "hi", "parameters": {"return_full_text": True} | TGI_LENGTH}),
     ],
 )
 def test_events_are_json_as_python_writes_it(tiny_server, path, body):
     with httpx2.Client(base_url=tiny_server.url) as http:
-        text = http.post(path, json=body | {"stream": True}).text
+        text = http.post(path, json=(LENGTH if path != "/" else {}) | body | {"stream": True}).text
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line not in ("", "data: [DONE]")]
     assert len(events) > 2
     assert [json.dumps(json.loads(one)) for one in events] == events
