@@ -14,8 +14,9 @@ from genserve.generation.logits_model import LogitsArray, on_host
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.pick import RowPicker, pick
 from genserve.generation.planner import StepPlan, Verify
+from genserve.generation.residents import Occupant
 from genserve.generation.sampler import select_rows
-from genserve.generation.slots import Occupant, Slots
+from genserve.generation.slots import Slots
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence, Want
 

@@ -17,9 +17,10 @@ from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import hold_s
 from genserve.generation.pick import RowPicker
 from genserve.generation.planner import Prefill, PrefillBudget, StepPlan, Verify
+from genserve.generation.residents import Occupant
 from genserve.generation.roster import Roster
 from genserve.generation.sampler import pick_rows
-from genserve.generation.slots import Occupant, Slots
+from genserve.generation.slots import Slots
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import FinishReason

@@ -8,7 +8,8 @@ import numpy as np
 
 from genserve.generation.logits_model import LogitsArray, LogitsModel, TokenArray
 from genserve.generation.planner import Decode, Prefill, StepPlan, Verify
-from genserve.generation.slots import Occupant, Slots
+from genserve.generation.residents import Occupant
+from genserve.generation.slots import Slots
 from genserve.generation.speculation import Verifier
 
 __all__ = ["Forwards", "note_computed"]

@@ -15,7 +15,7 @@ from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, O
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.slots import Occupant
+from genserve.generation.residents import Occupant
 from genserve.generation.token_sequence import TokenSequence
 from genserve.metrics import GenerationMetrics
 from genserve.request import Delta

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from genserve.generation.prefixes import awaited
-from genserve.generation.slots import Occupant
+from genserve.generation.residents import Occupant
 
 __all__ = ["Decode", "Prefill", "PrefillBudget", "Room", "StepPlan", "Verify", "plan_step"]
 

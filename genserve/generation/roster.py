@@ -9,8 +9,9 @@ from itertools import islice
 from genserve.generation.beam import Beam
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.planner import Decode, Prefill, PrefillBudget, Room, StepPlan, Verify, plan_step
-from genserve.generation.prefixes import awaited, worth_reusing
-from genserve.generation.slots import Occupant, Slots
+from genserve.generation.prefixes import awaited, longest_prefix, worth_reusing
+from genserve.generation.residents import Occupant
+from genserve.generation.slots import Slots
 from genserve.generation.speculation import Speculation
 
 __all__ = ["Roster"]
@@ -176,7 +177,7 @@ class Roster:
 
     def _begin_with_prefix(self, occupant: Occupant) -> bool:
         """Admit one that waits, with what lies in some slot; False if that is not worth it, or not yet."""
-        prefix = self._slots.longest_prefix(occupant)
+        prefix = longest_prefix(occupant, self._slots.residents)
         if not worth_reusing(prefix.length, num_tokens=occupant.num_prompt_tokens):
             return False
         # One may be in the middle of a long prompt, and one of a short one.

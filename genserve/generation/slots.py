@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
 
-from genserve.generation.beam import Beam
 from genserve.generation.cache_memory import CacheMemory
+from genserve.generation.compaction import Move, compaction
 from genserve.generation.logits_model import LogitsModel
 from genserve.generation.logits_request import LogitsRequest
 from genserve.generation.parked import Parked
-from genserve.generation.prefixes import common_prefix
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.prefixes import Prefix
+from genserve.generation.residents import Occupant, Resident
 
-__all__ = ["Move", "Occupant", "Prefix", "Resident", "Slots", "compaction"]
-
-Occupant: TypeAlias = TokenSequence | LogitsRequest | Beam      # has something to compute
-Resident: TypeAlias = Occupant | Parked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """Slot `target` takes over what slot `source` holds."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """The first `length` tokens of one that waits lie in a slot."""
-
-    slot: int
-    length: int
-    is_whole: bool = False      # the slot holds nothing but tokens of that one
-
+__all__ = ["Slots"]
 
 class Slots:
     """Who is in which slot of the KV cache. Belongs to the engine's thread.
@@ -160,20 +138,6 @@ class Slots:
                 self._take_over(slot, resident, request, length=length)
                 return True
         return False
-
-    def longest_prefix(self, occupant: Occupant) -> Prefix:
-        """Return where most of the first tokens of one that waits lie; its last one does not count.
-
-        For a token sequence those do not count that a prefill has computed where it would decode, or the
-        other way round: the last bits of these two differ, and its text must not depend on the cache.
-        A beam takes the prompt alone, since it is to step with the others.
-        """
-        prefixes = (
-            _prefix(occupant, resident, slot=slot)
-            for slot, resident in enumerate(self._residents)
-            if resident is not None and resident.cache_salt == occupant.cache_salt
-        )
-        return max(prefixes, key=lambda prefix: prefix.length, default=Prefix(slot=0, length=0))
 
     def reuse(self, occupant: Occupant, prefix: Prefix, *, now_s: float) -> bool:
         """Give one that waits a slot that holds its prefix; False if memory is too short.
@@ -338,28 +302,3 @@ class Slots:
         )
         self._residents[slot] = rest if length else None
         self._memory.give_back(slot, length=length)
-
-
-def _prefix(occupant: Occupant, resident: Resident, *, slot: int) -> Prefix:
-    common = common_prefix(resident.token_ids[: resident.num_computed], occupant.token_ids[:-1])
-    is_whole = common == resident.num_computed
-    num_prompt_tokens = occupant.num_prompt_tokens
-    if isinstance(occupant, TokenSequence) and occupant.params.prompt_logprobs is not None:
-        common = 0  # it wants the logits after every token
-    elif isinstance(occupant, Beam) or (
-        isinstance(occupant, TokenSequence) and resident.num_prefilled != num_prompt_tokens
-    ):
-        common = min(common, resident.num_prefilled, num_prompt_tokens)
-    return Prefix(slot=slot, length=common, is_whole=is_whole)
-
-
-def compaction(front: Sequence[bool]) -> list[Move]:
-    """Return the moves, in order, that leave no gap among those in front.
-
-    Args:
-        front: by slot, whether it holds one that belongs there.
-    """
-    num_front = sum(front)
-    holes = [slot for slot in range(num_front) if not front[slot]]
-    behind = [slot for slot in range(num_front, len(front)) if front[slot]]
-    return [Move(source=source, target=target) for source, target in zip(behind, holes, strict=True)]

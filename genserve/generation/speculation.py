@@ -17,7 +17,7 @@ from typing import Protocol
 from genserve.generation.beam import Beam
 from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.planner import Verify
-from genserve.generation.slots import Occupant
+from genserve.generation.residents import Occupant
 from genserve.generation.token_sequence import TokenSequence
 
 __all__ = ["Draft", "Speculation", "Verifier"]

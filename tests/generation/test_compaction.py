@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.generation.slots import compaction
+from genserve.generation.compaction import compaction
 
 
 @given(st.lists(st.booleans(), max_size=12))
