@@ -96,7 +96,7 @@ class _Elsewhere:
     def _inference(self, number: int, request: InferenceRequest) -> Inference:
         known = self._inferences.get(number)
         if known is not None:
-            known.inputs, known.reschedule = dict(request.inputs), False
+            known.request, known.inputs, known.reschedule = request, dict(request.inputs), False
             return known
 
         def send(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
