@@ -29,13 +29,13 @@ class LocalModel:
 
 
 def local_models(repository: Path) -> list[LocalModel]:
-    """Return the ensembles of a repository, by name. Nothing is loaded.
+    """Return the ensembles of a repository that generate text, by name. Nothing is loaded.
 
     Raises:
         RepositoryError: the folder is not there.
     """
     entries = scan([repository])
-    return [_describe(entry, entries) for entry in entries.values() if entry.is_ensemble]
+    return [_describe(entry, entries) for entry in entries.values() if _may_generate(entry, entries)]
 
 
 def choose_model(name: str | None, *, repository: Path) -> str:
@@ -59,6 +59,18 @@ def choose_model(name: str | None, *, repository: Path) -> str:
             remedy=pull if name == _DEFAULT_MODEL else export,
         )
     return name
+
+
+def _may_generate(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
+    """Whether it is an ensemble with a tokenizer stage; or with a stage that is missing, which may be it."""
+    if not entry.is_ensemble or entry.config is None:
+        return False
+    stages = [entries.get(step.model_name) for step in entry.config.ensemble_steps]
+    return any(stage is None or _is_tokenizer(stage) for stage in stages)
+
+
+def _is_tokenizer(stage: ModelEntry) -> bool:
+    return stage.config is not None and stage.config.backend == "tokenizer"
 
 
 def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalModel:

@@ -24,7 +24,8 @@ def print_card(server: ServerInfo) -> None:
         )
     for error in server.errors:
         print_error(error)
-    print(f"\nReady at {server.url} (chat: /v1/chat/completions, generate: /generate, API: /docs)")
+    routes = "chat: /v1/chat/completions, generate: /generate, API: /docs" if server.models else "API: /docs"
+    print(f"\nReady at {server.url} ({routes})")
     if server.grpc_address:
         print(f"KServe v2 at {server.url}/v2, over gRPC at {server.grpc_address}")
     if server.metrics_url:

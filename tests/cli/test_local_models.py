@@ -41,6 +41,15 @@ def test_only_ensembles_are_listed_each_with_the_size_of_its_stages(tmp_path: Pa
     assert listed == [("a", 15, ()), ("b", 15, ())]
 
 
+def test_an_ensemble_of_other_models_is_not_listed(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    write_config(tmp_path / "a_tokenizer_2", 'backend: "python"')
+    config = (tmp_path / "a" / "config.pbtxt").read_text()
+    plain = config.replace('name: "a"', 'name: "plain"').replace('"a_tokenizer"', '"a_tokenizer_2"')
+    write_config(tmp_path / "plain", plain)
+    assert [model.name for model in local_models(tmp_path)] == ["a"]
+
+
 def test_a_stage_without_files_or_without_a_folder_is_missing(tmp_path: Path) -> None:
     add_model(tmp_path, "a", weights=False)
     (tmp_path / "a_decoder").rename(tmp_path / ".away")

@@ -39,3 +39,4 @@ def test_the_card_lists_every_version_and_the_ports(capsys: pytest.CaptureFixtur
     assert "over gRPC at h:2" in out
     assert "Metrics at http://h:3/metrics" in out
     assert "curl" not in out
+    assert "Ready at http://h:1 (API: /docs)" in out    # nothing there generates text
