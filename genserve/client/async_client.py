@@ -13,7 +13,7 @@ import httpx2
 from genserve.client import calls, failures
 from genserve.client.connection import LIMITS, connection
 from genserve.client.retry import retry_wait_s
-from genserve.client.stream import AsyncStream
+from genserve.client.stream import AsyncStream, OpeningStream
 from genserve.errors import GenserveError
 from genserve.request import Completion, Delta, Messages, Prompts
 from genserve.sampling.params import SamplingOptions
@@ -27,7 +27,7 @@ class AsyncClient:
     """`Client`, awaited: the same methods, which raise the same.
 
         async with AsyncClient("http://127.0.0.1:8000") as client:
-            async with await client.chat_stream("What is a triton?", max_tokens=64) as stream:
+            async with client.chat_stream("What is a triton?", max_tokens=64) as stream:
                 async for text in stream.text_stream:
                     ...
 
@@ -56,11 +56,11 @@ class AsyncClient:
         """Complete a prompt. Without a model, the server's only one is asked."""
         return await self._call(calls.generate(prompt, model=model, options=options))
 
-    async def stream(
+    def stream(
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
-    ) -> AsyncStream:
-        """Complete a prompt, delta by delta; a refusal is raised here, before the first."""
-        return await self._stream(calls.generate_stream(prompt, model=model, options=options))
+    ) -> OpeningStream:
+        """Complete a prompt, delta by delta; a refusal is raised before the first of them."""
+        return OpeningStream(self._stream(calls.generate_stream(prompt, model=model, options=options)))
 
     async def chat(
         self,
@@ -72,15 +72,15 @@ class AsyncClient:
         """Answer a chat; a text alone is one turn of the user."""
         return await self._call(calls.chat(messages, model=model, options=options))
 
-    async def chat_stream(
+    def chat_stream(
         self,
         messages: Messages,
         *,
         model: str | None = None,
         **options: Unpack[SamplingOptions],
-    ) -> AsyncStream:
-        """Answer a chat, delta by delta; a refusal is raised here, before the first."""
-        return await self._stream(calls.chat_stream(messages, model=model, options=options))
+    ) -> OpeningStream:
+        """Answer a chat, delta by delta; a refusal is raised before the first of them."""
+        return OpeningStream(self._stream(calls.chat_stream(messages, model=model, options=options)))
 
     async def complete(
         self,

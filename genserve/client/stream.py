@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Self
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from typing import Any, Self
 
 from genserve.request import Completion, Delta, join_deltas
 
-__all__ = ["AsyncStream"]
+__all__ = ["AsyncStream", "OpeningStream"]
 
 
 class AsyncStream:
@@ -51,3 +51,35 @@ class AsyncStream:
 
     async def __aexit__(self, *_raised: object) -> None:
         await self.close()
+
+
+class OpeningStream(Coroutine[Any, Any, AsyncStream]):
+    """A stream that is asked for: await it, or enter it by `async with`, which closes it behind the block.
+
+    Either once; both raise what the server refused.
+    """
+
+    def __init__(self, opening: Coroutine[Any, Any, AsyncStream]) -> None:
+        self._opening = opening
+
+    def __await__(self) -> Generator[Any, None, AsyncStream]:
+        return self._opening.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on, as a coroutine does."""
+        return self._opening.send(value)
+
+    def throw(self, *raised: Any) -> Any:
+        """Raise where it waits, as a coroutine does."""
+        return self._opening.throw(*raised)
+
+    def close(self) -> None:
+        """Give up, as a coroutine does: also one that was never awaited."""
+        self._opening.close()
+
+    async def __aenter__(self) -> AsyncStream:
+        self._stream = await self._opening
+        return self._stream
+
+    async def __aexit__(self, *_raised: object) -> None:
+        await self._stream.close()

@@ -414,6 +414,24 @@ def test_a_transport_of_one_s_own_is_used_and_stays_open() -> None:
         assert server.received[0].headers["x-mine"] == "1"
 
 
+async def test_a_stream_is_awaited_or_entered_and_closed_behind_the_block() -> None:
+    with scripted(event_reply(*TGI_EVENTS), event_reply(*TGI_EVENTS)) as server:
+        async with AsyncClient(server.url) as client:
+            async with client.stream("Tea") as entered:
+                assert [text async for text in entered.text_stream] == [" is", " here"]
+            awaited = await client.stream("Tea")
+            assert (await awaited.final()).text == " is here"
+
+
+async def test_a_stream_that_is_entered_raises_what_the_server_refused() -> None:
+    refusal = json_reply({"error": "no", "error_type": "validation", "code": "invalid_request"}, status=422)
+    with scripted(refusal) as server:
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(InvalidRequest):
+                async with client.stream("Tea"):
+                    pytest.fail("it was refused")
+
+
 def public_signatures(kind: type) -> dict[str, list[inspect.Parameter]]:
     return {
         name: list(inspect.signature(member).parameters.values())
