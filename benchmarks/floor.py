@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -26,6 +25,8 @@ import torch
 from graph_steps import GraphSteps, model_path, open_session
 from operations import Machine, Part, read_parts
 from report import markdown
+
+from genserve.backends.onnx_session import num_cores
 
 # Longer than any cache of the cores.
 READ_BYTES = 1 << 30
@@ -132,7 +133,7 @@ def _told(machine: Machine, parts: list[Part]) -> str:
     weights = sum(part.weight_bytes for part in parts) / 1e6
     cache = sum(part.cache_bytes_per_token for part in parts) / 1e3
     return (
-        f"Machine: {os.cpu_count()} cores, {machine.bytes_per_s / 1e9:.0f} GB/s read; matrix products in "
+        f"Machine: {num_cores()} cores, {machine.bytes_per_s / 1e9:.0f} GB/s read; matrix products in "
         f"GOP/s: {rates}. Model: {weights:.0f} MB of weights, {cache:.1f} kB of cache per token."
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+
+from genserve.backends.onnx_session import SPIN_US, exact_products, num_cores
 
 __all__ = ["GraphSteps", "model_path", "open_session"]
 
@@ -76,8 +77,10 @@ def model_path(repository: Path, model: str) -> Path:
 def open_session(path: Path, *, profile: Path | None = None) -> Any:
     """A session with the server's options; it writes what its operators take into files named `profile`..."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = len(os.sched_getaffinity(0))
-    options.add_session_config_entry("session.intra_op.spin_duration_us", "200")
+    options.intra_op_num_threads = num_cores()
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    for key, value in exact_products().items():
+        options.add_session_config_entry(key, value)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

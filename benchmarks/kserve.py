@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -25,6 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from servers import Ports, genserve_server, triton_server
+
+from genserve.backends.onnx_session import num_cores
 
 HERE = Path(__file__).parent
 SHAPES = {"64x512": (64, 512), "1x4": (1, 4)}
@@ -91,7 +92,7 @@ def _load(address: str, protocol: str, *, shape: str, options: argparse.Namespac
 def _print_table(measured: dict[str, Rounds], *, options: argparse.Namespace) -> None:
     table = Table(
         title=f"KServe infer, requests/s, {options.concurrency} at once",
-        caption=f"median of {options.rounds} rounds on {os.cpu_count()} cores; the client is on them too",
+        caption=f"median of {options.rounds} rounds on {num_cores()} cores; the client is on them too",
     )
     for heading in ("", *next(iter(measured.values())), "genserve / triton"):
         table.add_column(heading, justify="right", no_wrap=True)

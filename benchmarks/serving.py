@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,6 +25,8 @@ from zlib import crc32
 
 from report import Figures, markdown, median, prefix_figures, ratio, serving_figures
 from targets import PEERS, Measured, Target, Work, bare_loop, genserve
+
+from genserve.backends.onnx_session import num_cores
 
 GENSERVE, BARE = "genserve", "bare forward"
 SERVING_HEADINGS = ("", "tokens/s", "genserve is", "first token, together", "first token", "between tokens")
@@ -159,7 +160,7 @@ def _number(value: float | None) -> str:
 def _print(tables: list[tuple[str, str]], *, options: argparse.Namespace) -> None:
     for title, table in tables:
         print(f"\n{title}\n\n{table}")
-    print(f"\nMedians of {options.rounds} rounds on {os.cpu_count()} cores; times in ms: p50, or p50 / p95.")
+    print(f"\nMedians of {options.rounds} rounds on {num_cores()} cores; times in ms: p50, or p50 / p95.")
 
 
 def _peer(text: str) -> tuple[str, str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from servers import free_port, genserve_server, running
 
+from genserve.backends.onnx_session import num_cores
 from genserve.client.load import random_prompts
 
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
@@ -22,7 +22,6 @@ __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
 Measured: TypeAlias = Mapping[str, Any]     # the fields of `genserve.client.load.Measured`
 
 HERE = Path(__file__).parent
-CORES = len(os.sched_getaffinity(0))
 SLOTS = 32
 SLOT_TOKENS = 1024
 BATCH_TOKENS = 256  # of a step; without it transformers makes attention masks for 8192
@@ -131,8 +130,9 @@ def bare_loop(repository: Path, *, model: str) -> Target:
 def _llama_server(program: str, model: str) -> Iterator[Target]:
     """llama.cpp's server with continuous batching, on a GGUF file."""
     port = free_port()
-    command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(port), "--threads", str(CORES)]
-    command += ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS), "--cont-batching"]
+    command = [program, "--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--threads", str(num_cores()), "--parallel", str(SLOTS), "--cont-batching"]
+    command += ["--ctx-size", str(SLOTS * SLOT_TOKENS)]
     extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
     with running(command, ready_url=f"http://127.0.0.1:{port}/health"):
         # It promises to keep a connection, and closes it after a stream.

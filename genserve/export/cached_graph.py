@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.logits_onnx import cache_layer
-from genserve.backends.onnx_session import exact_products, onnxruntime_module
+from genserve.backends.logits_memory import HostMemory
+from genserve.backends.logits_onnx import cache_layer, open_logits_session
 from genserve.export.checkpoint import FloatArray
 from genserve.export.graph import MODEL_FILE
 
@@ -24,12 +24,8 @@ class CachedGraph:
     """
 
     def __init__(self, folder: Path, *, batch: int, max_len: int) -> None:
-        ort, path = onnxruntime_module(), folder / MODEL_FILE
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        for key, value in exact_products().items():
-            options.add_session_config_entry(key, value)
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        path = folder / MODEL_FILE
+        self._session = open_logits_session(path, num_threads=None, providers=HostMemory.providers)
         self.caches: dict[str, NDArray[Any]] = {}
         for past in self._session.get_inputs():
             if past.name.startswith("past_key_values."):
