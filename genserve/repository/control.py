@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -292,14 +292,14 @@ class ModelControl:
         try:
             return load()
         except Exception as error:
-            if not isinstance(error, GenserveError):
-                logger.exception("model %s failed to load", entry.name)
-            reason = _reason(error)
-            if not serves:
-                self._versions.set_state(entry.name, version, ModelState.UNAVAILABLE, reason=reason)
-            text = f"version {version} is at UNAVAILABLE state: {reason};\n"
-            remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
-            raise InferenceError(f"load failed for model '{entry.name}': {text}", remedy=remedy) from error
+            failed = error if isinstance(error, _VersionFailed) else _VersionFailed(error, version=version)
+        if not serves:
+            self._versions.set_state(
+                entry.name, failed.version, ModelState.UNAVAILABLE, reason=_reason(failed.error)
+            )
+            for other in failed.others:
+                self._versions.set_state(entry.name, other, ModelState.UNAVAILABLE, reason="unloaded")
+        raise _load_error(entry.name, failed) from failed.error
 
     def _load_versions(
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
@@ -311,13 +311,16 @@ class ModelControl:
             raise error
         model = prepare(entry, entries, options=self._options)
         fresh: list[Served] = []
-        try:
-            for version in model.versions:
+        for version in model.versions:
+            try:
                 fresh.append(self._loader.load(model, version, upload=upload))
-        except BaseException:
-            for served in fresh:
-                served.close(timeout_s=0)
-            raise
+            except BaseException as error:
+                for served in fresh:
+                    served.close(timeout_s=0)
+                if not isinstance(error, Exception):
+                    raise
+                others = [other for other in model.versions if other != version]
+                raise _VersionFailed(error, version=version, others=others) from error
         return fresh
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
@@ -367,6 +370,25 @@ class ModelControl:
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
+
+
+class _VersionFailed(Exception):
+    """Why a version cannot be loaded, and so none of the model's is."""
+
+    def __init__(self, error: Exception, *, version: int, others: Sequence[int] = ()) -> None:
+        super().__init__(version)
+        self.error = error
+        self.version = version
+        self.others = others
+
+
+def _load_error(name: str, failed: _VersionFailed) -> InferenceError:
+    error = failed.error
+    if not isinstance(error, GenserveError):
+        logger.error("model %s failed to load", name, exc_info=error)
+    text = f"version {failed.version} is at UNAVAILABLE state: {_reason(error)};\n"
+    remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
+    return InferenceError(f"load failed for model '{name}': {text}", remedy=remedy)
 
 
 def _refuse_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:

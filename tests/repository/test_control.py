@@ -149,6 +149,18 @@ def test_a_first_load_that_fails_says_why_in_the_index(tmp_path: Path) -> None:
         assert reason.startswith("Internal: ValueError: no weights")
 
 
+def test_the_index_says_which_of_several_versions_cannot_be_loaded(tmp_path: Path) -> None:
+    config = CONFIG + "version_policy { all { } }"
+    write_model(tmp_path, "one", version=1, config=config, code="raise ValueError('no')")
+    write_model(tmp_path, "one", version=2, config=config)
+    with opened(tmp_path) as repository:
+        with pytest.raises(InferenceError, match="version 1 is at UNAVAILABLE state: Internal: ValueError"):
+            repository.load("one")
+        first, second = repository.index()
+        assert (first.version, first.reason.splitlines()[0]) == (1, "Internal: ValueError: no")
+        assert (second.version, second.state, second.reason) == (2, "UNAVAILABLE", "unloaded")
+
+
 def test_a_config_that_makes_no_sense_gives_the_model_no_version(tmp_path: Path) -> None:
     write_model(tmp_path, "one", config=CONFIG + "max_batch_sise: 4")
     with opened(tmp_path) as repository:
