@@ -36,6 +36,7 @@ def pull(
         progress=ConsoleProgress(),
     )
     if report is None:
-        print(f"{name} is in {model_repository} already; --overwrite makes it anew")
+        others = f" in {precision}" if precision else ""
+        print(f"{name} is in {model_repository} already and stays as it is; --overwrite makes it anew{others}")
     else:
         print_report(report, beside=beside)
