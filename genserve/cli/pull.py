@@ -36,7 +36,7 @@ def pull(
         progress=ConsoleProgress(),
     )
     if report is None:
-        others = f" in {precision}" if precision else ""
-        print(f"{name} is in {model_repository} already and stays as it is; --overwrite makes it anew{others}")
+        again = f"anew in {precision}" if precision else "anew"
+        print(f"{name} is in {model_repository} already and stays as it is; --overwrite makes it {again}")
     else:
         print_report(report, beside=beside)
