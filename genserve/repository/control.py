@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from genserve.repository.check import model_faults
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.ensemble_steps import all_step_models, generation_stages, step_models
 from genserve.repository.index import ModelEntry, fingerprint, scan
+from genserve.repository.load_error import VersionFailed, load_error, not_polled, reason, without_step
 from genserve.repository.loading import Loader
 from genserve.repository.logits_runtime import is_logits_stage
 from genserve.repository.options import RepositoryOptions
@@ -37,17 +38,6 @@ from genserve.repository.wiring import wiring_faults
 __all__ = ["ModelControl"]
 
 logger = logging.getLogger(__name__)
-
-_STATUS_WORDS = {
-    Status.UNKNOWN: "Unknown",
-    Status.INTERNAL: "Internal",
-    Status.NOT_FOUND: "Not found",
-    Status.INVALID_ARG: "Invalid argument",
-    Status.UNAVAILABLE: "Unavailable",
-    Status.UNSUPPORTED: "Unsupported",
-    Status.ALREADY_EXISTS: "Already exists",
-    Status.CANCELLED: "Cancelled",
-}
 
 
 class ModelControl:
@@ -110,18 +100,18 @@ class ModelControl:
         self.rescan()
         if files:
             if not config_json:
-                raise _not_polled(name, remedy="send the model's config as JSON along with its files")
+                raise not_polled(name, remedy="send the model's config as JSON along with its files")
             upload = Upload(name, files)
             entry: ModelEntry | None = scan([upload.root])[name]
         else:
             upload, entry = None, self.entries.get(name)
         if entry is None:
-            raise _not_polled(name, remedy="there is no folder of this name in the repository")
+            raise not_polled(name, remedy="there is no folder of this name in the repository")
         if config_json:
             try:
                 entry = with_config(entry, config_json, options=self._options)
             except RepositoryError as error:
-                raise _not_polled(name, remedy=str(error)) from error
+                raise not_polled(name, remedy=str(error)) from error
         self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
         self._asked.add(name)
         self._follow_steps()
@@ -273,7 +263,7 @@ class ModelControl:
         if failures:
             self._away.add(entry.name)
             step, failure = failures[0]
-            text = f"load failed for model '{entry.name}': {_without_step(entry.name, step, failure)}"
+            text = f"load failed for model '{entry.name}': {without_step(entry.name, step, failure)}"
             raise InferenceError(text, remedy=failure.remedy) from (failure.__cause__ or failure)
 
     def _missing_steps(self, entry: ModelEntry) -> Iterator[ModelEntry]:
@@ -292,14 +282,14 @@ class ModelControl:
         try:
             return load()
         except Exception as error:
-            failed = error if isinstance(error, _VersionFailed) else _VersionFailed(error, version=version)
+            failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
         if not serves:
             self._versions.set_state(
-                entry.name, failed.version, ModelState.UNAVAILABLE, reason=_reason(failed.error)
+                entry.name, failed.version, ModelState.UNAVAILABLE, reason=reason(failed.error)
             )
             for other in failed.others:
                 self._versions.set_state(entry.name, other, ModelState.UNAVAILABLE, reason="unloaded")
-        raise _load_error(entry.name, failed) from failed.error
+        raise load_error(entry.name, failed) from failed.error
 
     def _load_versions(
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
@@ -320,7 +310,7 @@ class ModelControl:
                 if not isinstance(error, Exception):
                     raise
                 others = [other for other in model.versions if other != version]
-                raise _VersionFailed(error, version=version, others=others) from error
+                raise VersionFailed(error, version=version, others=others) from error
         return fresh
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
@@ -372,31 +362,12 @@ class ModelControl:
         return self._locks.setdefault(name, threading.RLock())
 
 
-class _VersionFailed(Exception):
-    """Why a version cannot be loaded, and so none of the model's is."""
-
-    def __init__(self, error: Exception, *, version: int, others: Sequence[int] = ()) -> None:
-        super().__init__(version)
-        self.error = error
-        self.version = version
-        self.others = others
-
-
-def _load_error(name: str, failed: _VersionFailed) -> InferenceError:
-    error = failed.error
-    if not isinstance(error, GenserveError):
-        logger.error("model %s failed to load", name, exc_info=error)
-    text = f"version {failed.version} is at UNAVAILABLE state: {_reason(error)};\n"
-    remedy = str(error) if isinstance(error, ConfigError) else getattr(error, "remedy", "")
-    return InferenceError(f"load failed for model '{name}': {text}", remedy=remedy)
-
-
 def _refuse_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
     """Refuse a config that Triton does not even take up: the model gets no version in the index."""
     try:
         check_usable(entry, entries)
     except RepositoryError as error:
-        raise _not_polled(entry.name, remedy=str(error)) from error
+        raise not_polled(entry.name, remedy=str(error)) from error
 
 
 def _refuse_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
@@ -407,32 +378,5 @@ def _refuse_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
         raise InferenceError(text, remedy=str(error)) from error
 
 
-def _reason(error: Exception) -> str:
-    """Return why a load failed, in Triton's form: its word for the code, and the message."""
-    if isinstance(error, InferenceError | RepositoryError):
-        text = error.text if isinstance(error, ConfigError) else error.message
-        return f"{_STATUS_WORDS[error.status]}: {text}"
-    if isinstance(error, GenserveError):
-        return f"Internal: {error.message}"
-    return f"Internal: {type(error).__name__}: {error}"
-
-
-def _without_step(ensemble: str, step: ModelEntry, error: InferenceError) -> str:
-    """Return why an ensemble cannot be loaded, in Triton's words: the model of a step was not."""
-    start = f"load failed for model '{step.name}': "
-    if not error.message.startswith(start):     # it was not even taken up
-        return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.name}\n"
-    what = "is not valid. Model '{}'" if step.is_ensemble else "has no loaded version. Model '{}' loading"
-    return (
-        f"ensemble '{ensemble}' depends on '{step.name}' which {what.format(step.name)} failed with error: "
-        f"{error.message.removeprefix(start)}"
-    )
-
-
 def _steps(served: Served) -> list[str]:
     return [step.model_name for step in served.config.ensemble_steps]
-
-
-def _not_polled(name: str, *, remedy: str) -> InferenceError:
-    text = f"failed to load '{name}', failed to poll from model repository"
-    return InferenceError(text, status=Status.INTERNAL, remedy=remedy)
