@@ -70,6 +70,7 @@ class ModelProcess:
         """Kill the process: what it executes fails, and it is not started again."""
         with self._lock:
             self._closing.set()
+        logger.error("the process of %s executes without an end: killed", self._host.instance)
         self._stub.kill()
 
     def _start(self) -> None:

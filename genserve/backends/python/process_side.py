@@ -46,7 +46,8 @@ class ModelSetup:
 def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host, log_level: int) -> None:
     """Be the process: the model runs on the main thread."""
     multiprocessing.current_process().daemon = False  # the model may start processes itself
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to stop
+    for told_to_all in (signal.SIGINT, signal.SIGHUP):  # by a terminal; the server says when to stop
+        signal.signal(told_to_all, signal.SIG_IGN)
     channel = Channel(pipe)
     logging.basicConfig(handlers=[_LogHandler(channel)], level=log_level, format="%(message)s")
     elsewhere = _Elsewhere(channel)

@@ -362,6 +362,14 @@ def test_a_process_that_died_is_seen_even_if_what_it_forked_lives(models):
         (models.root / "m" / "1" / "end").touch()
 
 
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGHUP"])
+def test_what_a_terminal_tells_all_of_its_processes_is_for_the_server_to_hear(models, signal_name):
+    models.add("m", ECHO, PROCESS)
+    [process] = multiprocessing.active_children()
+    os.kill(process.pid, getattr(signal, signal_name))
+    assert models.infer("m", floats(1)).array == [1]
+
+
 @pytest.fixture
 def stopped(models):
     """A model of a process that is stopped, so that it reads nothing."""
@@ -392,6 +400,7 @@ def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(mo
     models.stop("m")
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message
+    assert "the process of m_0 executes without an end: killed" in caplog.text
     assert "left behind" not in caplog.text
 
 
