@@ -31,8 +31,9 @@ def staging_folder(repository: Path, stages: Stages) -> Iterator[Path]:
             with suppress(FileNotFoundError), _locked(path) as is_free:
                 if is_free:
                     shutil.rmtree(path)
-    folder = Path(tempfile.mkdtemp(prefix=f".{stages.ensemble}.", suffix=".tmp", dir=repository))
-    with _locked(folder):
+    made = Path(tempfile.mkdtemp(prefix=f".{stages.ensemble}.", dir=repository))
+    with _locked(made):
+        folder = made.rename(f"{made}.tmp")     # which others take for a leftover where it is not locked
         try:
             yield folder
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,24 @@ def test_an_export_that_still_runs_keeps_its_folder_and_one_that_was_killed_does
     (tmp_path / ".m.killed12.tmp").mkdir()
     with staging_folder(tmp_path, STAGES) as first, staging_folder(tmp_path, STAGES) as second:
         assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_export_has_just_made_is_not_taken_for_a_killed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.mkdtemp
+
+    def make_and_be_overtaken(**name: Any) -> str:
+        monkeypatch.setattr(tempfile, "mkdtemp", make)
+        folder = make(**name)
+        with staging_folder(tmp_path, STAGES):
+            pass
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_be_overtaken)
+    with staging_folder(tmp_path, STAGES) as staged:
+        assert list(tmp_path.iterdir()) == [staged]
     assert not list(tmp_path.iterdir())
 
 
