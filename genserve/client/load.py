@@ -19,12 +19,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from genserve.api_key import bearer
 from genserve.errors import StreamBroken, Unreachable
 
 __all__ = ["APIS", "Load", "Measured", "percentile", "random_prompts", "run"]
 
 # An event that brings text to the reader: not the first one, which has a role only, nor the last.
-_TEXT = re.compile(rb'^data:.*?"(?:content|text)": ?"(?!")', re.MULTILINE)
+_TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.MULTILINE)
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')
 _NEW_TOKENS = re.compile(rb'"(?:completion_tokens|generated_tokens)": ?(\d+)')
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
@@ -73,6 +74,7 @@ def run(load: Load) -> Measured:
     """Send all requests and wait for all answers.
 
     Raises:
+        InvalidRequest: no header can hold the API key.
         Unreachable: nobody listens there, or the server refused a request.
         StreamBroken: an answer ended before its last event.
     """
@@ -186,7 +188,7 @@ def _requests(load: Load) -> Iterator[bytes]:
     prompts = random_prompts(
         load.num_requests, words=load.prompt_words, shared_words=load.shared_words, seed=load.seed
     )
-    key = f"Authorization: Bearer {load.api_key}\r\n" if load.api_key else ""
+    key = f"Authorization: {bearer(load.api_key)}\r\n" if load.api_key else ""
     for prompt in prompts:
         path, body = _BODIES[load.api](prompt, load)
         payload = json.dumps(body | dict(load.extra)).encode()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from genserve.client.load import Load, percentile, random_prompts, run
-from genserve.errors import Unreachable
+from genserve.errors import InvalidRequest, Unreachable
 from tests.live import LiveServer
 
 
@@ -87,6 +87,8 @@ def test_a_server_that_asks_for_a_key_is_given_it(tiny_repository: Path) -> None
         assert run(load(server, api_key="secret")).new_tokens == [12] * 7
         with pytest.raises(Unreachable, match="401"):
             run(load(server, api_key="wrong"))
+        with pytest.raises(InvalidRequest):
+            run(load(server, api_key="secret\r\nX: y"))
 
 
 def test_more_fields_of_the_body_reach_the_server(tiny_server: LiveServer) -> None:

@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from genserve.client.client import Client
+from genserve.client.load import Load, run
 from genserve.request import Chat, Message
 from genserve.sampling.params import sampling_params
 from tests.live import LiveServer
@@ -116,6 +117,14 @@ def test_the_python_client_has_the_whole_text(thinker):
     with Client(thinker.url) as client:
         assert client.chat("hi").text == SAID
         assert "".join(delta.text for delta in client.chat_stream("hi")) == SAID
+
+
+def test_the_load_client_hears_a_thought(thinker):
+    load = Load(
+        host="127.0.0.1", port=thinker.port, model="tiny", api="chat", concurrency=1, num_requests=1,
+        new_tokens=6, prompt_words=1, seed=0,
+    )
+    assert len(run(load).first_text_s) == 1
 
 
 def test_the_thought_of_an_earlier_answer_goes_to_the_template(http, thinker):
