@@ -23,7 +23,7 @@ router = APIRouter(include_in_schema=False)
 # The page shows what models and clients have said: nothing of it may load or send anything elsewhere.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
-    "connect-src 'self'"
+    "connect-src 'self'; base-uri 'none'; form-action 'none'"
 )
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 32}
 _PROMPT = {"inputs": "The sea is", "parameters": {"max_new_tokens": 16}}
