@@ -17,7 +17,7 @@ from genserve.request import Chat, Completion, Delta, join_choices, read_message
 from genserve.sampling.checks import MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams
 from genserve.server.body import Body, StrictRoute
-from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage, written
+from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
 from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.routes.prompt_logprobs import prompt_logprobs
 from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
@@ -167,8 +167,9 @@ class ChatFrames(Chunks):
         if scores is not None:
             logprobs = json.dumps(_logprobs(scores, delta))
         said = _said(self._reasoned[delta.choice], delta)
-        for part in said or ([{"content": ""}] if extra or scores is not None else []):
-            chunks += self._chunk(delta.choice, f"{{{written(part)}}}", logprobs=logprobs, extra=extra)
+        for field, text in said or ([("content", "")] if extra or scores is not None else []):
+            added = f'{{"{field}": {json.dumps(text)}}}'
+            chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
             logprobs, extra = "null", ""    # told once
         if delta.finish_reason is not None:
             ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'
@@ -215,12 +216,9 @@ def _choice(
 ) -> dict[str, Any]:
     scores = _scores(opened, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
-    message = {"role": "assistant", "content": ""}
-    for part in _said(reasoned, completion):
-        message |= part
     return {
         "index": index,
-        "message": message,
+        "message": {"role": "assistant", "content": "", **dict(_said(reasoned, completion))},
         "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
@@ -234,13 +232,13 @@ def _reasoned(opened: Open, body: ChatBody) -> ReasonedText | None:
     return opened.model.reasoned_text(opened.prompts[0], opened.params)
 
 
-def _said(reasoned: ReasonedText | None, part: Delta | Completion) -> list[dict[str, str]]:
-    """Return what a part of an answer, or the whole, adds to the message, each field by itself."""
+def _said(reasoned: ReasonedText | None, part: Delta | Completion) -> list[tuple[str, str]]:
+    """Return the fields of the message to which a part of an answer, or the whole, adds, and what."""
     if reasoned is None:
-        return [{"content": part.text}] if part.text else []
+        return [("content", part.text)] if part.text else []
     read = reasoned.push(part.text, last=part.finish_reason is not None)
-    fields = {"reasoning_content": read.reasoning, "content": read.content}
-    return [{name: text} for name, text in fields.items() if text]
+    fields = (("reasoning_content", read.reasoning), ("content", read.content))
+    return [(field, text) for field, text in fields if text]
 
 
 def _scores(opened: Open, body: ChatBody) -> TokenScores | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -20,7 +20,7 @@ from genserve.server.routes.openai_fields import OpenAIBody
 from genserve.server.services import Open, Services
 from genserve.server.sse import EventStream, Frames, event, read_all
 
-__all__ = ["FINISH", "Chunks", "best_choices", "head", "respond", "usage", "written"]
+__all__ = ["FINISH", "Chunks", "best_choices", "head", "respond", "usage"]
 
 _Asked = TypeVar("_Asked", bound=OpenAIBody)
 
@@ -61,13 +61,6 @@ def best_choices(completions: Sequence[Completion], *, n: int, num_drawn: int) -
         return list(completions)
     blocks = [completions[start : start + num_drawn] for start in range(0, len(completions), num_drawn)]
     return [block[place] for block in blocks for place in likeliest(block)[:n]]
-
-
-def written(fields: Mapping[str, Any]) -> str:
-    """Return what `json.dumps` writes between braces; field by field, since it is quick with texts alone."""
-    return ", ".join(
-        f'"{name}": {"null" if value is None else json.dumps(value)}' for name, value in fields.items()
-    )
 
 
 async def respond(
