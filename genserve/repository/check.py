@@ -115,7 +115,7 @@ def _policy_fault(entry: ModelEntry, severity: Severity, message: str, *, remedy
 
 
 def _source_faults(entry: ModelEntry) -> Iterator[Fault]:
-    """Yield what a load would find in each model.py, in Triton's words; a decoder stage's is told already."""
+    """Yield what a load would find in each model.py; of a decoder stage's, `_file_faults` does."""
     if entry.config is None or entry.config.backend != "python":
         return
     try:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from genserve.backends.python.plugins import METHODS
-from genserve.config.fault import Fault, Severity
-from genserve.repository.source_rules import parse_source
+from genserve.config.fault import Fault
+from genserve.repository.source_rules import parse_source, source_fault
 
 __all__ = ["decodes", "plugin_faults"]
 
@@ -34,14 +34,8 @@ def plugin_faults(path: Path) -> tuple[Fault, ...]:
     if isinstance(module, Fault):
         return (module,)
     return tuple(
-        _fault(path, f"{node.lineno}:{node.col_offset + 1}", message, remedy=remedy)
+        source_fault(path, f"{node.lineno}:{node.col_offset + 1}", message, remedy=remedy)
         for node, message, remedy in _findings(module)
-    )
-
-
-def _fault(path: Path, place: str, message: str, *, remedy: str) -> Fault:
-    return Fault(
-        severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy, at_load=True
     )
 
 

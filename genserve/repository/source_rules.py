@@ -11,7 +11,7 @@ from pathlib import Path
 
 from genserve.config.fault import Fault, Severity
 
-__all__ = ["parse_source", "source_faults"]
+__all__ = ["parse_source", "source_fault", "source_faults"]
 
 _CLASS = "TritonPythonModel"
 
@@ -23,7 +23,7 @@ def source_faults(path: Path) -> tuple[Fault, ...]:
         return (module,)
     if _may_bind(module, _CLASS):
         return ()
-    return (_fault(path, "", f"there is no class {_CLASS}", remedy=f"define `class {_CLASS}` in it"),)
+    return (source_fault(path, "", f"there is no class {_CLASS}", remedy=f"define `class {_CLASS}` in it"),)
 
 
 def parse_source(path: Path) -> ast.Module | Fault:
@@ -33,9 +33,9 @@ def parse_source(path: Path) -> ast.Module | Fault:
         return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         place = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
-        return _fault(path, place, error.msg, remedy=remedy)
+        return source_fault(path, place, error.msg, remedy=remedy)
     except ValueError as error:  # a byte of zero
-        return _fault(path, "", str(error), remedy=remedy)
+        return source_fault(path, "", str(error), remedy=remedy)
 
 
 def _may_bind(module: ast.Module, name: str) -> bool:
@@ -53,7 +53,8 @@ def _may_bind(module: ast.Module, name: str) -> bool:
     return False
 
 
-def _fault(path: Path, place: str, message: str, *, remedy: str) -> Fault:
+def source_fault(path: Path, place: str, message: str, *, remedy: str) -> Fault:
+    """Return an error at a place in a model.py, `line:column`; empty: in all of it."""
     return Fault(
         severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy, at_load=True
     )
