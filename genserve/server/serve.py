@@ -126,9 +126,9 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Take a terminal that closes for SIGTERM, but where SIGHUP is ignored, as under nohup."""
         with super().capture_signals():
-            # Windows has none; and only the main thread may say what a signal does.
-            is_ours = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGHUP")
-            if not is_ours or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+            # Only the main thread may say what a signal does.
+            is_main = threading.current_thread() is threading.main_thread()
+            if not is_main or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
                 yield
                 return
             signal.signal(signal.SIGHUP, self._hang_up)

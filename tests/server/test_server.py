@@ -149,6 +149,15 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
     assert text.endswith("data: [DONE]\n\n")
 
 
+@pytest.fixture
+def hang_up():
+    """SIGHUP as by default, whatever the tests run under; children begin with it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield signal.SIGHUP
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
     with serving(tiny_repository) as process:
@@ -158,26 +167,23 @@ def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
     assert process.returncode == 0
 
 
-def test_a_second_hang_up_is_not_impatient_and_a_second_sigterm_is(tiny_repository):
+def test_a_second_hang_up_is_not_impatient_and_a_second_sigterm_is(tiny_repository, hang_up):
     server = Server(ServerSettings(model_repository=(tiny_repository,)))
     with server.capture_signals():
         for _ in range(2):
-            signal.raise_signal(signal.SIGHUP)  # from the shell, and from the kernel
+            signal.raise_signal(hang_up)    # from the shell, and from the kernel
         assert (server.should_exit, server.force_exit) == (True, False)
         signal.raise_signal(signal.SIGTERM)
         assert server.force_exit
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    assert signal.getsignal(hang_up) is signal.SIG_DFL
 
 
-def test_under_nohup_a_hang_up_is_nothing(tiny_repository):
+def test_under_nohup_a_hang_up_is_nothing(tiny_repository, hang_up):
     server = Server(ServerSettings(model_repository=(tiny_repository,)))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with server.capture_signals():
-            signal.raise_signal(signal.SIGHUP)
-        assert not server.should_exit
-    finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(hang_up, signal.SIG_IGN)
+    with server.capture_signals():
+        signal.raise_signal(hang_up)
+    assert not server.should_exit
 
 
 @contextmanager
