@@ -24,8 +24,8 @@ from genserve.config.warmup_rules import warmups
 
 __all__ = ["config_faults"]
 
-# What is written where `backend` has another word.
 _EXPORT = "the engine is another here: `genserve export CHECKPOINT` makes a model of what it was made of"
+# What is written where `backend` has another word.
 _MEANT = {
     "ensemble": 'leave `backend` out, and write `platform: "ensemble"`',
     "libtorch": 'write `backend: "pytorch"` in its place',

@@ -16,6 +16,7 @@ from genserve.generation.residents import Occupant, Resident
 
 __all__ = ["Slots"]
 
+
 class Slots:
     """Who is in which slot of the KV cache. Belongs to the engine's thread.
 
