@@ -1,8 +1,4 @@
-"""Sampler: rows of logits to token ids; pure.
-
-Row after row, since what is made of one row stays in the processor's cache. Arrays of all rows are
-megabytes, which are asked of the system anew at each step: that alone took most of the time.
-"""
+"""Sampler: rows of logits to token ids; pure."""
 
 from __future__ import annotations
 
