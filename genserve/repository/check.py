@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from genserve.config.fault import Fault, Severity, first_error
@@ -114,15 +114,19 @@ def _policy_fault(entry: ModelEntry, severity: Severity, message: str, *, remedy
     return Fault(severity=severity, path=entry.parsed.path, place=place, message=message, remedy=remedy)
 
 
+def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:
+    """Return the versions whose files are looked at; none where the policy has a fault, which was told."""
+    try:
+        return served_versions(config, entry.versions)
+    except RepositoryError:
+        return ()
+
+
 def _source_faults(entry: ModelEntry) -> Iterator[Fault]:
     """Yield what a load would find in each model.py; of a decoder stage's, `_file_faults` does."""
     if entry.config is None or entry.config.backend != "python":
         return
-    try:
-        versions = served_versions(entry.config, entry.versions)
-    except RepositoryError:
-        return  # which was told
-    for version in versions:
+    for version in _served(entry, entry.config):
         file = entry.path / str(version) / entry.config.default_model_filename
         if file.is_file() and file.suffix == ".py" and not decodes(file):
             yield from source_faults(file)
@@ -131,11 +135,7 @@ def _source_faults(entry: ModelEntry) -> Iterator[Fault]:
 def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
     if config.backend not in _WITH_FILES:
         return
-    try:
-        versions = served_versions(config, entry.versions)
-    except RepositoryError:
-        return  # which was told
-    for version in versions:
+    for version in _served(entry, config):
         folder = entry.path / str(version)
         file = folder / config.default_model_filename
         if config.backend == "python" and file.is_file() and decodes(file):
