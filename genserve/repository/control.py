@@ -15,7 +15,14 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
 from genserve.repository.check import model_faults
 from genserve.repository.ensemble import Ensemble
-from genserve.repository.ensemble_steps import all_step_models, generation_stages, step_models
+from genserve.repository.ensemble_steps import (
+    Chain,
+    all_step_models,
+    generation_chains,
+    generation_stages,
+    stage_owners,
+    step_models,
+)
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.load_error import VersionFailed, load_error, not_polled, reason, without_step
 from genserve.repository.loading import Loader
@@ -23,13 +30,7 @@ from genserve.repository.logits_runtime import is_logits_stage
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import check_usable, prepare, with_config
 from genserve.repository.served import Served
-from genserve.repository.stages import (
-    Chain,
-    generation_chains,
-    load_generation,
-    load_logits_stage,
-    stage_owners,
-)
+from genserve.repository.stages import load_generation, load_logits_stage
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.upload import Upload
 from genserve.repository.versions import ModelState, Versions

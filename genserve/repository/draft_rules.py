@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from genserve.config.fault import Fault, Severity
 from genserve.config.model_config import ModelConfig
-from genserve.repository.ensemble_steps import generation_stages
+from genserve.repository.ensemble_steps import generation_chains, stage_owners
 from genserve.repository.index import ModelEntry
 
 __all__ = ["draft_faults", "wanted_drafts"]
@@ -30,8 +30,8 @@ def draft_faults(
     wanted = wanted_drafts(config) if config.backend in ("onnxruntime", "pytorch") else []
     if not wanted:
         return
-    chains = {name: generation_stages(other, entries) for name, other in entries.items()}
-    if not any(stages and stages["logits"].name == entry.name for stages in chains.values()):
+    chains = generation_chains(entries)
+    if entry.name not in stage_owners(chains):
         message = f"parameter {wanted[0]!r} has no effect: no ensemble that generates text has this stage"
         yield _fault(entry, Severity.WARNING, wanted[0], message, remedy="leave it out")
         return
@@ -39,7 +39,7 @@ def draft_faults(
         message = f"model {entry.name} has two drafts, `speculation` and `draft_model`"
         yield _fault(entry, Severity.ERROR, wanted[-1], message, remedy="leave one of them out")
     name = config.parameters.get("draft_model")
-    if name is not None and not chains.get(name):
+    if name is not None and name not in chains:
         yield _fault(
             entry,
             Severity.ERROR,

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from genserve.repository.index import ModelEntry
 from genserve.repository.plugin_rules import decodes
 
-__all__ = ["all_step_models", "generation_stages", "is_decoupled", "step_models"]
+__all__ = [
+    "Chain",
+    "all_step_models",
+    "generation_chains",
+    "generation_stages",
+    "is_decoupled",
+    "stage_owners",
+    "step_models",
+]
+
+Chain: TypeAlias = Mapping[str, ModelEntry]  # the stages of an ensemble: "tokenizer", "logits", "decoder"
 
 # Which stage of a model that generates text is made by which backend.
 _STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
@@ -19,7 +30,7 @@ def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[Mo
     return [entries[step.model_name] for step in steps if step.model_name in entries]
 
 
-def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> dict[str, ModelEntry] | None:
+def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Chain | None:
     """Return the stages of an ensemble that the token engine runs, by their roles.
 
     None: it is none of these. Its decoder is a model.py with an `async def decode`.
@@ -31,6 +42,24 @@ def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> d
     if stages.keys() != set(_STAGES.values()) or not _decodes(stages["decoder"]):
         return None
     return stages
+
+
+def generation_chains(entries: Mapping[str, ModelEntry]) -> dict[str, Chain]:
+    """Return the stages of those ensembles that chain a tokenizer, a logits and a decoder stage, by name.
+
+    Reads the decoders' model.py: to be called once for each look at the folders.
+    """
+    chains = {name: generation_stages(entry, entries) for name, entry in entries.items()}
+    return {name: chain for name, chain in chains.items() if chain}
+
+
+def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
+    """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
+    owners: dict[str, str] = {}
+    for name, chain in chains.items():
+        for stage in ("logits", "decoder"):
+            owners.setdefault(chain[stage].name, name)
+    return owners
 
 
 def _decodes(decoder: ModelEntry) -> bool:

@@ -20,11 +20,11 @@ from genserve.errors import (
 from genserve.inference import Inference
 from genserve.metrics import Metrics
 from genserve.repository.control import ModelControl
+from genserve.repository.ensemble_steps import stage_owners
 from genserve.repository.loading import Loader
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.served import Served
-from genserve.repository.stages import stage_owners
 from genserve.repository.text_generation import TextGeneration
 from genserve.repository.upload import check_model_name
 from genserve.repository.versions import IndexEntry, ModelState, Versions

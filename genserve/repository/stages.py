@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TypeAlias
 
 from genserve.backends.backend import Placement
 from genserve.backends.generation_ensemble import GenerationEnsemble
@@ -25,7 +24,7 @@ from genserve.metrics import Metrics
 from genserve.repository.check import accept, model_faults
 from genserve.repository.devices import num_gpus
 from genserve.repository.drafting import load_drafting
-from genserve.repository.ensemble_steps import generation_stages
+from genserve.repository.ensemble_steps import Chain
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import ON_CPU, LoadedLogits, load_logits
@@ -36,33 +35,7 @@ from genserve.repository.text_generation import TextGeneration
 from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = [
-    "Chain",
-    "generation_chains",
-    "load_generation",
-    "load_logits_stage",
-    "stage_owners",
-]
-
-Chain: TypeAlias = Mapping[str, ModelEntry]  # the stages of an ensemble: "tokenizer", "logits", "decoder"
-
-
-def generation_chains(entries: Mapping[str, ModelEntry]) -> dict[str, Chain]:
-    """Return the stages of those ensembles that chain a tokenizer, a logits and a decoder stage, by name.
-
-    Reads the decoders' model.py: to be called once for each look at the folders.
-    """
-    chains = {name: generation_stages(entry, entries) for name, entry in entries.items()}
-    return {name: chain for name, chain in chains.items() if chain}
-
-
-def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
-    """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
-    owners: dict[str, str] = {}
-    for name, chain in chains.items():
-        for stage in ("logits", "decoder"):
-            owners.setdefault(chain[stage].name, name)
-    return owners
+__all__ = ["load_generation", "load_logits_stage"]
 
 
 def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics: Metrics) -> Served:

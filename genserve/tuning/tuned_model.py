@@ -14,9 +14,9 @@ from genserve.config.edit import ConfigChange, change_text
 from genserve.config.fault import nearest
 from genserve.errors import ModelNotFound, RepositoryError
 from genserve.repository.check import accept, model_faults
+from genserve.repository.ensemble_steps import generation_chains, stage_owners
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.logits_runtime import is_logits_stage
-from genserve.repository.stages import generation_chains, stage_owners
 from genserve.tuning.graph import top1_agreement
 from genserve.tuning.setting import Setting, change_to
 
