@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from genserve.sampling.params import SamplingParams
 from genserve.sampling.stages import DRAWING
@@ -23,7 +22,6 @@ _SWITCHES: Mapping[str, Sequence[str]] = {
     "dry_penalty_last_n": ("dry_multiplier",),
     "dry_sequence_breakers": ("dry_multiplier",),
 }
-_DEFAULTS = {option.name: option.default for option in fields(SamplingParams)}
 
 
 def idle_parameters(params: SamplingParams) -> list[str]:
@@ -31,14 +29,7 @@ def idle_parameters(params: SamplingParams) -> list[str]:
 
     These are the details of a rule that is off, and where nothing is drawn, all that a draw is made from.
     """
-    idle = [
-        name
-        for name, switches in _SWITCHES.items()
-        if _is_given(params, name) and not any(_is_given(params, switch) for switch in switches)
-    ]
+    given = frozenset(params.changed_names())
+    idle = [name for name, switches in _SWITCHES.items() if name in given and given.isdisjoint(switches)]
     greedy = params.temperature == 0
-    return idle + [name for name in DRAWING if greedy and _is_given(params, name)]
-
-
-def _is_given(params: SamplingParams, name: str) -> bool:
-    return bool(getattr(params, name) != _DEFAULTS[name])
+    return idle + [name for name in DRAWING if greedy and name in given]

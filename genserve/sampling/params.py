@@ -103,17 +103,23 @@ class SamplingParams:
     def __post_init__(self) -> None:
         require_sound(self)
 
+    def changed_names(self) -> list[str]:
+        """Return the names of what is not as it is by default."""
+        return [name for name, default in _defaults().items() if getattr(self, name) != default]
+
     def changed(self) -> dict[str, Any]:
         """Return what is not as it is by default, by name, as JSON has it."""
-        default = SamplingParams()
-        names = [option.name for option in fields(self)]
-        changed = {name: getattr(self, name) for name in names}
-        changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
-        return {name: _plain(value) for name, value in changed.items()}
+        return {name: _plain(getattr(self, name)) for name in self.changed_names()}
 
     def token_ids(self) -> Mapping[str, Iterable[int]]:
         """Return the ids that it names, by parameter; each must be in the model's vocabulary."""
         return {"logit_bias": self.logit_bias, **{name: getattr(self, name) for name in _lists(int)}}
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    default = SamplingParams()
+    return {option.name: getattr(default, option.name) for option in fields(default)}
 
 
 class SamplingOptions(TypedDict, total=False):
