@@ -3,6 +3,9 @@
     GenserveError
     ├── InvalidRequest            the caller can mend it; `field` names the place
     │   └── ContextLengthExceeded the prompt does not fit into the model's context
+    ├── Unauthenticated           the API key is missing or wrong
+    ├── Forbidden                 a web page may not ask this, or the server was not asked by its name
+    ├── UnsupportedMediaType      the body has a content type that is not taken
     ├── ModelNotFound             no such model, or no such version of it
     ├── ModelNotReady             the model is there and is not loaded, or its load failed
     ├── Overloaded                the queue is full, or the server drains; try again later
@@ -28,6 +31,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthExceeded",
     "ExportError",
+    "Forbidden",
     "GenserveError",
     "InferenceError",
     "InvalidRequest",
@@ -39,7 +43,9 @@ __all__ = [
     "RepositoryError",
     "Status",
     "StreamBroken",
+    "Unauthenticated",
     "Unreachable",
+    "UnsupportedMediaType",
     "status_of",
 ]
 
@@ -76,6 +82,24 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt, or prompt and answer together, are longer than the model's context."""
 
     code = "context_length_exceeded"
+
+
+class Unauthenticated(GenserveError):
+    """The server asks for an API key, and the request has none or another."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(GenserveError):
+    """The request comes from a web page that may not ask, or names a host that the server is not."""
+
+    code = "forbidden"
+
+
+class UnsupportedMediaType(GenserveError):
+    """The body has a content type that the server does not take."""
+
+    code = "unsupported_media_type"
 
 
 class ModelNotFound(GenserveError):

@@ -42,6 +42,14 @@ class ServerSettings:
     # To whom, and how much.
     server_id: str = "genserve"             # what the KServe protocols call the server
     api_key: str | None = None              # printable ASCII; None: open to whoever reaches the port
+    allow_unauthenticated: bool = False     # listen where other machines reach a port, without a key
+    allow_unauthenticated_metrics: bool = False     # the metrics port asks for no key
+    allowed_hosts: tuple[str, ...] = ()     # host names of the server beside localhost; "*.example.com", "*"
+    allowed_origins: tuple[str, ...] = ()   # of web pages that may call: "https://example.com", "*"
+    allow_uploaded_code: bool = False       # files that a load call brings may run code in the server
+    ssl_certfile: Path | None = None        # PEM; with it all ports speak TLS alone
+    ssl_keyfile: Path | None = None         # PEM; None: the key is in `ssl_certfile`
+    ssl_ca_certs: Path | None = None        # PEM; clients need a certificate that one of these has signed
     allow_client_shm: bool = False          # whether clients may register regions of shared memory
     http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
     grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none

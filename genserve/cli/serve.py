@@ -19,7 +19,7 @@ __all__ = ["serve"]
 _DEFAULTS = ServerSettings()
 _PORTS: dict[str, Any] = {"min": 0, "max": 65535}
 # The headings of `--help`.
-_MODELS, _PLACE, _CLIENTS = "Models", "Ports", "Clients and log"
+_MODELS, _PLACE, _ACCESS, _CLIENTS = "Models", "Ports", "Access", "Clients and log"
 
 
 def _flag(*names: str, help: str, panel: str, **more: Any) -> Any:  # noqa: A002  # typer's own word
@@ -150,7 +150,12 @@ def serve(
     ] = _DEFAULTS.max_queue,
     host: Annotated[
         str,
-        _flag("--host", "--http-address", help="Address to listen on; 0.0.0.0 lets others in.", panel=_PLACE),
+        _flag(
+            "--host",
+            "--http-address",
+            help="Address to listen on; 0.0.0.0 lets other machines in.",
+            panel=_PLACE,
+        ),
     ] = _DEFAULTS.host,
     http_port: Annotated[
         int, _flag("--http-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
@@ -181,6 +186,68 @@ def serve(
     server_id: Annotated[
         str, _flag("--id", help="The server's name in the metadata of KServe.", panel=_CLIENTS)
     ] = _DEFAULTS.server_id,
+    allowed_host: Annotated[
+        list[str],
+        _flag(
+            "--allowed-host",
+            help="Answer to this host name too, beside localhost and IP addresses; may be given again. "
+            "*.example.com takes all names below it, * every name.",
+            panel=_ACCESS,
+        ),
+    ] = list(_DEFAULTS.allowed_hosts),  # noqa: B006  # typer copies it
+    allowed_origin: Annotated[
+        list[str],
+        _flag(
+            "--allowed-origin",
+            help="Let web pages of this origin call the server (CORS), such as https://example.com; may be "
+            "given again. * lets all.",
+            panel=_ACCESS,
+        ),
+    ] = list(_DEFAULTS.allowed_origins),  # noqa: B006  # typer copies it
+    allow_unauthenticated: Annotated[
+        bool,
+        _flag(
+            "--allow-unauthenticated/--no-allow-unauthenticated",
+            help="Listen on addresses that other machines reach, without an API key.",
+            panel=_ACCESS,
+        ),
+    ] = _DEFAULTS.allow_unauthenticated,
+    allow_unauthenticated_metrics: Annotated[
+        bool,
+        _flag(
+            "--allow-unauthenticated-metrics/--no-allow-unauthenticated-metrics",
+            help="Ask for no API key on the metrics port.",
+            panel=_ACCESS,
+        ),
+    ] = _DEFAULTS.allow_unauthenticated_metrics,
+    allow_uploaded_code: Annotated[
+        bool,
+        _flag(
+            "--allow-uploaded-code/--no-allow-uploaded-code",
+            help="Let load calls bring files that run as code in the server: model.py, TorchScript.",
+            panel=_ACCESS,
+        ),
+    ] = _DEFAULTS.allow_uploaded_code,
+    ssl_certfile: Annotated[
+        Path | None,
+        _flag(
+            "--ssl-certfile",
+            help="PEM file with the server's certificate; all ports speak TLS then.",
+            panel=_ACCESS,
+        ),
+    ] = _DEFAULTS.ssl_certfile,
+    ssl_keyfile: Annotated[
+        Path | None,
+        _flag("--ssl-keyfile", help="PEM file with its key, if not in the same file.", panel=_ACCESS),
+    ] = _DEFAULTS.ssl_keyfile,
+    ssl_ca_certs: Annotated[
+        Path | None,
+        _flag(
+            "--ssl-ca-certs",
+            help="PEM file with certificates: clients must show one that these have signed.",
+            panel=_ACCESS,
+        ),
+    ] = _DEFAULTS.ssl_ca_certs,
     allow_client_shm: Annotated[
         bool,
         _flag(
@@ -230,7 +297,7 @@ def serve(
     """Serve the models of a repository over HTTP and gRPC.
 
     Flags have tritonserver's names where they mean the same; switches may be written --switch=false.
-    Set GENSERVE_API_KEY to ask clients for a key.
+    Set GENSERVE_API_KEY to ask clients for a key; addresses that other machines reach need one.
     """
     # What is imported stays: 86,000 objects. To look through them for garbage takes a twentieth of the start,
     # and holds up every answer for 0.1 s at each full collection later, such as that after an unload.
@@ -266,6 +333,14 @@ def serve(
         metrics_port=metrics_port,
         server_id=server_id,
         api_key=os.environ.get("GENSERVE_API_KEY") or None,
+        allowed_hosts=tuple(allowed_host),
+        allowed_origins=tuple(allowed_origin),
+        allow_unauthenticated=allow_unauthenticated,
+        allow_unauthenticated_metrics=allow_unauthenticated_metrics,
+        allow_uploaded_code=allow_uploaded_code,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        ssl_ca_certs=ssl_ca_certs,
         allow_client_shm=allow_client_shm,
         http_header_forward_pattern=_pattern(http_header_forward_pattern),
         grpc_header_forward_pattern=_pattern(grpc_header_forward_pattern),

@@ -75,6 +75,23 @@ class Models(Door, Protocol):
     def served(self) -> Sequence[ServedModel]:
         """Every version of every model that answers, by name and version."""
 
+    def load(
+        self,
+        name: str,
+        *,
+        config: str = "",
+        files: Mapping[str, bytes] | None = None,
+        allow_code: bool = True,
+    ) -> None:
+        """Load or reload a model; see `Door.load`.
+
+        Args:
+            name: of the model.
+            config: its config as JSON; empty: that of its folder.
+            files: by `<version>/<name>`, in place of its folder; None: its folder.
+            allow_code: whether `files` may be of a model that runs code in this process.
+        """
+
     def find(self, name: str, version: int = -1) -> ServedModel:
         """Return a version of a model; -1: the highest that answers.
 

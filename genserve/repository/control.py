@@ -32,7 +32,7 @@ from genserve.repository.preparation import check_usable, prepare, with_config
 from genserve.repository.served import Served
 from genserve.repository.stages import load_generation, load_logits_stage
 from genserve.repository.text_generation import TextGeneration
-from genserve.repository.upload import Upload
+from genserve.repository.upload import Upload, refuse_code
 from genserve.repository.versions import ModelState, Versions
 from genserve.repository.wiring import wiring_faults
 
@@ -87,13 +87,16 @@ class ModelControl:
         )
         self.chains = generation_chains(self.entries)
 
-    def load(self, name: str, *, config_json: str, files: Mapping[str, bytes] | None) -> None:
+    def load(
+        self, name: str, *, config_json: str, files: Mapping[str, bytes] | None, allow_code: bool
+    ) -> None:
         """Load a model, or load it anew if its folder has changed.
 
         Args:
             name: of the model.
             config_json: in place of its config; empty: its own.
             files: in place of its folder; None: its own.
+            allow_code: whether `files` may be of a model that runs code in this process.
 
         Raises:
             InferenceError: it cannot be loaded; what served before goes on.
@@ -111,6 +114,8 @@ class ModelControl:
         if config_json:
             try:
                 entry = with_config(entry, config_json, options=self._options)
+                if upload and not allow_code:
+                    refuse_code(entry)
             except RepositoryError as error:
                 raise not_polled(name, remedy=str(error)) from error
         self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)

@@ -193,12 +193,19 @@ class Repository:
         """Whether a model gives any number of responses."""
         return self._versions.find(name, version).config.decoupled
 
-    def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-        """Load a model, or load it anew if its folder has changed; see `Door`."""
+    def load(
+        self,
+        name: str,
+        *,
+        config: str = "",
+        files: Mapping[str, bytes] | None = None,
+        allow_code: bool = True,
+    ) -> None:
+        """Load a model, or load it anew if its folder has changed; see `Models.load`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         check_model_name(name)
-        self._control.load(name, config_json=config, files=files)
+        self._control.load(name, config_json=config, files=files, allow_code=allow_code)
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """Begin to unload a model; one that is not loaded is fine; see `Door`."""

@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import mkdtemp
 
-from genserve.errors import InferenceError
+from genserve.config.backends import deduce_backend
+from genserve.config.schema import new_model_config
+from genserve.errors import InferenceError, Status
+from genserve.repository.index import ModelEntry
 
-__all__ = ["Upload", "check_model_name"]
+__all__ = ["Upload", "check_model_name", "refuse_code"]
+
+_BACKENDS_OF_DATA = frozenset({"onnxruntime", "tokenizer"})
 
 _MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
@@ -50,6 +55,29 @@ def check_model_name(name: str) -> None:
         raise InferenceError(
             f"{name!r} cannot be the name of a model",
             remedy="a model has the name of its folder in the repository",
+        )
+
+
+def refuse_code(entry: ModelEntry) -> None:
+    """Refuse an uploaded model whose backend runs what is in its files.
+
+    ONNX graphs and tokenizers are data. All else is a program: Python and TorchScript by their nature, a
+    SavedModel has operators that read and write files, and nobody knows of a backend that is not ours.
+
+    Raises:
+        InferenceError: the model is such a one.
+        RepositoryError: nothing tells the backend.
+    """
+    message = new_model_config()
+    message.CopyFrom(entry.parsed.message)
+    deduce_backend(message, entry.path)
+    if message.backend not in _BACKENDS_OF_DATA and message.platform != "ensemble":
+        raise InferenceError(
+            f"failed to load '{entry.name}', its files would run as code in the server "
+            f"(backend '{message.backend}'), which uploaded files may not",
+            status=Status.UNSUPPORTED,
+            remedy="put the model into the repository, or start the server with --allow-uploaded-code if "
+            "whoever reaches it may run code there",
         )
 
 

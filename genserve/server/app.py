@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from genserve.server.faults import add_fault_handlers
-from genserve.server.gate import Gate
+from genserve.errors import GenserveError, Unauthenticated
+from genserve.server.access import AccessControl
+from genserve.server.faults import add_fault_handlers, fault_answer, http_status
 from genserve.server.request_id import RequestId
 from genserve.server.routes import health, openai, openai_completions, reference, tgi
 from genserve.server.routes.kserve import KServe, is_kserve
+from genserve.server.routes.kserve_call import Answer, error_json
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 from genserve.version import __version__
@@ -38,8 +42,6 @@ def create_app(services: Services) -> FastAPI:
     add_fault_handlers(app)
     for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body
         app.add_exception_handler(left, _on_client_left)
-    if services.settings.api_key:
-        app.add_middleware(Gate, api_key=services.settings.api_key)
     return app
 
 
@@ -48,18 +50,43 @@ class _App(FastAPI):
 
     def __init__(self, services: Services, **options: Any) -> None:
         super().__init__(**options)
-        kserve: ASGIApp = KServe(services)
-        if services.settings.api_key:
-            kserve = Gate(kserve, api_key=services.settings.api_key)
-        self._kserve = kserve
+        settings = services.settings
+        self._access = AccessControl(settings, host=settings.host)
+        self._kserve: ASGIApp = KServe(services)
         self._others: ASGIApp = RequestId(super().__call__)
+        self._entrance: ASGIApp = self._admit
+        if settings.allowed_origins:
+            self._entrance = CORSMiddleware(
+                self._admit,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; the ASGI protocol."""
-        if scope["type"] == "http" and is_kserve(scope["path"]):
-            await self._kserve(scope, receive, send)
-        else:
-            await self._others(scope, receive, send)
+        await self._entrance(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that access control lets pass, and refuse the others before their body is read."""
+        answer = self._others
+        if scope["type"] == "http":
+            path = scope["path"]
+            if is_kserve(path):
+                answer = self._kserve
+            try:
+                self._access.check(method=scope["method"], path=path, headers=scope["headers"])
+            except GenserveError as error:
+                answer = _refusal(error, path=path)
+        await answer(scope, receive, send)
+
+
+def _refusal(error: GenserveError, *, path: str) -> ASGIApp:
+    if is_kserve(path):
+        challenge = [(b"www-authenticate", b"Bearer")] if isinstance(error, Unauthenticated) else []
+        return Answer(orjson.dumps(error_json(error)), status_code=http_status(error), headers=challenge)
+    return RequestId(fault_answer(error, path=path))
 
 
 async def _on_client_left(_request: Request, _error: Exception) -> Response:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from genserve.errors import (
     Closed,
+    Forbidden,
     GenserveError,
     InvalidRequest,
     MissingDependency,
@@ -22,10 +23,12 @@ from genserve.errors import (
     ModelNotReady,
     Overloaded,
     RepositoryError,
+    Unauthenticated,
+    UnsupportedMediaType,
 )
 from genserve.server.body import BodyTooLarge
 
-__all__ = ["add_fault_handlers", "openai_error", "renamed", "tgi_error"]
+__all__ = ["add_fault_handlers", "fault_answer", "http_status", "openai_error", "renamed", "tgi_error"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,9 @@ logger = logging.getLogger(__name__)
 _STATUS: Mapping[type[GenserveError], int] = {
     BodyTooLarge: 413,
     InvalidRequest: 400,
+    Unauthenticated: 401,
+    Forbidden: 403,
+    UnsupportedMediaType: 415,
     ModelNotFound: 404,
     ModelNotReady: 503,
     Overloaded: 503,
@@ -46,6 +52,9 @@ _STATUS: Mapping[type[GenserveError], int] = {
 _TGI: Mapping[type[GenserveError], tuple[int, str]] = {
     BodyTooLarge: (413, "validation"),
     InvalidRequest: (422, "validation"),
+    Unauthenticated: (401, "authentication"),
+    Forbidden: (403, "authentication"),
+    UnsupportedMediaType: (415, "validation"),
     ModelNotFound: (404, "validation"),
     ModelNotReady: (503, "overloaded"),
     Overloaded: (429, "overloaded"),
@@ -53,16 +62,28 @@ _TGI: Mapping[type[GenserveError], tuple[int, str]] = {
     ModelFailed: (424, "generation"),
     GenserveError: (500, "incomplete_generation"),
 }
-_OPENAI_TYPES = {400: "invalid_request_error", 404: "not_found_error", 413: "invalid_request_error"}
+_OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+}
+
+
+def http_status(error: GenserveError) -> int:
+    """Return the status of an error where a dialect has none of its own."""
+    status: int = _lookup(_STATUS, error)
+    return status
 
 
 def openai_error(error: GenserveError) -> dict[str, Any]:
     """Return the body of OpenAI's dialect, with the remedy beside."""
-    status = _lookup(_STATUS, error)
     return {
         "error": {
             "message": error.message,
-            "type": _OPENAI_TYPES.get(status, "server_error"),
+            "type": _OPENAI_TYPES.get(http_status(error), "server_error"),
             "param": error.field,
             "code": error.code,
             "remedy": error.remedy,
@@ -105,20 +126,28 @@ def _lookup(table: Mapping[type[GenserveError], Any], error: GenserveError) -> A
     return next(table[kind] for kind in type(error).__mro__ if kind in table)
 
 
-def _answer(request: Request, error: GenserveError) -> JSONResponse:
+def fault_answer(error: GenserveError, *, path: str) -> JSONResponse:
+    """Return the answer to a request for `path` that failed, in the dialect of the path, not below `/v2`."""
     headers = {}
     if isinstance(error, Overloaded):
         headers = {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
     elif isinstance(error, InvalidRequest):
         headers = {"x-should-retry": "false"}
-    body, status = _in_dialect(request, error)
+    elif isinstance(error, Unauthenticated):
+        headers = {"www-authenticate": "Bearer"}
+    body, status = _in_dialect(error, path=path)
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-def _in_dialect(request: Request, error: GenserveError) -> tuple[dict[str, Any], int]:
-    """Return the body and the status of the route's dialect."""
-    if request.url.path.startswith("/v1/"):
-        return openai_error(error), _lookup(_STATUS, error)
+def _answer(request: Request, error: GenserveError) -> JSONResponse:
+    # Not `request.url`: that is made of the Host header, too.
+    return fault_answer(error, path=request.scope["path"])
+
+
+def _in_dialect(error: GenserveError, *, path: str) -> tuple[dict[str, Any], int]:
+    """Return the body and the status of the path's dialect."""
+    if path.startswith("/v1/"):
+        return openai_error(error), http_status(error)
     return tgi_error(error), _lookup(_TGI, error)[0]
 
 
@@ -159,7 +188,8 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     allowed = (error.headers or {}).get("Allow", "another method")
     known = {404: "there is no such route", 405: f"this route takes {allowed}, and no other method"}
     message = known.get(error.status_code, str(error.detail))
-    body, _ = _in_dialect(request, InvalidRequest(message, remedy="GET /docs lists the routes"))
+    error_there = InvalidRequest(message, remedy="GET /docs lists the routes")
+    body, _ = _in_dialect(error_there, path=request.scope["path"])
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 
 

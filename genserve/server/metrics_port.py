@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,9 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.errors import GenserveError
+from genserve.server.access import AccessControl
 from genserve.server.address import address_of
+from genserve.server.faults import http_status
 
 __all__ = ["MetricsPort"]
 
@@ -24,30 +27,42 @@ _PATIENCE_S = 10
 
 
 class MetricsPort:
-    """Answers `GET /metrics`, on a thread: it tells of the server even while the event loop is busy.
+    """Answers `GET /metrics`, on a thread: it tells of the server even while the event loop is busy."""
 
-    Whoever reaches the port is answered: like Triton's, it asks for no key.
-    """
-
-    def __init__(self, render: Callable[[], bytes], *, host: str, port: int) -> None:
+    def __init__(
+        self,
+        render: Callable[[], bytes],
+        *,
+        host: str,
+        port: int,
+        access: AccessControl,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
         """Listen.
 
         Args:
             render: what `/metrics` answers, in Prometheus' text format.
             host: to listen on.
             port: 0: a free one.
+            access: who is answered.
+            ssl_context: to speak TLS with; None: plain HTTP.
 
         Raises:
             GenserveError: the port is taken.
         """
         try:
-            self._server = _server(host)((host, port), partial(_Handler, render))
+            self._server = _server(host)((host, port), partial(_Handler, render, access))
         except OSError as error:
             raise GenserveError(
                 f"cannot listen on {address_of(host, port)} for metrics: {error.strerror}",
                 remedy="choose another port with --metrics-port; 0 takes a free one, "
                 "--allow-metrics=false none (they are on the HTTP port too)",
             ) from error
+        if ssl_context is not None:
+            # The handshake is done by the thread of the connection: whoever delays it delays nobody else.
+            self._server.socket = ssl_context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=partial(self._server.serve_forever, poll_interval=0.1), name="metrics", daemon=True
@@ -64,17 +79,37 @@ class MetricsPort:
 class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_S  # between two reads, or writes
 
-    def __init__(self, render: Callable[[], bytes], *arguments: object) -> None:
+    def __init__(self, render: Callable[[], bytes], access: AccessControl, *arguments: object) -> None:
         self._render = render
+        self._access = access
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:  # the name that http.server calls
+        path = self.path.partition("?")[0]
+        headers = ((name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items())
+        try:
+            self._access.check(method="GET", path=path, headers=headers)
+        except GenserveError as error:
+            self._answer(f"{error}\n".encode(), status=HTTPStatus(http_status(error)))
+            return
         # Other paths are empty, and fine, as they are on Triton's.
-        is_found = self.path.partition("?")[0] == "/metrics"
-        body = self._render() if is_found else b""
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", CONTENT_TYPE_LATEST if is_found else "text/plain; charset=utf-8")
+        if path == "/metrics":
+            self._answer(self._render(), content_type=CONTENT_TYPE_LATEST)
+        else:
+            self._answer(b"")
+
+    def _answer(
+        self,
+        body: bytes,
+        *,
+        status: HTTPStatus = HTTPStatus.OK,
+        content_type: str = "text/plain; charset=utf-8",
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
         self.wfile.write(body)
 

@@ -23,6 +23,7 @@ from genserve.metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.schedulers.rate_limiter import Capacity
+from genserve.server.access import AccessControl, require_safe_addresses
 from genserve.server.address import address_of
 from genserve.server.app import create_app
 from genserve.server.daemon_thread import start_daemon
@@ -30,6 +31,7 @@ from genserve.server.metrics import CpuCollector, InferenceCollector
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.server_info import ServerInfo
 from genserve.server.services import Services
+from genserve.server.tls import ssl_context
 from genserve.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ def serve(
         RepositoryError: there is no repository, or no model in it, or (with `exit_on_error`) one of its
             models could not be loaded.
         ModelNotFound: `load_model` names a model that is not there.
-        GenserveError: a port is taken.
+        GenserveError: a port is taken, or open to other machines without a key; or the certificate cannot
+            be used.
     """
     logging.basicConfig(
         level=logging.INFO if settings.log_verbose else logging.WARNING,
@@ -87,6 +90,8 @@ class Server(uvicorn.Server):
         on_stuck: Callable[[], None] | None = None,
     ) -> None:
         """Read the repository's folders; raises what `serve` raises about them."""
+        require_safe_addresses(settings)
+        self._ssl_context = context = ssl_context(settings)
         metrics = Metrics()
         self.services = Services(
             settings=settings,
@@ -105,6 +110,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 timeout_graceful_shutdown=round(settings.drain_s + _FAREWELL_S),
+                ssl_context_factory=(lambda *_: context) if context else None,
             )
         )
         self._on_ready = on_ready
@@ -158,11 +164,16 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         assert sockets
         try:
-            info = await self._open_ports(ServerInfo(url=_url(sockets[0]), models=(), errors=()))
+            url = f"{self._scheme}://{address_of(*sockets[0].getsockname()[:2])}"
+            info = await self._open_ports(ServerInfo(url=url, models=(), errors=()))
         except Exception as error:
             self._fail(error)
         else:
             self._loading = asyncio.create_task(self._load(info))
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self._ssl_context else "http"
 
     async def _open_ports(self, info: ServerInfo) -> ServerInfo:
         """Open the ports of gRPC and of metrics."""
@@ -170,9 +181,16 @@ class Server(uvicorn.Server):
         if settings.allow_metrics:
             host = settings.metrics_host or settings.host
             self._metrics_port = MetricsPort(
-                lambda: generate_latest(self.services.metrics.registry), host=host, port=settings.metrics_port
+                lambda: generate_latest(self.services.metrics.registry),
+                host=host,
+                port=settings.metrics_port,
+                access=AccessControl(
+                    settings, host=host, asks_key=not settings.allow_unauthenticated_metrics
+                ),
+                ssl_context=self._ssl_context,
             )
-            info = replace(info, metrics_url=f"http://{address_of(host, self._metrics_port.port)}/metrics")
+            address = address_of(host, self._metrics_port.port)
+            info = replace(info, metrics_url=f"{self._scheme}://{address}/metrics")
         if settings.allow_grpc:
             from genserve.server.grpc.endpoint import GrpcEndpoint
 
@@ -298,10 +316,6 @@ def _bind(settings: ServerSettings) -> socket.socket:
             if is_taken
             else "choose an address of this machine with --host: 127.0.0.1, ::1, or 0.0.0.0 for all",
         ) from error
-
-
-def _url(listener: socket.socket) -> str:
-    return f"http://{address_of(*listener.getsockname()[:2])}"
 
 
 def _nothing_to_load(settings: ServerSettings) -> RepositoryError:

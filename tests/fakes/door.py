@@ -124,7 +124,14 @@ class FakeDoor:
     def is_ready(self, name: str, version: int = -1) -> bool:
         return name in self._models and version in (-1, self._models[name].version)
 
-    def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    def load(
+        self,
+        name: str,
+        *,
+        config: str = "",
+        files: Mapping[str, bytes] | None = None,
+        allow_code: bool = True,
+    ) -> None:
         if name not in self._models:
             raise InferenceError(
                 f"failed to load '{name}', failed to poll from model repository", status=Status.INTERNAL

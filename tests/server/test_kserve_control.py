@@ -17,7 +17,7 @@ from tests.server.live_kserve import LiveKServe, copy_models
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKServe]:
     folder = tmp_path_factory.mktemp("models")
     copy_models(("add_sub", "pass", "versions_specific"), folder)
-    with LiveKServe(folder) as live:
+    with LiveKServe(folder, allow_uploaded_code=True) as live:
         yield live
 
 

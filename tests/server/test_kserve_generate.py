@@ -173,7 +173,7 @@ def test_a_client_that_leaves_a_stream_cancels_it(server) -> None:
     body = b'{"N": 100000000}'
     with server.connect() as connection:
         path = "/v2/models/endless/generate_stream"
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         assert connection.recv(16).startswith(b"HTTP/1.1 200")
     # There is one instance: it answers once the endless request has noticed that nobody reads it.

@@ -281,7 +281,8 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
     waiting = input_of("WAIT", np.array([True]), "BOOL", binary=False)
     body = json.dumps({"inputs": [waiting._get_tensor()]}).encode()
     with server.connect() as connection:
-        head = f"POST /v2/models/patient/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v2/models/patient/infer HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         # Answered while the other waits, and so after it has come in.
         client.infer("pass", [input_of("X", np.ones(1, np.int32), "INT32")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceRequest
+from genserve.server.access import AccessControl
 from genserve.server.metrics import CpuCollector, InferenceCollector
 from genserve.server.metrics_port import MetricsPort, _Handler
+from genserve.settings import ServerSettings
 from genserve.tensor import Tensor
 from tests.fakes.door import FakeDoor, fake_model
 
@@ -106,17 +108,22 @@ def test_the_machine_is_measured():
     assert 0 < value(page, "nv_cpu_memory_used_bytes") < value(page, "nv_cpu_memory_total_bytes")
 
 
+def open_port(render: Callable[[], bytes], *, port: int = 0) -> MetricsPort:
+    host = "127.0.0.1"
+    return MetricsPort(render, host=host, port=port, access=AccessControl(ServerSettings(), host=host))
+
+
 def test_the_metrics_port_answers_metrics_and_nothing_else():
     import httpx2
 
-    port = MetricsPort(lambda: b"a 1\n", host="127.0.0.1", port=0)
+    port = open_port(lambda: b"a 1\n")
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
             answer = http.get("/metrics")
             assert (answer.text, answer.headers["content-type"].split(";")[0]) == ("a 1\n", "text/plain")
             assert (http.get("/other").status_code, http.get("/other").text) == (200, "")
         with pytest.raises(GenserveError, match="for metrics") as caught:
-            MetricsPort(lambda: b"", host="127.0.0.1", port=port.port)
+            open_port(lambda: b"", port=port.port)
         assert "--metrics-port" in caught.value.remedy
     finally:
         port.close()
@@ -124,7 +131,7 @@ def test_the_metrics_port_answers_metrics_and_nothing_else():
 
 def test_whoever_keeps_connections_of_the_metrics_port_open_takes_no_more_threads(monkeypatch):
     monkeypatch.setattr("genserve.server.metrics_port._MAX_CONNECTIONS", 2)
-    port = MetricsPort(lambda: b"x 1\n", host="127.0.0.1", port=0)
+    port = open_port(lambda: b"x 1\n")
     try:
         idle = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(2)]
         with socket.create_connection(("127.0.0.1", port.port)) as one_too_many:
@@ -139,7 +146,7 @@ def test_whoever_keeps_connections_of_the_metrics_port_open_takes_no_more_thread
 
 def test_the_metrics_port_closes_a_connection_that_asks_nothing(monkeypatch):
     monkeypatch.setattr(_Handler, "timeout", _Handler.timeout / 200)
-    port = MetricsPort(lambda: b"", host="127.0.0.1", port=0)
+    port = open_port(lambda: b"")
     try:
         with socket.create_connection(("127.0.0.1", port.port)) as idle:
             assert idle.recv(1) == b""

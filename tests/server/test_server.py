@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 def request_bytes(path: str, body: dict) -> bytes:
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
@@ -187,12 +188,13 @@ def test_under_nohup_a_hang_up_is_nothing(tiny_repository, hang_up):
 
 
 @contextmanager
-def serving(repository: Path, *flags: str) -> Iterator[subprocess.Popen]:
-    """The command, which does not outlive the test."""
+def serving(repository: Path, *flags: str, key: str = "") -> Iterator[subprocess.Popen]:
+    """The command, which does not outlive the test; with an API key if one is given."""
     command = [sys.executable, "-m", "genserve", "serve", "--http-port=0", "--grpc-port=0"]
     command += ["--metrics-port=0", f"--model-repository={repository}", *flags]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    environment = os.environ | ({"GENSERVE_API_KEY": key} if key else {})
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         try:
             yield process
         finally:
@@ -287,7 +289,10 @@ def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
 
 
 def test_an_address_of_another_machine_is_an_error_that_names_the_flag(tiny_repository):
-    server = Server(ServerSettings(model_repository=(tiny_repository,), host="192.0.2.1", http_port=0))
+    settings = ServerSettings(
+        model_repository=(tiny_repository,), host="192.0.2.1", http_port=0, allow_unauthenticated=True
+    )
+    server = Server(settings)
     with pytest.raises(GenserveError, match=r"cannot listen on 192\.0\.2\.1:0: [^(]* \(.*--host"):
         server.serve_until_stopped()
 

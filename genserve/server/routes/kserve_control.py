@@ -64,7 +64,13 @@ async def repository_load(call: Call) -> Answer:
             raise InferenceError(
                 text, status=Status.INTERNAL, remedy=f"{name!r} is neither config nor file:<version>/<name>"
             )
-    await run_in_threadpool(call.services.repository.load, call.model, config=config, files=files or None)
+    await run_in_threadpool(
+        call.services.repository.load,
+        call.model,
+        config=config,
+        files=files or None,
+        allow_code=call.services.settings.allow_uploaded_code,
+    )
     return Answer()
 
 

@@ -1,0 +1,183 @@
+"""Access control: which requests the HTTP ports answer, decided by their headers before a body is read."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+
+from genserve.api_key import bearer
+from genserve.errors import Forbidden, GenserveError, Unauthenticated, UnsupportedMediaType
+from genserve.settings import ServerSettings
+
+__all__ = ["AccessControl", "is_loopback", "require_safe_addresses"]
+
+# Readable without a key: they say yes or no, and name no model.
+_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
+# What a form, or a script without a preflight, can send to any server: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
+_FORM = b"application/x-www-form-urlencoded"
+_FORM_TYPES = frozenset({_FORM, b"multipart/form-data", b"text/plain"})
+# `curl -d` declares a form whatever it sends. A page cannot claim this name without a preflight.
+_CURL = b"curl/"
+_HEADERS = frozenset({
+    b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest", b"content-type",
+    b"user-agent", b"authorization",
+})  # fmt: skip
+
+
+class AccessControl:
+    """The rules of one port.
+
+    1. The Host header names this machine, so that no web site can have its own name resolve to it (DNS
+       rebinding). Checked where a stolen request would be answered: on loopback, and without a key.
+    2. A browser's request comes from a page of this server, or from an allowed origin.
+    3. A request that acts has no content type that a form can have.
+    4. Whoever asks knows the key, if there is one; it is compared in constant time.
+    """
+
+    def __init__(self, settings: ServerSettings, *, host: str, asks_key: bool = True) -> None:
+        """Read the rules from the settings.
+
+        Args:
+            settings: of the server.
+            host: the address that the port listens on.
+            asks_key: whether the port asks for the key, if the server has one.
+
+        Raises:
+            InvalidRequest: no header can hold the key.
+        """
+        self._key = bearer(settings.api_key).encode() if settings.api_key and asks_key else None
+        self._origins = frozenset(origin.encode() for origin in settings.allowed_origins)
+        hosts = settings.allowed_hosts or (() if self._key is None or is_loopback(host) else ("*",))
+        # Each form of the header is looked at once: `infer` is called some thousand times a second.
+        self._is_known = lru_cache(maxsize=64)(partial(_is_known, names=frozenset(map(str.lower, hosts))))
+
+    def check(self, *, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Let a request pass, or refuse it.
+
+        Args:
+            method: in upper case.
+            path: without the query.
+            headers: names in lower case.
+
+        Raises:
+            Forbidden: rule 1 or 2.
+            UnsupportedMediaType: rule 3.
+            Unauthenticated: rule 4.
+        """
+        given = {name: value for name, value in headers if name in _HEADERS}
+        host = given.get(b"host")
+        if host is not None and not self._is_known(host):
+            raise _unknown_host(host)
+        if self._is_foreign(given, method=method):
+            raise Forbidden(
+                "the request comes from a web page of another origin",
+                remedy="if the page is yours, start the server with --allowed-origin and the page's origin, "
+                "such as http://localhost:3000",
+            )
+        if method not in _SAFE_METHODS and _is_form(given):
+            raise UnsupportedMediaType(
+                "the content type is one that any web page can send",
+                remedy="send the header `Content-Type: application/json`",
+            )
+        if self._key is not None and path not in _OPEN_PATHS:
+            authorization = given.get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, self._key):
+                raise Unauthenticated(
+                    "the API key is missing or wrong", remedy="send the header `Authorization: Bearer KEY`"
+                )
+
+    def _is_foreign(self, given: dict[bytes, bytes], *, method: str) -> bool:
+        """Whether a browser sends this for a page of another origin; as net/http.CrossOriginProtection of Go.
+
+        `Sec-Fetch-Site` tells it, which browsers send to loopback and over TLS, else `Origin`, which
+        they send with everything that is not GET or HEAD.
+        """
+        origin, site = given.get(b"origin"), given.get(b"sec-fetch-site")
+        if origin is not None and (origin in self._origins or b"*" in self._origins):
+            return False
+        if site is not None:
+            # A link from elsewhere may lead here: the page that has it sees nothing of the answer.
+            mode, destination = given.get(b"sec-fetch-mode"), given.get(b"sec-fetch-dest")
+            is_link = method in _SAFE_METHODS and mode == b"navigate" and destination == b"document"
+            return site not in (b"same-origin", b"none") and not is_link
+        return origin is not None and origin.partition(b"://")[2] != given.get(b"host", b"").lower()
+
+
+def _is_known(host: bytes, *, names: frozenset[str]) -> bool:
+    """Whether a Host header names an address, this machine by `localhost`, or one of `names`.
+
+    An address cannot be rebound: a page that was loaded from it is a page of this server.
+    """
+    text = host.decode("latin-1").lower()
+    name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+    name = name.rstrip(".")
+    return (
+        name == "localhost"
+        or name.endswith(".localhost")  # RFC 6761, section 6.3: never asked of a name server
+        or _address(name) is not None
+        or any(fnmatchcase(name, pattern) for pattern in names)
+    )
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _unknown_host(host: bytes) -> Forbidden:
+    name = host[:128].decode("latin-1").partition(":")[0]
+    readable = ascii(name)[1:-1]
+    return Forbidden(
+        f"the server does not answer to the host name {readable!r}",
+        remedy=f"start it with --allowed-host {readable} if clients, or a proxy, know it by this name",
+    )
+
+
+def _is_form(given: dict[bytes, bytes]) -> bool:
+    content_type = given.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if content_type == _FORM and given.get(b"user-agent", b"").startswith(_CURL):
+        return False
+    return content_type in _FORM_TYPES
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name is resolved, and every address must be one."""
+    address = _address(host)
+    if address is not None:
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    if not host:
+        return False  # all addresses
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(is_loopback(address) for address in found)
+
+
+def require_safe_addresses(settings: ServerSettings) -> None:
+    """Refuse ports that are open to other machines and ask for no key, unless that was asked for.
+
+    Raises:
+        GenserveError: names the flags.
+    """
+    if settings.api_key or settings.allow_unauthenticated:
+        return
+    ports = {"--host": settings.host}
+    if settings.allow_grpc and settings.grpc_host:
+        ports["--grpc-address"] = settings.grpc_host
+    if settings.allow_metrics and settings.metrics_host and not settings.allow_unauthenticated_metrics:
+        ports["--metrics-address"] = settings.metrics_host
+    for flag, host in ports.items():
+        if not is_loopback(host):
+            raise GenserveError(
+                f"{flag} {host} lets other machines in, and no API key is set",
+                remedy="set GENSERVE_API_KEY, listen on 127.0.0.1, or let anybody in with "
+                "--allow-unauthenticated",
+            )

@@ -1,0 +1,62 @@
+"""TLS: the certificate of the server, as each kind of port takes it."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+from genserve.errors import GenserveError
+from genserve.settings import ServerSettings
+
+__all__ = ["grpc_credentials", "ssl_context"]
+
+
+def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
+    """Return what the HTTP ports speak TLS with; None: they do not.
+
+    Raises:
+        GenserveError: a file cannot be read, is no PEM, or key and certificate are not of one pair.
+    """
+    certificate, key, authorities = settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs
+    if certificate is None:
+        if key or authorities:
+            raise GenserveError(
+                "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", remedy="name the server's certificate"
+            )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one
+        raise _unusable("certificate and key", certificate, key, error=error) from error
+    if authorities is not None:
+        try:
+            context.load_verify_locations(authorities)
+        except OSError as error:
+            raise _unusable("certificates of --ssl-ca-certs", authorities, error=error) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def grpc_credentials(settings: ServerSettings) -> Any:
+    """Return the credentials of the gRPC port, of files that `ssl_context` has read; None: no TLS."""
+    if settings.ssl_certfile is None:
+        return None
+    import grpc
+
+    certificate = settings.ssl_certfile.read_bytes()
+    key = settings.ssl_keyfile.read_bytes() if settings.ssl_keyfile else certificate
+    authorities = settings.ssl_ca_certs.read_bytes() if settings.ssl_ca_certs else None
+    return grpc.ssl_server_credentials(
+        [(key, certificate)], root_certificates=authorities, require_client_auth=authorities is not None
+    )
+
+
+def _unusable(what: str, *files: Path | None, error: OSError) -> GenserveError:
+    names = " and ".join(str(file) for file in files if file)
+    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return GenserveError(
+        f"the {what} in {names} cannot be used: {reason}",
+        remedy="give files in PEM format that this user may read; the key must belong to the certificate",
+    )

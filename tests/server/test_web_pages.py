@@ -1,0 +1,235 @@
+"""Pages in a real browser: what those of other origins try, and that the server's own still work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.live import LiveServer
+from tests.models import write_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+REBOUND = "evil.example"
+PLANT = """
+from pathlib import Path
+Path({marker!r}).touch()
+class TritonPythonModel:
+    def execute(self, requests): return []
+"""
+# Everything that a page may try. Answers what it could read: a status, a text, or nothing.
+ATTACK = """
+async ({base, source}) => {
+  const parameters = {config: '{"backend": "python"}', "file:1/model.py": btoa(source)};
+  const load = JSON.stringify({parameters});
+  const infer = JSON.stringify({inputs: [{name: "X", datatype: "FP32", shape: [1], data: [1]}]});
+  const posts = [
+    ["/v2/repository/models/one/unload", "{}"],
+    ["/v2/repository/models/evil/load", load],
+    ["/v2/models/one/infer", infer],
+    ["/v2/models/one/generate", infer],
+    ["/v2/logging", '{"log_info": false, "log_warning": false}'],
+    ["/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}]}'],
+    ["/generate", '{"inputs": "x"}'],
+  ];
+  const read = [];
+  for (const [path, body] of posts) {
+    for (const type of ["text/plain", "application/x-www-form-urlencoded", "application/json", ""]) {
+      for (const mode of ["no-cors", "cors"]) {
+        try {
+          const blob = new Blob([body], {type});
+          const answer = await fetch(base + path, {method: "POST", mode, body: blob});
+          read.push([path, answer.type, answer.status]);
+        } catch (error) {}
+      }
+      navigator.sendBeacon(base + path, new Blob([body], {type}));
+    }
+    for (const enctype of ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]) {
+      const frame = document.createElement("iframe");
+      frame.name = `f${Math.random()}`;
+      document.body.append(frame);
+      const form = document.createElement("form");
+      Object.assign(form, {action: base + path, method: "post", enctype, target: frame.name});
+      const input = document.createElement("input");
+      // As text/plain it is sent as NAME=VALUE: a JSON document whose last string holds the equals sign.
+      [input.name, input.value] = [body.slice(0, -1) + (body.length > 2 ? "," : "") + '"_": "', '"}'];
+      form.append(input);
+      document.body.append(form);
+      const loaded = new Promise((resolve) => frame.addEventListener("load", resolve));
+      form.submit();
+      await loaded;
+    }
+  }
+  for (const path of ["/v2/models/one", "/metrics", posts[0][0], "/v1/models", "/docs"]) {
+    await new Promise((resolve) => {
+      const image = new Image();
+      image.onload = () => { read.push([path, "image", 200]); resolve(); };
+      image.onerror = resolve;
+      image.src = base + path;
+    });
+    try {
+      const answer = await fetch(base + path);
+      read.push([path, "get", answer.status]);
+    } catch (error) {}
+  }
+  return read;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium")
+    rebound = f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"
+    arguments = ["--no-sandbox", "--disable-background-networking", rebound]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "planted"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    repository = tmp_path / "repository"
+    write_model(repository, "one")
+    with LiveServer(repository, model_control_mode="explicit", load_model=("one",)) as live:
+        yield live
+
+
+def attack(page: Any, base: str, marker: Path) -> list[list[Any]]:
+    read: list[list[Any]] = page.evaluate(ATTACK, {"base": base, "source": PLANT.format(marker=str(marker))})
+    return read
+
+
+def assert_untouched(server: LiveServer, marker: Path) -> None:
+    services = server.server.services
+    [model] = services.repository.served
+    assert (model.name, model.statistics.success.count, model.statistics.fail.count) == ("one", 0, 0)
+    assert services.log_settings.values["log_info"] is True
+    assert not marker.exists()
+
+
+class _Page(BaseHTTPRequestHandler):
+    """An empty page of a foreign site."""
+
+    def do_GET(self) -> None:
+        body = b"<!doctype html><title>foreign</title><body>"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  # http.server's name
+        pass
+
+
+@contextmanager
+def foreign_site() -> Iterator[int]:
+    """A web site on a port of this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        yield site.server_address[1]
+        site.shutdown()
+        thread.join()
+
+
+class Rebinding(socketserver.ThreadingTCPServer):
+    """A port that leads to one server and later to another, as a name does whose address was changed."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.target = port
+        self.port: int = self.server_address[1]
+        self._thread = threading.Thread(target=self.serve_forever)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class _Forward(socketserver.BaseRequestHandler):
+    """One connection, to where the port leads when it comes."""
+
+    server: Rebinding
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.server.target)) as upstream:
+            back = threading.Thread(target=self._pump, args=(upstream, self.request))
+            back.start()
+            self._pump(self.request, upstream)
+            back.join()
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+
+def test_a_page_of_another_origin_gets_nowhere(browser, server, marker):
+    with foreign_site() as port:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/")
+        read = attack(page, server.url, marker)
+        page.close()
+    # An opaque answer tells a page nothing.
+    assert [entry for entry in read if entry[1] != "opaque"] == []
+    assert_untouched(server, marker)
+
+
+def test_a_page_whose_name_was_rebound_to_the_server_gets_nowhere(browser, server, marker):
+    with foreign_site() as port, Rebinding(port) as name:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"http://{REBOUND}:{name.port}/")
+        name.target = server.port
+        read = attack(page, f"http://{REBOUND}:{name.port}", marker)
+        # Now it is of one origin with what answers, and reads that it may not ask.
+        assert read
+        assert {status for _, _, status in read} == {403}
+        assert_untouched(server, marker)
+        context.close()
+        server.stop()  # it holds connections of the browser, and they the port's threads
+
+
+def test_the_page_at_docs_asks_every_route_that_it_offers(browser, tiny_server):
+    page = browser.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.goto(f"{tiny_server.url}/docs")
+    form = page.locator("form[data-path='/v1/chat/completions']")
+    message = {"role": "user", "content": "hi"}
+    form.locator("textarea").fill(json.dumps({"messages": [message], "max_tokens": 2, "stream": True}))
+    form.locator("button").click()
+    form.locator("pre", has_text="[DONE]").wait_for()
+    assert form.locator("output").inner_text() == "200 OK"
+    page.close()
+    assert faults == []
