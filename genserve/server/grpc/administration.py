@@ -96,7 +96,13 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
                 files[name.removeprefix("file:")] = _load_parameter(name, parameter, "bytes_param")
             else:
                 raise InferenceError(f"unrecognized load parameter '{name}'.")
-        await asyncio.to_thread(self._models.load, request.model_name, config=config, files=files or None)
+        await asyncio.to_thread(
+            self._models.load,
+            request.model_name,
+            config=config,
+            files=files or None,
+            allow_code=self._services.settings.allow_uploaded_code,
+        )
         return service_pb2.RepositoryModelLoadResponse()
 
     @method

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from genserve.errors import GenserveError
@@ -14,6 +13,7 @@ from genserve.server.grpc.health import Health
 from genserve.server.grpc.key_check import KeyCheck
 from genserve.server.grpc.service import Service
 from genserve.server.services import Services
+from genserve.server.tls import grpc_credentials
 
 __all__ = ["GrpcEndpoint"]
 
@@ -28,13 +28,14 @@ class GrpcEndpoint:
     """The services on one port. Construct, open and close it on the event loop."""
 
     def __init__(self, services: Services) -> None:
-        key = services.settings.api_key
+        self._settings = services.settings
+        key = self._settings.api_key
         self._server: Any = grpc.aio.server(
             options=_OPTIONS, interceptors=[KeyCheck(key)] if key else None
         )
         service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(Health(services), self._server)
+        self._server.add_generic_rpc_handlers((Health(services).handler,))
 
     async def open(self, *, host: str, port: int) -> int:
         """Listen; return the port, which is a free one for port 0.
@@ -44,7 +45,7 @@ class GrpcEndpoint:
         """
         address = address_of(host, port)
         try:
-            bound: int = self._server.add_insecure_port(address)
+            bound: int = self._add_port(address)
         except RuntimeError as error:
             raise GenserveError(
                 f"cannot listen on {address} for gRPC: it is in use, or not an address of this machine",
@@ -52,6 +53,12 @@ class GrpcEndpoint:
             ) from error
         await self._server.start()
         return bound
+
+    def _add_port(self, address: str) -> Any:
+        credentials = grpc_credentials(self._settings)
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
 
     async def close(self, *, drain_s: float) -> None:
         """Accept no more calls, let those that run end for a while, then cancel them."""

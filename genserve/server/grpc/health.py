@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+import grpc
+from grpc_health.v1 import health, health_pb2
 
 from genserve.server.services import Services
 
@@ -15,19 +16,36 @@ __all__ = ["Health"]
 _WATCH_S = 0.5  # between two looks at the models
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
-    """Tells whether the server is ready; for any service, as Triton does."""
+class Health:
+    """Tells whether the server is ready; for any service, as Triton does.
+
+    The requests are never read, as they say nothing that matters here: these calls need no key, and a message
+    of gigabytes would be held in memory first.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._watched: Any = None       # what watchers saw last
         self._next_look = 0.0           # time of the event loop
 
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
-        """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
-        return health_pb2.HealthCheckResponse(status=await self._status())
+    @property
+    def handler(self) -> Any:
+        """What a gRPC server calls."""
+        write = health_pb2.HealthCheckResponse.SerializeToString
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME,
+            {
+                # The kind that reads requests only when asked to; clients with one request cannot tell.
+                "Check": grpc.stream_stream_rpc_method_handler(self._check, response_serializer=write),
+                "Watch": grpc.stream_stream_rpc_method_handler(self._watch, response_serializer=write),
+            },
+        )
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def _check(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
+        yield health_pb2.HealthCheckResponse(status=await self._status())
+
+    async def _watch(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         """Say it, and say it again whenever it has changed, until the server drains."""
         last = None
         while True:

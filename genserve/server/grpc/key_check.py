@@ -27,13 +27,12 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
         given = dict(call.invocation_metadata or ()).get("authorization", "")
         if handler is None or call.method.startswith(_OPEN) or self._knows(given):
             return handler
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(_refuse)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        # The kind that reads requests only when asked to: one may be of gigabytes.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
 
     def _knows(self, given: str | bytes) -> bool:
         return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected)
 
 
-async def _refuse(request: Any, context: Any) -> None:
+async def _refuse(requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
