@@ -1,6 +1,7 @@
 # docker build --build-arg RUNTIME=cpu --tag genserve .          (or RUNTIME=gpu)
 # docker run --rm -v models:/models genserve pull smollm2
-# docker run --rm -v models:/models -p 8000:8000 -p 8001:8001 genserve      (8000 HTTP, 8001 gRPC, 8002 metrics)
+# docker run --rm -v models:/models -e GENSERVE_API_KEY=... -p 8000:8000 -p 8001:8001 genserve
+#     (8000 HTTP, 8001 gRPC, 8002 metrics; without a key: -e GENSERVE_ALLOW_UNAUTHENTICATED=true, and -p 127.0.0.1:8000:8000)
 #
 # On a GPU, with RUNTIME=gpu: `genserve pull smollm2 --precision fp16`, and `docker run --gpus all ...`.
 
