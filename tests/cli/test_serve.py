@@ -78,3 +78,21 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
 )
 def test_a_flag_that_means_nothing_is_wrong_usage(flag: str) -> None:
     assert CliRunner().invoke(app, ["serve", flag]).exit_code == 2
+
+
+def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "--allowed-host=models.example --allowed-host=*.test --allowed-origin=https://app.example "
+        "--allow-unauthenticated --allow-unauthenticated-metrics=true --allow-uploaded-code "
+        "--ssl-certfile=c.pem --ssl-keyfile=k.pem --ssl-ca-certs=a.pem"
+    )
+    assert settings_of(monkeypatch, *words.split()) == ServerSettings(
+        allowed_hosts=("models.example", "*.test"),
+        allowed_origins=("https://app.example",),
+        allow_unauthenticated=True,
+        allow_unauthenticated_metrics=True,
+        allow_uploaded_code=True,
+        ssl_certfile=Path("c.pem"),
+        ssl_keyfile=Path("k.pem"),
+        ssl_ca_certs=Path("a.pem"),
+    )
