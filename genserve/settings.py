@@ -23,6 +23,7 @@ class ServerSettings:
     strict_placement: bool = False          # a model for a GPU is not run on the CPU
     model_config_name: str = ""             # configs/NAME.pbtxt of a model in place of its config.pbtxt
     backend_directory: Path | None = None   # of backends in Python
+    backend_config: tuple[str, ...] = ()    # "BACKEND,SETTING=VALUE", or "SETTING=VALUE" for all backends
     load_threads: int = 4                   # models that load at the same time
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     rate_limit: bool = False                # instances share the resources that their groups name
@@ -32,9 +33,12 @@ class ServerSettings:
     # Where.
     host: str = "127.0.0.1"
     http_port: int = 8000                   # 0: a free one; so for the other ports
+    reuse_http_port: bool = False           # other servers that say so too may listen on the same port
     allow_grpc: bool = True
     grpc_host: str = ""                     # empty: `host`
     grpc_port: int = 8001
+    reuse_grpc_port: bool = False
+    grpc_channel_arguments: tuple[tuple[str, int], ...] = ()    # of gRPC: ("grpc.keepalive_time_ms", 1000)
     allow_metrics: bool = True              # a port for metrics alone; they are on the HTTP port in any case
     metrics_host: str = ""                  # empty: `host`
     metrics_port: int = 8002

@@ -21,7 +21,8 @@ class LiveServer:
         ready: queue.SimpleQueue[ServerInfo] = queue.SimpleQueue()
         self.server = Server(
             ServerSettings(
-                model_repository=(repository,), http_port=0, grpc_port=0, metrics_port=0, **settings
+                model_repository=(repository,),
+                **{"http_port": 0, "grpc_port": 0, "metrics_port": 0, **settings},
             ),
             on_ready=ready.put,
         )

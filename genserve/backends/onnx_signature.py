@@ -12,8 +12,6 @@ from genserve.errors import RepositoryError
 
 __all__ = ["GraphTensor", "OnnxSignature"]
 
-# What Triton writes for a graph that can batch, where the config says nothing.
-_DEFAULT_MAX_BATCH_SIZE = 4
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,
     "uint64": DataType.UINT64, "int8": DataType.INT8, "int16": DataType.INT16, "int32": DataType.INT32,
@@ -67,13 +65,17 @@ class OnnxSignature:
         }
         self.outputs = {argument.name: GraphTensor.of(argument) for argument in session.get_outputs()}
 
-    def complete(self, message: Any) -> None:
+    def complete(self, message: Any, *, default_max_batch_size: int) -> None:
         """Fill in the inputs, outputs and batching that an `inference.ModelConfig` leaves out.
+
+        Args:
+            message: changed in place.
+            default_max_batch_size: of a graph that can batch, where the config says nothing.
 
         Raises:
             RepositoryError: it says that the model batches, and the graph does not; in Triton's words.
         """
-        self._complete_batching(message)
+        self._complete_batching(message, default_max_batch_size)
         if not message.input:
             _complete_tensors(message.input, self.inputs.values(), has_batch=message.max_batch_size > 0)
         if not message.output:
@@ -98,7 +100,7 @@ class OnnxSignature:
             for state in config.sequence_batching.states:
                 self._output(state.output_name, state.data_type, config, what="output state")
 
-    def _complete_batching(self, message: Any) -> None:
+    def _complete_batching(self, message: Any, default_max_batch_size: int) -> None:
         tensors = (*self.inputs.values(), *self.outputs.values())
         if not all(tensor.shape[:1] == (-1,) for tensor in tensors):
             if message.max_batch_size:
@@ -108,7 +110,7 @@ class OnnxSignature:
                     remedy="leave max_batch_size out, or export the graph with a variable first dimension",
                 )
             return
-        message.max_batch_size = message.max_batch_size or _DEFAULT_MAX_BATCH_SIZE
+        message.max_batch_size = message.max_batch_size or default_max_batch_size
         if message.max_batch_size > 1 and message.WhichOneof("scheduling_choice") is None:
             message.dynamic_batching.SetInParent()
 

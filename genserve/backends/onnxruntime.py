@@ -6,7 +6,7 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from genserve.backends.onnx_session import Provider, onnxruntime_module, open_se
 from genserve.backends.onnx_signature import GraphTensor, OnnxSignature
 from genserve.backends.per_device import PerDevice
 from genserve.backends.strings import string_tensor, texts
+from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
 from genserve.config.model_config import ModelConfig
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
@@ -132,7 +133,13 @@ def open_graph(path: Path, *, config: ModelConfig, placement: Placement) -> Onnx
 
 
 class OnnxRuntimeBackend:
-    """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`."""
+    """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`.
+
+    Attributes:
+        default_max_batch_size: of a graph that can batch, where the config says nothing.
+    """
+
+    default_max_batch_size: ClassVar[int] = DEFAULT_MAX_BATCH_SIZE
 
     @classmethod
     def auto_complete(cls, message: Any, *, path: Path, version: int) -> None:
@@ -146,7 +153,7 @@ class OnnxRuntimeBackend:
             model=message.name or path.name,
         )
         session = open_session(file, parameters={}, graph_level=_NO_OPTIMIZATION, providers=[_CPU])
-        OnnxSignature(session).complete(message)
+        OnnxSignature(session).complete(message, default_max_batch_size=cls.default_max_batch_size)
 
     @classmethod
     def load(cls, source: ModelSource) -> OnnxVersion:

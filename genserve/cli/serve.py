@@ -19,13 +19,19 @@ __all__ = ["serve"]
 _DEFAULTS = ServerSettings()
 _PORTS: dict[str, Any] = {"min": 0, "max": 65535}
 # The headings of `--help`.
-_MODELS, _PLACE, _ACCESS, _CLIENTS = "Models", "Ports", "Access", "Clients and log"
+_MODELS, _PLACE, _GRPC, _ACCESS, _CLIENTS = (
+    "Models", "Ports", "Connections of gRPC", "Access", "Clients and log",
+)  # fmt: skip
 
 
 def _flag(*names: str, help: str, panel: str, **more: Any) -> Any:  # noqa: A002  # typer's own word
     """Return an option with its twin in the environment: --grpc-port and GENSERVE_GRPC_PORT."""
     twin = "GENSERVE_" + names[0].removeprefix("--").split("/")[0].upper().replace("-", "_")
     return typer.Option(*names, envvar=twin, help=help, rich_help_panel=panel, **more)
+
+
+def _grpc(name: str, help: str, *, at_least: int = 0) -> Any:  # noqa: A002
+    return _flag(name, help=help, panel=_GRPC, min=at_least, max=2**31 - 1)
 
 
 def serve(
@@ -105,6 +111,15 @@ def serve(
             panel=_MODELS,
         ),
     ] = _DEFAULTS.backend_directory,
+    backend_config: Annotated[
+        list[str],
+        _flag(
+            "--backend-config",
+            help="BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
+            "onnxruntime,default-max-batch-size=8; may be given again.",
+            panel=_MODELS,
+        ),
+    ] = list(_DEFAULTS.backend_config),  # noqa: B006  # typer copies it
     model_load_thread_count: Annotated[
         int,
         _flag(
@@ -160,6 +175,14 @@ def serve(
     http_port: Annotated[
         int, _flag("--http-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
     ] = _DEFAULTS.http_port,
+    reuse_http_port: Annotated[
+        bool,
+        _flag(
+            "--reuse-http-port/--no-reuse-http-port",
+            help="Share the port with other servers that say so too; the system spreads connections.",
+            panel=_PLACE,
+        ),
+    ] = _DEFAULTS.reuse_http_port,
     allow_grpc: Annotated[
         bool, _flag("--allow-grpc/--no-allow-grpc", help="Serve KServe v2 over gRPC, too.", panel=_PLACE)
     ] = _DEFAULTS.allow_grpc,
@@ -169,6 +192,47 @@ def serve(
     grpc_port: Annotated[
         int, _flag("--grpc-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
     ] = _DEFAULTS.grpc_port,
+    reuse_grpc_port: Annotated[
+        bool,
+        _flag("--reuse-grpc-port/--no-reuse-grpc-port", help="The same for the port of gRPC.", panel=_PLACE),
+    ] = _DEFAULTS.reuse_grpc_port,
+    grpc_keepalive_time: Annotated[
+        int | None, _grpc("--grpc-keepalive-time", "Between two pings of a connection, ms.", at_least=1)
+    ] = None,
+    grpc_keepalive_timeout: Annotated[
+        int | None,
+        _grpc("--grpc-keepalive-timeout", "A ping unanswered for so long closes it, ms.", at_least=1),
+    ] = None,
+    grpc_keepalive_permit_without_calls: Annotated[
+        bool,
+        _flag(
+            "--grpc-keepalive-permit-without-calls/--no-grpc-keepalive-permit-without-calls",
+            help="Send pings between calls, too.",
+            panel=_GRPC,
+        ),
+    ] = False,
+    grpc_http2_max_pings_without_data: Annotated[
+        int | None,
+        _grpc("--grpc-http2-max-pings-without-data", "Pings sent while there is no data; 0: any number."),
+    ] = None,
+    grpc_http2_min_recv_ping_interval_without_data: Annotated[
+        int | None,
+        _grpc(
+            "--grpc-http2-min-recv-ping-interval-without-data",
+            "Pings of a client that come faster while there is no data are bad, ms.",
+        ),
+    ] = None,
+    grpc_http2_max_ping_strikes: Annotated[
+        int | None,
+        _grpc("--grpc-http2-max-ping-strikes", "Bad pings that close a connection; 0: any number is fine."),
+    ] = None,
+    grpc_max_connection_age: Annotated[
+        int | None, _grpc("--grpc-max-connection-age", "A connection is closed after this, ms.", at_least=1)
+    ] = None,
+    grpc_max_connection_age_grace: Annotated[
+        int | None,
+        _grpc("--grpc-max-connection-age-grace", "Calls that run may end in this time after that, ms."),
+    ] = None,
     allow_metrics: Annotated[
         bool,
         _flag(
@@ -318,6 +382,7 @@ def serve(
         strict_placement=strict_placement,
         model_config_name=model_config_name,
         backend_directory=backend_directory,
+        backend_config=tuple(backend_config),
         load_threads=model_load_thread_count,
         cache_bytes=_cache_bytes(cache_config) or response_cache_byte_size,
         rate_limit=rate_limit != "off",
@@ -325,9 +390,25 @@ def serve(
         max_queue=max_queue,
         host=host,
         http_port=http_port,
+        reuse_http_port=reuse_http_port,
         allow_grpc=allow_grpc,
         grpc_host=grpc_address,
         grpc_port=grpc_port,
+        reuse_grpc_port=reuse_grpc_port,
+        grpc_channel_arguments=_given(
+            {
+                "grpc.keepalive_time_ms": grpc_keepalive_time,
+                "grpc.keepalive_timeout_ms": grpc_keepalive_timeout,
+                "grpc.keepalive_permit_without_calls": int(grpc_keepalive_permit_without_calls) or None,
+                "grpc.http2.max_pings_without_data": grpc_http2_max_pings_without_data,
+                "grpc.http2.min_ping_interval_without_data_ms": (
+                    grpc_http2_min_recv_ping_interval_without_data
+                ),
+                "grpc.http2.max_ping_strikes": grpc_http2_max_ping_strikes,
+                "grpc.max_connection_age_ms": grpc_max_connection_age,
+                "grpc.max_connection_age_grace_ms": grpc_max_connection_age_grace,
+            }
+        ),
         allow_metrics=allow_metrics,
         metrics_host=metrics_address,
         metrics_port=metrics_port,
@@ -349,6 +430,10 @@ def serve(
         log_verbose=log_verbose,
     )
     run_server(settings, on_ready=print_card, on_stuck=_cut_off)
+
+
+def _given(arguments: dict[str, int | None]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in arguments.items() if value is not None)
 
 
 def _cut_off() -> None:

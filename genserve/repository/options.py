@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
 from genserve.schedulers.rate_limiter import Capacity
 
 __all__ = ["ControlMode", "RepositoryOptions"]
@@ -29,6 +30,7 @@ class RepositoryOptions:
     strict_placement: bool = False          # KIND_GPU without a GPU is an error
     config_name: str = ""                   # `configs/NAME.pbtxt` of a model is read where it exists
     backend_directory: Path | None = None   # of python-based backends
+    default_max_batch_size: int = DEFAULT_MAX_BATCH_SIZE    # of ONNX models that can batch and do not say
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     load_threads: int = 4                   # models that load at the same time
     exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code

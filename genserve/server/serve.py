@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from prometheus_client import generate_latest
 
+from genserve.config.backend_config import BackendConfig
 from genserve.errors import GenserveError, RepositoryError
 from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.metrics import Metrics
@@ -260,13 +261,15 @@ async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None
 
 
 def _repository_options(settings: ServerSettings) -> RepositoryOptions:
+    backends = BackendConfig.parse(settings.backend_config, backend_directory=settings.backend_directory)
     return RepositoryOptions(
         control_mode=ControlMode(settings.model_control_mode),
         poll_s=settings.repository_poll_s,
         strict_config=settings.strict_model_config,
         strict_placement=settings.strict_placement,
         config_name=settings.model_config_name,
-        backend_directory=settings.backend_directory,
+        backend_directory=backends.backend_directory,
+        default_max_batch_size=backends.default_max_batch_size,
         cache_bytes=settings.cache_bytes,
         load_threads=settings.load_threads,
         exit_timeout_s=settings.drain_s,
@@ -305,7 +308,12 @@ def _check_started(settings: ServerSettings, repository: Repository) -> None:
 def _bind(settings: ServerSettings) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        return socket.create_server((settings.host, settings.http_port), family=family, backlog=2048)
+        return socket.create_server(
+            (settings.host, settings.http_port),
+            family=family,
+            backlog=2048,
+            reuse_port=settings.reuse_http_port,
+        )
     except OSError as error:
         is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise GenserveError(

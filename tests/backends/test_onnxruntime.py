@@ -11,6 +11,7 @@ from onnx import TensorProto
 
 from genserve.backends.backend import Placement
 from genserve.backends.onnxruntime import OnnxRuntimeBackend
+from genserve.backends.registry import find_backend
 from genserve.config.schema import new_model_config
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
@@ -524,3 +525,12 @@ def test_sequences_keep_their_states_apart(tmp_path):
     scheduler.close()
     instance.join()
     assert sums == [(1, 1), (2, 10), (1, 3), (2, 30), (2, 60)]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(8, (8, True)), (1, (1, False)), (0, (0, False))])
+def test_how_much_such_a_graph_batches_may_be_set_for_all_of_them(tmp_path, size, expected):
+    one_node(tmp_path, element=I64, shape=("batch", 3))
+    message = text_format.Parse('name: "m"', new_model_config())
+    find_backend("onnxruntime", default_max_batch_size=size).auto_complete(message, path=tmp_path, version=1)
+    assert (message.max_batch_size, message.HasField("dynamic_batching")) == expected
+    assert list(message.input[0].dims) == ([3] if size else [-1, 3])

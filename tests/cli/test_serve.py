@@ -4,9 +4,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
+from genserve.cli.tritonserver_flags import REFUSED
 from genserve.errors import GenserveError, RepositoryError
 from genserve.settings import ServerSettings
 
@@ -46,7 +48,12 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         "--metrics-port=9002 --allow-grpc=true --allow-metrics=false --cache-config=local,size=1048576 "
         "--rate-limit=execution_count --rate-limit-resource=R1:4 --model-load-thread-count=2 --id=mine "
         "--exit-timeout-secs=5 --log-verbose=1 --repository-poll-secs=3 --allow-client-shm=true "
-        "--http-header-forward-pattern=x-.* --http-address=0.0.0.0 --grpc-address=127.0.0.1"
+        "--http-header-forward-pattern=x-.* --http-address=0.0.0.0 --grpc-address=127.0.0.1 "
+        "--backend-config=onnxruntime,default-max-batch-size=8 --backend-config=python,thread-pool-size=8 "
+        "--reuse-http-port=true --reuse-grpc-port=1 --grpc-keepalive-time=60000 "
+        "--grpc-keepalive-permit-without-calls=1 --grpc-max-connection-age=5000 "
+        "--grpc-http2-max-ping-strikes=0 --model-namespacing=false --allow-http=1 --allow-sagemaker=False "
+        "--model-load-retry-count=0"
     )
     assert settings_of(monkeypatch, *words.split()) == ServerSettings(
         model_repository=(Path("/models"),),
@@ -70,6 +77,15 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         http_header_forward_pattern="x-.*",
         host="0.0.0.0",
         grpc_host="127.0.0.1",
+        backend_config=("onnxruntime,default-max-batch-size=8", "python,thread-pool-size=8"),
+        reuse_http_port=True,
+        reuse_grpc_port=True,
+        grpc_channel_arguments=(
+            ("grpc.keepalive_time_ms", 60000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.max_connection_age_ms", 5000),
+        ),
     )
 
 
@@ -96,3 +112,32 @@ def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         ssl_keyfile=Path("k.pem"),
         ssl_ca_certs=Path("a.pem"),
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--http-thread-count=16", "--http-thread-count is a flag of tritonserver"),
+        ("--http-thread-count 16", "drop the flag"),
+        ("--model-namespacing=true", "rename one of two models of the same name"),
+        ("--allow-http=false", "--http-address=127.0.0.1"),
+        ("--host-policy=cpu_0,numa-node=0", "numactl"),
+        ("--cache-directory=/opt/caches", "--cache-config=local,size=BYTES"),
+    ],
+)
+def test_a_flag_that_only_tritonserver_has_is_refused_with_what_to_do(words: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *words.split()], terminal_width=1000)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_no_flag_of_genserve_is_refused_as_one_of_tritonserver() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert not REFUSED.keys() & {name for option in command.params for name in option.opts}
+
+
+def test_a_setting_of_a_backend_that_means_nothing_ends_the_server(tmp_path: Path) -> None:
+    words = ["serve", "--model-repository", str(tmp_path), "--backend-config=onnxruntime,threads=4"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, GenserveError)
+    assert "default-max-batch-size" in result.exception.remedy

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from onnx import TensorProto
 
 from genserve.errors import GenserveError, InferenceError
 from genserve.server.serve import Server
 from genserve.settings import ServerSettings
+from tests.backends.networks import save_onnx
 from tests.live import LiveServer
 
 CONFIG = """
@@ -30,6 +32,17 @@ class TritonPythonModel:
     def execute(self, requests):
         tensors = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", 2 * array)]) for array in tensors]
+"""
+
+WAITING = """
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        while not Path(__file__).parents[2].joinpath("go").exists():
+            pass
+        return [pb_utils.InferenceResponse([]) for request in requests]
 """
 
 
@@ -150,3 +163,36 @@ def test_with_explicit_control_nothing_is_loaded_that_was_not_asked_for(reposito
         assert triton.is_model_ready("double")
     with LiveServer(repository, model_control_mode="explicit", load_model=("*",)) as server:
         assert doubled(server.info.grpc_address) == [2, 4]
+
+
+@pytest.mark.parametrize(("words", "size"), [((), 4), (("onnxruntime,default-max-batch-size=8",), 8)])
+def test_a_graph_that_can_batch_does_so_as_far_as_the_command_line_says(tmp_path, words, size):
+    tensor = (TensorProto.FLOAT, ["batch", 3])
+    graph = tmp_path / "same" / "1" / "model.onnx"
+    save_onnx(graph, [("Identity", ["x"], ["y"], {})], inputs={"x": tensor}, outputs={"y": tensor})
+    with LiveServer(tmp_path, backend_config=words) as server:
+        config = httpx2.get(f"{server.url}/v2/models/same/config").json()
+    assert config["max_batch_size"] == size
+
+
+def test_servers_that_agree_to_it_share_their_ports(repository):
+    settings = {"reuse_http_port": True, "reuse_grpc_port": True}
+    with LiveServer(repository, **settings) as first:
+        grpc_port = int(first.grpc_url.partition(":")[2])
+        with LiveServer(repository, http_port=first.port, grpc_port=grpc_port, **settings) as second:
+            assert (second.url, second.grpc_url) == (first.url, first.grpc_url)
+        assert doubled(first.grpc_url) == [2, 4]
+        with pytest.raises(GenserveError, match="cannot listen on"):
+            Server(
+                ServerSettings(model_repository=(repository,), http_port=first.port)
+            ).serve_until_stopped()
+
+
+def test_a_connection_of_grpc_ends_at_the_age_that_is_allowed(tmp_path):
+    with_model(tmp_path, "double", WAITING)
+    ages = (("grpc.max_connection_age_ms", 50), ("grpc.max_connection_age_grace_ms", 50))
+    with LiveServer(tmp_path, grpc_channel_arguments=ages) as server:
+        with pytest.raises(client.InferenceServerException) as raised:
+            doubled(server.grpc_url)
+        (tmp_path / "go").touch()
+    assert raised.value.status() in ("StatusCode.UNAVAILABLE", "StatusCode.CANCELLED")

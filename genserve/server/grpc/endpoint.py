@@ -20,7 +20,6 @@ __all__ = ["GrpcEndpoint"]
 _OPTIONS = (
     ("grpc.max_receive_message_length", 2**31 - 1),
     ("grpc.max_send_message_length", 2**31 - 1),
-    ("grpc.so_reuseport", 0),                           # a port that is taken is an error
 )
 
 
@@ -28,10 +27,15 @@ class GrpcEndpoint:
     """The services on one port. Construct, open and close it on the event loop."""
 
     def __init__(self, services: Services) -> None:
-        self._settings = services.settings
-        key = self._settings.api_key
+        self._settings = settings = services.settings
+        key = settings.api_key
         self._server: Any = grpc.aio.server(
-            options=_OPTIONS, interceptors=[KeyCheck(key)] if key else None
+            options=(
+                *_OPTIONS,
+                ("grpc.so_reuseport", int(settings.reuse_grpc_port)),   # 0: a port that is taken is an error
+                *settings.grpc_channel_arguments,
+            ),
+            interceptors=[KeyCheck(key)] if key else None,
         )
         service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
