@@ -15,6 +15,7 @@ from genserve.tensor import Tensor
 
 __all__ = [
     "CURRENT_EXECUTOR",
+    "Backlog",
     "Door",
     "Executor",
     "Inference",
@@ -94,6 +95,62 @@ class Executor:
 CURRENT_EXECUTOR: ContextVar[Executor | None] = ContextVar("current_executor", default=None)
 
 
+class Backlog:
+    """What was made of the responses to an inference and waits for room further on. Safe from any thread.
+
+    Whoever answers waits while there is any: this is how an ensemble holds up a step that is too fast.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Inference] = []
+        self._when_clear: list[Callable[[], None]] = []
+        self._lifted = False
+
+    @property
+    def waiting(self) -> Sequence[Inference]:
+        """What waits, the first first."""
+        return tuple(self._waiting)
+
+    def add(self, inference: Inference) -> None:
+        """Let whoever answers wait for this one, too."""
+        with self._lock:
+            if not self._lifted:
+                self._waiting.append(inference)
+
+    def remove(self, inference: Inference) -> None:
+        """Wait for this one no more; what was added twice is waited for once more."""
+        with self._lock:
+            if inference in self._waiting:
+                self._waiting.remove(inference)
+            cleared = self._cleared()
+        for callback in cleared:
+            callback()
+
+    def lift(self) -> None:
+        """Hold up nobody any more, whatever waits: it would wait for ever."""
+        with self._lock:
+            self._lifted = True
+            self._waiting.clear()
+            cleared = self._cleared()
+        for callback in cleared:
+            callback()
+
+    def when_clear(self, callback: Callable[[], None]) -> None:
+        """Call back once nothing waits: at once if that is so."""
+        with self._lock:
+            if self._waiting:
+                self._when_clear.append(callback)
+                return
+        callback()
+
+    def _cleared(self) -> Sequence[Callable[[], None]]:
+        if self._waiting:
+            return ()
+        cleared, self._when_clear = self._when_clear, []
+        return cleared
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Inference:
     """One request on its way. It ends exactly once: with the response that is `final`.
@@ -118,6 +175,8 @@ class Inference:
         executors: those that may execute it, and once it is executed, the one that does; empty where no
             executor is needed.
         parts: what it waits for in its turn, as an ensemble does.
+        blocked_by: tells what keeps it from being submitted: one of these is to end first.
+        backlog: of its responses; whoever answers is to wait until it is clear. None: it always is.
     """
 
     request: InferenceRequest
@@ -134,6 +193,8 @@ class Inference:
     error: GenserveError | None = None
     executors: Sequence[Executor] = ()
     parts: list[Inference] = field(default_factory=list, repr=False)
+    blocked_by: Callable[[], Sequence[Inference]] = field(default=tuple, repr=False)
+    backlog: Backlog | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _ended: bool = field(default=False, init=False)
     _cancelled: bool = field(default=False, init=False)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse
 from genserve.tensor import Tensor
 
 
@@ -52,3 +52,27 @@ def test_what_it_held_is_gone_without_a_garbage_collection():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_backlog_is_clear_once_nothing_waits_in_it() -> None:
+    backlog, told = Backlog(), []
+    one, two = inference(), inference()
+    backlog.when_clear(lambda: told.append("at once"))
+    for waiting in (one, two, two):
+        backlog.add(waiting)
+    backlog.when_clear(lambda: told.append("later"))
+    for waiting in (two, one, one):
+        backlog.remove(waiting)
+    assert (told, backlog.waiting) == (["at once"], (two,))
+    backlog.remove(two)
+    assert told == ["at once", "later"]
+
+
+def test_a_backlog_that_is_lifted_holds_up_nobody_any_more() -> None:
+    backlog, told = Backlog(), []
+    one = inference()
+    backlog.add(one)
+    backlog.when_clear(lambda: told.append("clear"))
+    backlog.lift()
+    backlog.add(one)
+    assert (told, backlog.waiting) == (["clear"], ())

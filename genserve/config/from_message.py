@@ -57,6 +57,7 @@ def model_config(message: Any, *, name: str) -> ModelConfig:
         sequence_batching=_sequence_batching(message),
         decoupled=message.model_transaction_policy.decoupled,
         ensemble_steps=tuple(map(_ensemble_step, message.ensemble_scheduling.step)),
+        max_inflight_requests=message.ensemble_scheduling.max_inflight_requests,
         warmups=tuple(map(_warmup, message.model_warmup)),
         response_cache=message.response_cache.enable,
         metric_tags=MappingProxyType(dict(message.metric_tags)),

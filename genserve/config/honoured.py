@@ -31,7 +31,7 @@ _HONOURED = {
     "sequence_batching.state": {
         "input_name", "output_name", "data_type", "dims", "initial_state", "use_same_buffer_for_input_output",
     },
-    "ensemble_scheduling": {"step"},
+    "ensemble_scheduling": {"step", "max_inflight_requests"},
     "ensemble_scheduling.step": {"model_name", "model_version", "input_map", "output_map"},
     "instance_group": {"name", "kind", "count", "gpus", "rate_limiter", "profile"},  # profile: see rules
 }  # fmt: skip
@@ -48,8 +48,8 @@ _WARNINGS = {
     "optimization.gather_kernel_buffer_threshold": "inputs are gathered by the backend's own rules",
     "optimization.eager_batching": "inputs are gathered when the model runs",
     "sequence_batching.state.use_growable_memory": "memory is reserved at load, and taken as tokens come",
-    "ensemble_scheduling.max_inflight_requests": "a step takes responses as fast as they come",
-    "ensemble_scheduling.step.model_namespace": "models are found by name alone",
+    "ensemble_scheduling.step.model_namespace": "models are found by name alone; Triton, too, writes its own "
+    "value over it",
     "instance_group.secondary_devices": "the instances run on their first device alone",
     "instance_group.passive": "the instances take requests like all others",
     "instance_group.host_policy": "threads and memory are placed by the operating system",

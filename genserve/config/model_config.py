@@ -252,6 +252,7 @@ class ModelConfig:
     sequence_batching: SequenceBatching | None = None
     decoupled: bool = False                 # any number of responses to one request
     ensemble_steps: tuple[EnsembleStep, ...] = ()
+    max_inflight_requests: int = 0          # of each step of the ensemble; 0: any number
     warmups: tuple[WarmupSample, ...] = ()
     response_cache: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)

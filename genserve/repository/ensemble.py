@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import (
+    Backlog,
     Door,
     Inference,
     InferenceRequest,
@@ -22,10 +23,16 @@ from genserve.tensor import Tensor
 
 __all__ = ["Ensemble"]
 
+
 class Ensemble:
     """The graph of one ensemble; a `Runner`. Its steps go through the door that everybody uses.
 
     Each response of a decoupled step sends its tensors through the rest of the graph once more.
+
+    `max_inflight_requests` limits how many requests each step has at its model, over all requests to the
+    ensemble, as in Triton since 26.06. What comes of a response and finds no room waits in line, and so does
+    the model that has answered: a request leaves its step only when what has come of it has gone on, and the
+    sender of a Python model waits. A model that cannot be made to wait is not.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class Ensemble:
         self._door = door
         self._config_of = config_of
         self._statistics = statistics
+        limit = config.max_inflight_requests
+        self._lines = [_Line(limit) for _ in config.ensemble_steps] if limit else None
 
     @property
     def ready(self) -> bool:
@@ -64,7 +73,10 @@ class Ensemble:
     def submit(self, inference: Inference) -> None:
         """Start the steps that can."""
         try:
-            steps = [_Step(spec, self._config_of(spec)) for spec in self._config.ensemble_steps]
+            steps = [
+                _Step(spec, self._config_of(spec), line=self._lines[index] if self._lines else None)
+                for index, spec in enumerate(self._config.ensemble_steps)
+            ]
         except InferenceError as error:
             # Triton takes an ensemble away while a model of its steps is away.
             raise InferenceError(
@@ -76,6 +88,8 @@ class Ensemble:
         inference.when_ended(self._executed)
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
         inference.when_cancelled(run.cancel)
+        if self._lines is not None:
+            inference.when_ended(lambda _: run.cancel())    # what waits in a line, if it has failed
         run.start()
 
     def close(self) -> None:
@@ -87,10 +101,11 @@ class Ensemble:
 
 
 class _Step:
-    """One step, with the config of its model."""
+    """One step, with the config of its model, and the line before it if it has a limit."""
 
-    def __init__(self, spec: EnsembleStep, model: ModelConfig) -> None:
+    def __init__(self, spec: EnsembleStep, model: ModelConfig, *, line: _Line | None) -> None:
         self.spec = spec
+        self.line = line
         self.decoupled = model.decoupled
         self.sources = tuple(spec.input_map.values())
         self.makes = tuple(spec.output_map.values())
@@ -123,6 +138,87 @@ class _Step:
         if len(tensor.shape) == rank - 1:
             return tensor.reshaped((1, *tensor.shape))
         return tensor
+
+
+class _Line:
+    """The line before a step: so many of its requests run at a time, the others wait for one to end."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._running: dict[Inference, None] = {}
+        self._waiting: dict[Inference, tuple[Callable[[], bool], Backlog | None]] = {}
+        self._admitting = False
+
+    def enter(self, part: Inference, *, submit: Callable[[], bool], of: Inference | None) -> None:
+        """Submit a request to the model of the step once there is room.
+
+        Args:
+            part: the request.
+            submit: submits it; returns whether that has happened.
+            of: whose response it was made of, whose model waits with it.
+        """
+        part.backlog = Backlog()
+        part.when_ended(self._ended)
+        backlog = of.backlog if of is not None else None
+        with self._lock:
+            part.blocked_by = self._blockers
+            self._waiting[part] = submit, backlog
+            if backlog is not None:
+                backlog.add(part)
+        part.when_cancelled(lambda: self._drop(part))
+        self._admit()
+
+    def _ended(self, part: Inference) -> None:
+        """Make room once all that has come of a request has gone on."""
+        assert part.backlog is not None
+        part.backlog.when_clear(lambda: self._leave(part))
+
+    def _leave(self, part: Inference) -> None:
+        with self._lock:
+            self._running.pop(part, None)
+        self._admit()
+
+    def _drop(self, part: Inference) -> None:
+        """End a request that is cancelled in the line."""
+        with self._lock:
+            if part not in self._waiting:
+                return  # it runs, and its model is told
+            _, backlog = self._waiting.pop(part)
+        if backlog is not None:
+            backlog.remove(part)
+        part.fail_cancelled()
+
+    def _admit(self) -> None:
+        """Submit what there is room for. One thread at a time: what ends at once would come back here."""
+        while True:
+            with self._lock:
+                if self._admitting or not self._waiting or len(self._running) >= self._limit:
+                    return
+                part = next(iter(self._waiting))
+                submit, backlog = self._waiting.pop(part)
+                part.blocked_by = tuple
+                self._running[part] = None
+                self._admitting = True
+            is_submitted = False
+            try:
+                if backlog is not None:
+                    backlog.remove(part)
+                is_submitted = submit()
+            finally:
+                with self._lock:
+                    self._admitting = False
+                    if not is_submitted:
+                        self._running.pop(part, None)
+
+    def _blockers(self) -> Sequence[Inference]:
+        """Return what is to end, or to go on, before there is room."""
+        with self._lock:
+            running = tuple(self._running)
+        return [
+            part.backlog.waiting[0] if part.ended and part.backlog and part.backlog.waiting else part
+            for part in running
+        ]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -181,6 +277,7 @@ class _Run:
         self._config = config
         self._door = door
         self._lock = threading.Lock()
+        self._failed = False
         below = {step: _downstream(step, steps) for step in steps if step.decoupled}
         self._below = {step: _of_one_flow(after, below) for step, after in below.items()}
         self._root = _Flow(
@@ -197,16 +294,30 @@ class _Run:
         for part in tuple(self._inference.parts):
             part.cancel()
 
-    def _advance(self, changed: _Flow) -> None:
-        """Start every step that can be started since a flow has changed, and answer what is complete."""
+    def _advance(self, changed: _Flow, *, of: Inference | None = None) -> None:
+        """Start every step that can be started since a flow has changed, and answer what is complete.
+
+        Args:
+            changed: the flow.
+            of: by whose response it has; None: by the request itself.
+        """
         with self._lock:
             if self._inference.ended:
                 return  # it has failed
             flows = tuple(changed.with_all_below())
             starting = [(flow, step) for flow in flows for step in self._startable(flow)]
             self._answer(flows)
+        if of is not None and of.backlog is not None:
+            self._hold_with_us(of.backlog)
         for flow, step in starting:
-            self._start(flow, step)
+            self._start(flow, step, of=of)
+
+    def _hold_with_us(self, backlog: Backlog) -> None:
+        """Let a step wait while this ensemble, a step of another, is to wait itself."""
+        ours = self._inference.backlog
+        if ours is not None and (waiting := ours.waiting):
+            backlog.add(waiting[-1])
+            ours.when_clear(lambda: backlog.remove(waiting[-1]))
 
     def _startable(self, flow: _Flow) -> Iterator[_Step]:
         """Take the steps whose inputs are known out of `waiting`; one without a required one never runs."""
@@ -225,7 +336,7 @@ class _Run:
                 flow.num_running += 1
             yield step
 
-    def _start(self, flow: _Flow, step: _Step) -> None:
+    def _start(self, flow: _Flow, step: _Step, *, of: Inference | None) -> None:
         asked = self._inference.request
         request = InferenceRequest(
             model_name=step.spec.model_name,
@@ -241,20 +352,38 @@ class _Run:
         )
 
         def on_response(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-            self._on_response(flow, step, response, final=final)
+            self._on_response(flow, step, response, final=final, part=part)
 
         part = Inference(request=request, on_response=on_response)
         self._inference.parts.append(part)
         part.when_ended(self._inference.parts.remove)
         if self._inference.cancelled:
             part.cancel()
+        if step.line is None:
+            part.backlog = Backlog() if self._inference.backlog is not None else None
+            self._submit(part)
+        else:
+            step.line.enter(part, submit=lambda: self._submit(part), of=of)
+
+    def _submit(self, part: Inference) -> bool:
+        """Hand a request to the model of its step; return whether that takes it."""
+        if self._inference.ended:
+            return False  # it has failed while this one was in a line
         try:
             self._door.submit(part)
         except GenserveError as error:
             self._fail(error)
+            return False
+        return True
 
     def _on_response(
-        self, flow: _Flow, step: _Step, response: InferenceResponse | None, *, final: bool
+        self,
+        flow: _Flow,
+        step: _Step,
+        response: InferenceResponse | None,
+        *,
+        final: bool,
+        part: Inference,
     ) -> None:
         if response is not None and response.error is not None:
             self._fail(response.error)
@@ -272,7 +401,7 @@ class _Run:
                 if response is not None or not flow.knows(step.makes[0]):
                     flow.tensors.update(step.outputs(response))
                 flow.num_running -= final
-        self._advance(changed)
+        self._advance(changed, of=part)
 
     def _answer(self, flows: Sequence[_Flow]) -> None:
         """Send what is complete, in the order of the flows; under the lock, so that the end comes last."""
@@ -302,6 +431,9 @@ class _Run:
             return  # it has failed, and a step answered all the same
 
     def _fail(self, error: GenserveError) -> None:
+        if self._failed:
+            return  # what is cancelled in a line comes back here
+        self._failed = True
         self._inference.fail(_within(self._config, error))
         self.cancel()
 

@@ -41,7 +41,7 @@ def unhonoured(text: str) -> list[str]:
          "memory is reserved at load, and taken as tokens come"),
         ('ensemble_scheduling { step { } step { model_namespace: "n" } }',
          "warning ensemble_scheduling[0].step[1].model_namespace: model_namespace is not honoured: models "
-         "are found by name alone"),
+         "are found by name alone; Triton, too, writes its own value over it"),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_honoured_is_told_by_name_with_what_happens_instead(

@@ -54,13 +54,15 @@ class FunctionDoor:
 
 
 class HeldDoor:
-    """A door to models that answer when the test does it for them."""
+    """A door to models that answer when the test does it for them, but for those that it says how to take."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[Inference]] = {}
+        self.takers: dict[str, Callable[[Inference], None]] = {}
 
     def submit(self, inference: Inference) -> None:
-        self.held.setdefault(inference.request.model_name, []).append(inference)
+        name = inference.request.model_name
+        self.takers.get(name, self.held.setdefault(name, []).append)(inference)
 
 
 def _response(arrays: dict[str, np.ndarray]) -> InferenceResponse:
@@ -81,7 +83,12 @@ def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> Ensembl
 
 
 def served(
-    door: FunctionDoor, models: dict[str, ModelConfig], *steps: EnsembleStep, inputs=("x",), outputs=("y",)
+    door: FunctionDoor | HeldDoor,
+    models: dict[str, ModelConfig],
+    *steps: EnsembleStep,
+    inputs=("x",),
+    outputs=("y",),
+    limit: int = 0,
 ) -> Served:
     config = ModelConfig(
         name="e",
@@ -89,6 +96,7 @@ def served(
         inputs=tuple(spec(name, optional=name.endswith("?")) for name in inputs),
         outputs=tuple(spec(name) for name in outputs),
         ensemble_steps=steps,
+        max_inflight_requests=limit,
     )
     statistics = ModelStatistics()
     graph = Ensemble(
@@ -330,3 +338,158 @@ def test_a_batch_dimension_of_one_is_added_where_only_the_model_batches(ensemble
     ensemble = served(door, {"increase": config}, step("increase", {"a": "x"}, {"b": "y"}))
     ask(ensemble, x=[1, 2])
     assert door.seen[0].inputs["a"].shape == ((1, 2) if model_batches else (2,))
+
+
+class Limited:
+    """The steps "one" and "two", one after the other and with a limit, over a door that holds requests."""
+
+    def __init__(self, *, limit: int, decoupled: bool = False) -> None:
+        self.door = HeldDoor()
+        self.ensemble = served(
+            self.door,
+            {"one": model("one", decoupled=decoupled), "two": model("two")},
+            step("one", {"a": "x"}, {"b": "m"}),
+            step("two", {"a": "m"}, {"b": "y"}),
+            limit=limit,
+        )
+
+    def ask(self, number: float = 0) -> tuple[Inference, list[InferenceResponse]]:
+        """Ask for something; returns what is asked, and where its responses come."""
+        arrived: list[InferenceResponse] = []
+        asked = inference_of(lambda response, _: arrived.append(response), x=[number])
+        self.ensemble.submit(asked)
+        return asked, arrived
+
+    def at(self, name: str) -> list[Inference]:
+        """What is at the model of a step, and has not ended."""
+        return [part for part in self.door.held.get(name, []) if not part.ended]
+
+
+def answer(part: Inference, number: float, *, final: bool = True) -> None:
+    part.send(_response({"b": np.asarray([number], np.float32)}), final=final)
+
+
+def test_a_step_has_no_more_requests_at_its_model_than_the_limit():
+    limited = Limited(limit=2)
+    arrived = [limited.ask(number)[1] for number in range(5)]
+    for number in range(5):
+        first, *others = limited.at("one")
+        assert len(others) == min(1, 4 - number)
+        answer(first, number)
+        answer(limited.at("two")[0], number)
+    assert [values(responses) for responses in arrived] == [[[number]] for number in range(5)]
+
+
+def test_a_request_leaves_its_step_when_what_has_come_of_it_has_gone_on():
+    limited = Limited(limit=1)
+    for number in range(4):
+        limited.ask(number)
+    answer(limited.at("one")[0], 0)
+    answer(limited.at("one")[0], 1)     # now "two" has one, and one that waits for it
+    assert (len(limited.at("one")), len(limited.at("two"))) == (0, 1)
+    answer(limited.at("two")[0], 0)
+    assert (len(limited.at("one")), len(limited.at("two"))) == (1, 1)
+
+
+def test_the_responses_of_a_decoupled_step_go_on_in_order_as_there_is_room():
+    limited = Limited(limit=2, decoupled=True)
+    _, arrived = limited.ask()
+    (producer,) = limited.at("one")
+    for number in range(5):
+        answer(producer, number, final=False)
+    producer.send(None, final=True)
+    assert len(producer.backlog.waiting) == 3
+    while running := limited.at("two"):
+        assert len(running) <= 2
+        answer(running[0], running[0].inputs["a"].array[0])
+    assert values(arrived) == [[0], [1], [2], [3], [4]]
+    assert not producer.backlog.waiting
+
+
+def test_whoever_answers_is_told_when_there_is_room_again():
+    limited, told = Limited(limit=1, decoupled=True), []
+    limited.ask()
+    (producer,) = limited.at("one")
+    answer(producer, 0, final=False)
+    producer.backlog.when_clear(lambda: told.append("room"))
+    answer(producer, 1, final=False)
+    producer.backlog.when_clear(lambda: told.append("room again"))
+    assert told == ["room"]
+    answer(limited.at("two")[0], 0)
+    assert told == ["room", "room again"]
+
+
+def test_a_request_that_is_cancelled_in_the_line_leaves_it():
+    limited = Limited(limit=1)
+    (first, _), (second, arrived) = limited.ask(), limited.ask()
+    second.cancel()
+    assert [response.error.status for response in arrived] == [Status.CANCELLED]
+    answer(limited.at("one")[0], 0)
+    assert limited.at("one") == []
+    assert not first.ended
+
+
+def test_an_error_lets_go_of_whoever_waits_and_of_the_room():
+    limited = Limited(limit=1, decoupled=True)
+    _, arrived = limited.ask(1)
+    limited.ask(2)
+    (producer,) = limited.at("one")
+    for number in range(2000):          # a model that cannot be held up
+        answer(producer, number, final=False)
+    limited.at("two")[0].fail(InferenceError("no more"))
+    assert [response.error.message for response in arrived] == ["in ensemble 'e', no more"]
+    assert producer.cancelled
+    assert not producer.backlog.waiting
+    producer.fail_cancelled()
+    assert [part.inputs["a"].array.tolist() for part in limited.at("one")] == [[2]]
+
+
+def test_an_ensemble_that_is_unloaded_lets_go_of_what_waits():
+    limited = Limited(limit=1, decoupled=True)
+    _, arrived = limited.ask()
+    (producer,) = limited.at("one")
+    answer(producer, 0, final=False)
+    answer(producer, 1, final=False)
+    limited.ensemble.close(timeout_s=0)
+    assert "was unloaded" in arrived[0].error.message
+    assert not producer.backlog.waiting
+
+
+def test_what_is_refused_after_the_line_leaves_its_room_to_the_next():
+    limited = Limited(limit=1)
+    arrived = [limited.ask(number)[1] for number in range(2000)][1:]
+    first = limited.at("one")[0]
+
+    def refuse(inference: Inference) -> None:
+        raise InferenceError("no more", status=Status.UNAVAILABLE)
+
+    limited.door.takers = {"one": refuse, "two": refuse}
+    answer(first, 0)
+    assert {response.error.message for [response] in arrived} == {"in ensemble 'e', no more"}
+
+
+def test_an_ensemble_that_is_a_step_holds_up_its_own_steps():
+    door = HeldDoor()
+    configs = {name: model(name, decoupled=name != "two") for name in ("inner", "one", "two")}
+    inner = served(door, configs, step("one", {"a": "a"}, {"b": "b"}), inputs=("a",), outputs=("b",))
+    door.takers["inner"] = inner.submit
+    steps = (step("inner", {"a": "x"}, {"b": "m"}), step("two", {"a": "m"}, {"b": "y"}))
+    outer = served(door, configs, *steps, limit=1)
+    arrived: list[InferenceResponse] = []
+    outer.submit(inference_of(lambda response, _: arrived.append(response), x=[0]))
+    (producer,) = door.held["one"]
+    answer(producer, 0, final=False)
+    assert not producer.backlog.waiting
+    answer(producer, 1, final=False)
+    assert producer.backlog.waiting
+    answer(door.held["two"][0], 0)
+    assert not producer.backlog.waiting
+
+
+def test_an_answer_that_comes_at_once_makes_room_at_once():
+    limited = Limited(limit=1)
+    arrived = [limited.ask()[1] for _ in range(2000)]
+    first = limited.at("one")[0]
+    limited.door.takers = dict.fromkeys(("one", "two"), lambda part: answer(part, 7))
+    answer(first, 7)
+    assert all(values(responses) == [[7]] for responses in arrived)

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from genserve.backends.python.deadlock import hopeless
+from genserve.backends.python.deadlock import hopeless, waits_for_itself
 from genserve.bell import Bell
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Door, Executor, Inference, InferenceRequest, InferenceResponse
 
-__all__ = ["Answers", "Wait", "answers_async", "call", "call_async"]
+__all__ = [
+    "LOOK_EVERY_S",
+    "Answers",
+    "Wait",
+    "answers_async",
+    "call",
+    "call_async",
+    "lift_if_circular",
+]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # How often a wait is looked at; what is hopeless twice in a row fails.
-_LOOK_EVERY_S = 0.25
+LOOK_EVERY_S = 0.25
 
 
 def call(request: InferenceRequest, *, door: Door, executor: Executor | None) -> InferenceResponse:
@@ -79,7 +90,7 @@ class _Answer:
 
     def wait(self) -> bool:
         """Wait for the end, for a while; whether it is there."""
-        return self._bell.wait(None if self._ended else _LOOK_EVERY_S)
+        return self._bell.wait(None if self._ended else LOOK_EVERY_S)
 
 
 def call_async(
@@ -189,7 +200,7 @@ class Answers:
         try:
             while True:
                 try:
-                    return self._answers.get(timeout=_LOOK_EVERY_S)
+                    return self._answers.get(timeout=LOOK_EVERY_S)
                 except Empty:
                     wait.look()
         except GenserveError as error:
@@ -240,6 +251,16 @@ class Wait:
         """Wait no more."""
         if self._executor is not None:
             self._executor.waiting_for.discard(self.inference)
+
+
+def lift_if_circular(inference: Inference) -> None:
+    """Let whoever answers go on, if what he waits for, the backlog of his responses, waits for him."""
+    if inference.backlog is not None and waits_for_itself(inference):
+        logger.warning(
+            "model %s is not held up by max_inflight_requests: a later step of the request waits for it",
+            inference.model_name,
+        )
+        inference.backlog.lift()
 
 
 def _submit(inference: Inference, door: Door, *, decoupled: bool) -> None:
@@ -305,7 +326,7 @@ def _watch(
             fail(error)
             inference.cancel()
         else:
-            next_look = loop.call_later(_LOOK_EVERY_S, look)
+            next_look = loop.call_later(LOOK_EVERY_S, look)
 
     def ended(answer: asyncio.Future[Any]) -> None:
         next_look.cancel()  # or it would keep the answer until then
@@ -314,7 +335,7 @@ def _watch(
             inference.cancel()
 
     answer.add_done_callback(ended)
-    next_look = loop.call_later(_LOOK_EVERY_S, look)
+    next_look = loop.call_later(LOOK_EVERY_S, look)
 
 
 def _tell(answer: asyncio.Future[T], value: Callable[[], T]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from genserve.inference import Executor, Inference
 
-__all__ = ["hopeless"]
+__all__ = ["hopeless", "waits_for_itself"]
 
 
 def hopeless(inference: Inference) -> bool:
@@ -21,10 +21,28 @@ def hopeless(inference: Inference) -> bool:
     return any(part in found and not part.started_ns for part in _with_parts(inference))
 
 
-def _stuck_from(inference: Inference) -> set[Inference | Executor]:
-    """Return all that is stuck of what `inference` depends on: the greatest set that nothing can leave."""
+def waits_for_itself(inference: Inference) -> bool:
+    """Whether what whoever answers waits for, the backlog of his responses, waits for him in its turn.
+
+    So it is where a later step of an ensemble calls the model of an earlier one.
+    """
+    if inference.backlog is None:
+        return False
+    held = frozenset(inference.executors)
+    return any(part in _stuck_from(part, held=held) for part in inference.backlog.waiting)
+
+
+def _stuck_from(
+    inference: Inference, *, held: frozenset[Executor] = frozenset()
+) -> set[Inference | Executor]:
+    """Return all that is stuck of what `inference` depends on: the greatest set that nothing can leave.
+
+    Args:
+        inference: where to begin.
+        held: who is held whatever he executes.
+    """
     found = _reachable(inference)
-    while free := [node for node in found if not _is_held(node, found)]:
+    while free := [node for node in found if node not in held and not _is_held(node, found)]:
         found.difference_update(free)
     return found
 
@@ -33,13 +51,16 @@ def _is_held(node: Inference | Executor, found: set[Inference | Executor]) -> bo
     if isinstance(node, Executor):
         if node.executing:
             return any(other in found for other in tuple(node.waiting_for))
-        blockers = node.blocked_by()
-        return bool(blockers) and all(other in found for other in blockers)
+        return _all_held(node.blocked_by(), found)
     if node.ended:
         return False
-    if any(part in found for part in tuple(node.parts)):
+    if any(part in found for part in tuple(node.parts)) or _all_held(node.blocked_by(), found):
         return True
-    return bool(node.executors) and all(executor in found for executor in node.executors)
+    return _all_held(node.executors, found)
+
+
+def _all_held(nodes: Sequence[Inference | Executor], found: set[Inference | Executor]) -> bool:
+    return bool(nodes) and all(node in found for node in nodes)
 
 
 def _reachable(inference: Inference) -> set[Inference | Executor]:
@@ -53,7 +74,7 @@ def _reachable(inference: Inference) -> set[Inference | Executor]:
         if isinstance(node, Executor):
             todo += [*tuple(node.waiting_for), *node.blocked_by()]
         else:
-            todo += [*tuple(node.parts), *node.executors]
+            todo += [*tuple(node.parts), *node.blocked_by(), *node.executors]
     return seen
 
 

@@ -22,7 +22,7 @@ from genserve.backends.python.host import Host
 from genserve.backends.python.python_model import PythonModel
 from genserve.backends.python.remote_metrics import RemoteFamilies
 from genserve.errors import GenserveError, InferenceError
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Backlog, Door, Inference, InferenceRequest, InferenceResponse
 
 __all__ = ["ModelSetup", "run_model"]
 
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _ENDS_WITHIN_S = 30.0  # once the server is gone
 
-_Asked: TypeAlias = list[tuple[int, InferenceRequest]]  # the requests of a batch, by their numbers
+# The requests of a batch: the number of each, and whether there is to be room for each response to it.
+_Asked: TypeAlias = list[tuple[int, InferenceRequest, bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +92,10 @@ class _Elsewhere:
             error = portable_error(raised)
             for inference in batch:
                 inference.fail(error)  # whoever still has its sender can say no more
-        rescheduled = [of for (of, _), inference in zip(asked, batch, strict=True) if inference.reschedule]
+        rescheduled = [of for (of, *_), inference in zip(asked, batch, strict=True) if inference.reschedule]
         return number, error, rescheduled
 
-    def _inference(self, number: int, request: InferenceRequest) -> Inference:
+    def _inference(self, number: int, request: InferenceRequest, needs_room: bool) -> Inference:  # noqa: FBT001
         known = self._inferences.get(number)
         if known is not None:
             known.request, known.inputs, known.reschedule = request, dict(request.inputs), False
@@ -103,9 +104,15 @@ class _Elsewhere:
         def send(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
             if final:
                 self._inferences.pop(number, None)
+            if made.backlog is not None:
+                if final:
+                    made.backlog.lift()
+                else:
+                    made.backlog.add(made)  # until the server says "clear"
             self._channel.send(("response", number, response and portable_response(response), final))
 
         made = Inference(request=request, on_response=send, model_name=request.model_name)
+        made.backlog = Backlog() if needs_room else None
         self._inferences[number] = made
         return made
 
@@ -131,6 +138,10 @@ class _Elsewhere:
             case ("cancel", number):
                 if inference := self._inferences.get(number):
                     inference.cancel()
+            case ("clear", number):
+                inference = self._inferences.get(number)
+                if inference is not None and inference.backlog is not None:
+                    inference.backlog.remove(inference)
             case ("answer", number, response, final):
                 self.door.answer(number, response, final=final)
             case ("reply", number, reply):

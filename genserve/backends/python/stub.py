@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
-from genserve.backends.python.calls import Wait
+from genserve.backends.python.calls import LOOK_EVERY_S, Wait, lift_if_circular
 from genserve.backends.python.channel import (
     Channel,
     WritingThread,
@@ -36,7 +36,6 @@ __all__ = ["Stub"]
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.25
 _READY_WITHIN_S = 6.0  # more than the model itself is given
 _GONE_WITHIN_S = 5.0
 _MAY_BLOCK = frozenset({"load", "unload", "is_ready"})  # of the methods of `Door`
@@ -105,9 +104,12 @@ class Stub:
         Raises:
             InferenceError: what the model raised; or the process is gone.
         """
-        asked = [(self._number(inference), portable_inference(inference)) for inference in batch]
+        asked = [
+            (self._number(inference), portable_inference(inference), inference.backlog is not None)
+            for inference in batch
+        ]
         rescheduled = self._ask("execute", asked)
-        for inference, (number, _) in zip(batch, asked, strict=True):
+        for inference, (number, *_) in zip(batch, asked, strict=True):
             inference.reschedule = number in rescheduled
 
     def is_ready(self) -> bool:
@@ -137,7 +139,7 @@ class Stub:
         """Yield what the process says until it is gone, and look after its calls meanwhile."""
         while True:
             try:
-                message = self._channel.receive(_LOOK_EVERY_S)
+                message = self._channel.receive(LOOK_EVERY_S)
             except (EOFError, OSError):
                 return
             except Exception:
@@ -160,14 +162,22 @@ class Stub:
     def _on_response(self, number: int, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         inference = self._pending.get(number)
         if inference is None:
+            self._clear(number)
             return
         try:
             inference.send(response, final=final)
         except Closed:
-            return
+            pass
         except Exception as error:
             inference.fail(InferenceError.of(error))
             raise
+        finally:
+            if inference.backlog is not None and not final:
+                inference.backlog.when_clear(partial(self._clear, number))
+
+    def _clear(self, number: int) -> None:
+        """Tell the process that there is room for one more response; it waits for that where it must."""
+        self._out.send(("clear", number))
 
     def _on_executed(self, number: int, error: InferenceError | None, rescheduled: list[int]) -> None:
         self.has_executed = True
@@ -227,6 +237,8 @@ class Stub:
         return not isinstance(reply, Exception)
 
     def _look(self) -> None:
+        for inference in list(self._pending.values()):
+            lift_if_circular(inference)
         for number, wait in list(self._calls.items()):
             try:
                 wait.look()

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from genserve.backends.python.deadlock import hopeless
-from genserve.inference import Executor, Inference, InferenceRequest
+from genserve.backends.python.deadlock import hopeless, waits_for_itself
+from genserve.inference import Backlog, Executor, Inference, InferenceRequest
 
 
 def executor(name="e"):
     return Executor(name=name)
 
 
-def inference(*executors, parts=()):
+def inference(*executors, parts=(), backlog=None):
     asked = InferenceRequest(model_name="m", inputs={})
-    made = Inference(request=asked, on_response=lambda response, final: None, parts=list(parts))
+    made = Inference(request=asked, on_response=lambda response, final: None, parts=list(parts), backlog=backlog)
     made.executors = executors
     return made
 
@@ -132,3 +132,57 @@ def test_a_call_to_an_instance_that_lacks_what_the_caller_holds_is_hopeless():
     executing(slow, inference())
     target.blocked_by = lambda: [caller, slow]  # who may leave enough of it
     assert not hopeless(call)
+
+
+def in_line(*others):
+    """Return a request that is submitted once one of these has ended."""
+    waiting = inference()
+    waiting.blocked_by = lambda: others
+    return waiting
+
+
+def answering(instance, *waiting):
+    """Return what an instance executes and has answered, with what waits of its responses."""
+    made = inference(backlog=Backlog())
+    executing(instance, made)
+    for other in waiting:
+        made.backlog.add(other)
+    return made
+
+
+def test_a_step_that_calls_the_ensemble_it_is_in_is_hopeless_where_the_line_is_full():
+    one = executor()
+    ahead = inference()
+    executing(one, ahead)
+    call = inference(parts=[in_line(ahead)])
+    waits(one, call)
+    assert hopeless(call)
+
+
+def test_a_line_with_somebody_in_it_who_works_is_not_hopeless():
+    one, two = executor(), executor()
+    ahead, other = inference(), inference()
+    executing(one, ahead)
+    executing(two, other)
+    call = inference(parts=[in_line(ahead, other)])
+    waits(one, call)
+    assert not hopeless(call)
+
+
+def test_an_answer_waits_for_itself_if_a_later_step_calls_whoever_answers():
+    producer, consumer = executor(), executor()
+    taken = inference()
+    executing(consumer, taken)
+    answered = answering(producer, in_line(taken))
+    assert not waits_for_itself(answered)
+    call = inference(producer)
+    waits(consumer, call)
+    assert waits_for_itself(answered)
+    assert not hopeless(call)       # it is the producer that goes on
+    call.executors = (producer, executor())
+    assert not waits_for_itself(answered)
+
+
+def test_an_answer_of_which_nothing_waits_does_not_wait_for_itself():
+    assert not waits_for_itself(answering(executor()))
+    assert not waits_for_itself(inference(executor()))

@@ -7,10 +7,11 @@ import threading
 from _thread import start_new_thread
 from collections.abc import Sequence
 
+from genserve.backends.python.calls import LOOK_EVERY_S, lift_if_circular
 from genserve.backends.python.pb_utils.error import TritonModelException
 from genserve.backends.python.pb_utils.response import InferenceResponse
 from genserve.errors import Closed, InferenceError, Status
-from genserve.inference import Inference
+from genserve.inference import Backlog, Inference
 
 __all__ = ["FINAL", "InferenceResponseSender"]
 
@@ -38,6 +39,8 @@ class InferenceResponseSender:
             response: None only with the final flag.
             flags: TRITONSERVER_RESPONSE_COMPLETE_FINAL with or after the last response; else 0.
 
+        As a step of an ensemble with `max_inflight_requests` it waits until there is room for the response.
+
         Raises:
             TritonModelException: the order is wrong, or the request has ended.
         """
@@ -64,6 +67,8 @@ class InferenceResponseSender:
             inference.send(answer, final=flags == FINAL)
         except Closed as error:
             raise TritonModelException(error.message) from None
+        if inference.backlog is not None and flags != FINAL:
+            _wait_for_room(inference, inference.backlog)
 
     def is_cancelled(self) -> bool:
         """Whether the client has left."""
@@ -95,6 +100,13 @@ class InferenceResponseSender:
         if inference is not None and not self._handed_on and not inference.ended:
             # On a thread of its own: the garbage collector may run where locks are held.
             start_new_thread(_end_dropped, (inference,))
+
+
+def _wait_for_room(inference: Inference, backlog: Backlog) -> None:
+    clear = threading.Event()
+    backlog.when_clear(clear.set)
+    while not clear.wait(LOOK_EVERY_S):
+        lift_if_circular(inference)
 
 
 def _end_dropped(inference: Inference) -> None:
