@@ -91,7 +91,7 @@ class Unauthenticated(GenserveError):
 
 
 class Forbidden(GenserveError):
-    """The request comes from a web page that may not ask, or names a host that the server is not."""
+    """A web page may not ask, the host is none of the server's, or a header that is needed is not there."""
 
     code = "forbidden"
 

@@ -54,6 +54,8 @@ class ServerSettings:
     ssl_certfile: Path | None = None        # PEM; with it all ports speak TLS alone
     ssl_keyfile: Path | None = None         # PEM; None: the key is in `ssl_certfile`
     ssl_ca_certs: Path | None = None        # PEM; clients need a certificate that one of these has signed
+    http_restricted_api: tuple[str, ...] = ()       # "PART,PART:HEADER=VALUE": parts that ask for a header
+    grpc_restricted_protocol: tuple[str, ...] = ()  # the same for gRPC; the header has a prefix of Triton's
     allow_client_shm: bool = False          # whether clients may register regions of shared memory
     http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
     grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none

@@ -320,6 +320,24 @@ def serve(
             panel=_CLIENTS,
         ),
     ] = _DEFAULTS.allow_client_shm,
+    http_restricted_api: Annotated[
+        list[str],
+        _flag(
+            "--http-restricted-api",
+            help="PART,PART:HEADER=VALUE: answer these parts of the protocol only with this header; may be "
+            "given again. Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
+            "statistics, trace, logging.",
+            panel=_CLIENTS,
+        ),
+    ] = list(_DEFAULTS.http_restricted_api),  # noqa: B006  # typer copies it
+    grpc_restricted_protocol: Annotated[
+        list[str],
+        _flag(
+            "--grpc-restricted-protocol",
+            help="The same for gRPC, with the metadata triton-grpc-protocol-HEADER.",
+            panel=_CLIENTS,
+        ),
+    ] = list(_DEFAULTS.grpc_restricted_protocol),  # noqa: B006  # typer copies it
     http_header_forward_pattern: Annotated[
         str,
         _flag(
@@ -422,6 +440,8 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         ssl_ca_certs=ssl_ca_certs,
+        http_restricted_api=tuple(http_restricted_api),
+        grpc_restricted_protocol=tuple(grpc_restricted_protocol),
         allow_client_shm=allow_client_shm,
         http_header_forward_pattern=_pattern(http_header_forward_pattern),
         grpc_header_forward_pattern=_pattern(grpc_header_forward_pattern),

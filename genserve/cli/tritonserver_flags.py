@@ -33,12 +33,6 @@ REFUSED: dict[str, RefusedFlag] = {
     "--grpc-infer-thread-count": RefusedFlag(instead=_THREADS),
     "--grpc-infer-allocation-pool-size": RefusedFlag(instead=_POOLS),
     "--grpc-max-response-pool-size": RefusedFlag(instead=_POOLS),
-    "--http-restricted-api": RefusedFlag(
-        instead="one key guards all of them: set GENSERVE_API_KEY, or have a proxy guard paths"
-    ),
-    "--grpc-restricted-protocol": RefusedFlag(
-        instead="one key guards all of them: set GENSERVE_API_KEY, or have a proxy guard methods"
-    ),
     "--model-namespacing": RefusedFlag(
         instead="a model is found by its name alone, in requests, in the index and by BLS; rename one of two "
         "models of the same name, or run one server for each repository",

@@ -14,8 +14,9 @@ from genserve.errors import GenserveError, Unauthenticated
 from genserve.server.access import AccessControl
 from genserve.server.faults import add_fault_handlers, fault_answer, http_status
 from genserve.server.request_id import RequestId
+from genserve.server.restrictions import check_restriction, parse_restrictions
 from genserve.server.routes import health, openai, openai_completions, reference, tgi
-from genserve.server.routes.kserve import KServe, is_kserve
+from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.routes.kserve_call import Answer, error_json
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
@@ -52,6 +53,7 @@ class _App(FastAPI):
         super().__init__(**options)
         settings = services.settings
         self._access = AccessControl(settings, host=settings.host)
+        self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services)
         self._others: ASGIApp = RequestId(super().__call__)
         self._entrance: ASGIApp = self._admit
@@ -77,6 +79,9 @@ class _App(FastAPI):
                 answer = self._kserve
             try:
                 self._access.check(method=scope["method"], path=path, headers=scope["headers"])
+                if self._restrictions:
+                    part = part_of(path) if is_kserve(path) else _part_of_others(scope)
+                    check_restriction(self._restrictions.get(part), headers=scope["headers"])
             except GenserveError as error:
                 answer = _refusal(error, path=path)
         await answer(scope, receive, send)
@@ -87,6 +92,16 @@ def _refusal(error: GenserveError, *, path: str) -> ASGIApp:
         challenge = [(b"www-authenticate", b"Bearer")] if isinstance(error, Unauthenticated) else []
         return Answer(orjson.dumps(error_json(error)), status_code=http_status(error), headers=challenge)
     return RequestId(fault_answer(error, path=path))
+
+
+def _part_of_others(scope: Scope) -> str:
+    """Return the part of KServe that does the same as a route; empty: none, as for a page or metrics."""
+    path = scope["path"]
+    if path == "/health":
+        return "health"
+    if path == "/info" or path.startswith("/v1/models"):
+        return "metadata"
+    return "inference" if scope["method"] == "POST" else ""
 
 
 async def _on_client_left(_request: Request, _error: Exception) -> Response:

@@ -53,7 +53,8 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         "--reuse-http-port=true --reuse-grpc-port=1 --grpc-keepalive-time=60000 "
         "--grpc-keepalive-permit-without-calls=1 --grpc-max-connection-age=5000 "
         "--grpc-http2-max-ping-strikes=0 --model-namespacing=false --allow-http=1 --allow-sagemaker=False "
-        "--model-load-retry-count=0"
+        "--model-load-retry-count=0 --http-restricted-api=trace,logging:admin-key=s "
+        "--grpc-restricted-protocol=model-repository:admin-key=s"
     )
     assert settings_of(monkeypatch, *words.split()) == ServerSettings(
         model_repository=(Path("/models"),),
@@ -78,6 +79,8 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         host="0.0.0.0",
         grpc_host="127.0.0.1",
         backend_config=("onnxruntime,default-max-batch-size=8", "python,thread-pool-size=8"),
+        http_restricted_api=("trace,logging:admin-key=s",),
+        grpc_restricted_protocol=("model-repository:admin-key=s",),
         reuse_http_port=True,
         reuse_grpc_port=True,
         grpc_channel_arguments=(

@@ -10,8 +10,9 @@ from tritonclient.grpc import service_pb2_grpc
 from genserve.errors import GenserveError
 from genserve.server.address import address_of
 from genserve.server.grpc.health import Health
-from genserve.server.grpc.key_check import KeyCheck
+from genserve.server.grpc.key_check import KeyCheck, RestrictionCheck
 from genserve.server.grpc.service import Service
+from genserve.server.restrictions import parse_restrictions
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
 
@@ -28,14 +29,17 @@ class GrpcEndpoint:
 
     def __init__(self, services: Services) -> None:
         self._settings = settings = services.settings
-        key = settings.api_key
+        interceptors: list[Any] = [KeyCheck(settings.api_key)] if settings.api_key else []
+        prefix = "triton-grpc-protocol-"
+        if restrictions := parse_restrictions(settings.grpc_restricted_protocol, prefix=prefix):
+            interceptors.append(RestrictionCheck(restrictions))
         self._server: Any = grpc.aio.server(
             options=(
                 *_OPTIONS,
                 ("grpc.so_reuseport", int(settings.reuse_grpc_port)),   # 0: a port that is taken is an error
                 *settings.grpc_channel_arguments,
             ),
-            interceptors=[KeyCheck(key)] if key else None,
+            interceptors=interceptors,
         )
         service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)

@@ -49,41 +49,41 @@ from genserve.server.routes.kserve_shared_memory import (
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 
-__all__ = ["KServe", "KServeRoute", "is_kserve", "route_table"]
+__all__ = ["KServe", "KServeRoute", "is_kserve", "part_of", "route_table"]
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]
 
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
 _REGION = r"(?:/region/(?P<region>[^/]+))?"
-# The first that matches answers; `infer` first, because it is asked most.
-_ROUTES: tuple[tuple[re.Pattern[str], Mapping[str, Handler]], ...] = tuple(
-    (re.compile(path), handlers)
-    for path, handlers in (
-        (f"{_MODEL}/infer", {"POST": infer}),
-        (f"{_MODEL}/generate", {"POST": generate}),
-        (f"{_MODEL}/generate_stream", {"POST": generate_stream}),
-        (r"/v2/health/live", {"GET": server_live}),
-        (r"/v2/health/ready", {"GET": server_ready}),
-        (r"/v2", {"GET": server_metadata}),
-        (r"/v2/models/stats", {"GET": statistics}),
-        (f"{_MODEL}/stats", {"GET": statistics}),
-        (f"{_MODEL}/ready", {"GET": model_ready}),
-        (f"{_MODEL}/config", {"GET": model_config}),
-        (_MODEL, {"GET": model_metadata}),
-        (r"/v2/models/(?P<model>[^/]+)/trace/setting", {
+# Each with the part of the protocol that it is; the first that matches answers. `infer` is asked most.
+_ROUTES: tuple[tuple[re.Pattern[str], str, Mapping[str, Handler]], ...] = tuple(
+    (re.compile(path), part, handlers)
+    for path, part, handlers in (
+        (f"{_MODEL}/infer", "inference", {"POST": infer}),
+        (f"{_MODEL}/generate", "inference", {"POST": generate}),
+        (f"{_MODEL}/generate_stream", "inference", {"POST": generate_stream}),
+        (r"/v2/health/live", "health", {"GET": server_live}),
+        (r"/v2/health/ready", "health", {"GET": server_ready}),
+        (r"/v2", "metadata", {"GET": server_metadata}),
+        (r"/v2/models/stats", "statistics", {"GET": statistics}),
+        (f"{_MODEL}/stats", "statistics", {"GET": statistics}),
+        (f"{_MODEL}/ready", "health", {"GET": model_ready}),
+        (f"{_MODEL}/config", "model-config", {"GET": model_config}),
+        (_MODEL, "metadata", {"GET": model_metadata}),
+        (r"/v2/models/(?P<model>[^/]+)/trace/setting", "trace", {
             "GET": model_trace_settings, "POST": set_model_trace_settings}),
-        (r"/v2/trace/setting", {"GET": trace_settings, "POST": set_trace_settings}),
-        (r"/v2/logging", {"GET": log_settings, "POST": set_log_settings}),
-        (f"{_REPOSITORY}/index", {"POST": repository_index}),
-        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/load", {"POST": repository_load}),
-        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/unload", {"POST": repository_unload}),
-        (f"/v2/systemsharedmemory{_REGION}/status", {"GET": region_status}),
-        (f"/v2/systemsharedmemory{_REGION}/register", {"POST": register_region}),
-        (f"/v2/systemsharedmemory{_REGION}/unregister", {"POST": unregister_region}),
-        (f"/v2/cudasharedmemory{_REGION}/status", {"GET": cuda_status}),
-        (f"/v2/cudasharedmemory{_REGION}/register", {"POST": register_cuda_region}),
-        (f"/v2/cudasharedmemory{_REGION}/unregister", {"POST": unregister_cuda_region}),
+        (r"/v2/trace/setting", "trace", {"GET": trace_settings, "POST": set_trace_settings}),
+        (r"/v2/logging", "logging", {"GET": log_settings, "POST": set_log_settings}),
+        (f"{_REPOSITORY}/index", "model-repository", {"POST": repository_index}),
+        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/load", "model-repository", {"POST": repository_load}),
+        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/unload", "model-repository", {"POST": repository_unload}),
+        (f"/v2/systemsharedmemory{_REGION}/status", "shared-memory", {"GET": region_status}),
+        (f"/v2/systemsharedmemory{_REGION}/register", "shared-memory", {"POST": register_region}),
+        (f"/v2/systemsharedmemory{_REGION}/unregister", "shared-memory", {"POST": unregister_region}),
+        (f"/v2/cudasharedmemory{_REGION}/status", "shared-memory", {"GET": cuda_status}),
+        (f"/v2/cudasharedmemory{_REGION}/register", "shared-memory", {"POST": register_cuda_region}),
+        (f"/v2/cudasharedmemory{_REGION}/unregister", "shared-memory", {"POST": unregister_cuda_region}),
     )
 )
 
@@ -101,7 +101,7 @@ def route_table() -> list[KServeRoute]:
     """Return all routes, in the order in which they are looked for."""
     return [
         KServeRoute(method=method, path=_shown(pattern), text=(handler.__doc__ or "").partition("\n")[0])
-        for pattern, handlers in _ROUTES
+        for pattern, _, handlers in _ROUTES
         for method, handler in handlers.items()
     ]
 
@@ -114,6 +114,11 @@ def _shown(pattern: re.Pattern[str]) -> str:
 def is_kserve(path: str) -> bool:
     """Whether a path is the protocol's."""
     return path.startswith("/v2") and path[3:4] in ("", "/")
+
+
+def part_of(path: str) -> str:
+    """Return the part of the protocol that a path belongs to, by Triton's name; empty: none has it."""
+    return next((part for pattern, part, _ in _ROUTES if pattern.fullmatch(path)), "")
 
 
 class KServe:
@@ -132,7 +137,7 @@ class KServe:
 
     async def _respond(self, scope: Scope, receive: Receive) -> ASGIApp:
         try:
-            for pattern, handlers in _ROUTES:
+            for pattern, _, handlers in _ROUTES:
                 if found := pattern.fullmatch(scope["path"]):
                     handler = handlers.get(scope["method"])
                     if handler is None:

@@ -10,7 +10,8 @@ def executor(name="e"):
 
 def inference(*executors, parts=(), backlog=None):
     asked = InferenceRequest(model_name="m", inputs={})
-    made = Inference(request=asked, on_response=lambda response, final: None, parts=list(parts), backlog=backlog)
+    made = Inference(request=asked, on_response=lambda response, final: None, parts=list(parts))
+    made.backlog = backlog
     made.executors = executors
     return made
 
