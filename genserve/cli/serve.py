@@ -18,6 +18,7 @@ __all__ = ["serve"]
 
 _DEFAULTS = ServerSettings()
 _PORTS: dict[str, Any] = {"min": 0, "max": 65535}
+_COMPRESSION_LEVELS = ("none", "low", "medium", "high")     # gRPC knows them by number
 # The headings of `--help`.
 _MODELS, _PLACE, _GRPC, _ACCESS, _CLIENTS = (
     "Models", "Ports", "Connections of gRPC", "Access", "Clients and log",
@@ -196,6 +197,14 @@ def serve(
         bool,
         _flag("--reuse-grpc-port/--no-reuse-grpc-port", help="The same for the port of gRPC.", panel=_PLACE),
     ] = _DEFAULTS.reuse_grpc_port,
+    grpc_infer_response_compression_level: Annotated[
+        Literal["none", "low", "medium", "high"],
+        _flag(
+            "--grpc-infer-response-compression-level",
+            help="How far responses are compressed for clients that can read that.",
+            panel=_GRPC,
+        ),
+    ] = "none",
     grpc_keepalive_time: Annotated[
         int | None, _grpc("--grpc-keepalive-time", "Between two pings of a connection, ms.", at_least=1)
     ] = None,
@@ -415,6 +424,9 @@ def serve(
         reuse_grpc_port=reuse_grpc_port,
         grpc_channel_arguments=_given(
             {
+                "grpc.default_compression_level": (
+                    _COMPRESSION_LEVELS.index(grpc_infer_response_compression_level) or None
+                ),
                 "grpc.keepalive_time_ms": grpc_keepalive_time,
                 "grpc.keepalive_timeout_ms": grpc_keepalive_timeout,
                 "grpc.keepalive_permit_without_calls": int(grpc_keepalive_permit_without_calls) or None,

@@ -50,7 +50,8 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         "--exit-timeout-secs=5 --log-verbose=1 --repository-poll-secs=3 --allow-client-shm=true "
         "--http-header-forward-pattern=x-.* --http-address=0.0.0.0 --grpc-address=127.0.0.1 "
         "--backend-config=onnxruntime,default-max-batch-size=8 --backend-config=python,thread-pool-size=8 "
-        "--reuse-http-port=true --reuse-grpc-port=1 --grpc-keepalive-time=60000 "
+        "--grpc-infer-response-compression-level=medium --reuse-http-port=true "
+        "--reuse-grpc-port=1 --grpc-keepalive-time=60000 "
         "--grpc-keepalive-permit-without-calls=1 --grpc-max-connection-age=5000 "
         "--grpc-http2-max-ping-strikes=0 --model-namespacing=false --allow-http=1 --allow-sagemaker=False "
         "--model-load-retry-count=0 --http-restricted-api=trace,logging:admin-key=s "
@@ -84,6 +85,7 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         reuse_http_port=True,
         reuse_grpc_port=True,
         grpc_channel_arguments=(
+            ("grpc.default_compression_level", 2),
             ("grpc.keepalive_time_ms", 60000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),

@@ -196,3 +196,48 @@ def test_a_connection_of_grpc_ends_at_the_age_that_is_allowed(tmp_path):
             doubled(server.grpc_url)
         (tmp_path / "go").touch()
     assert raised.value.status() in ("StatusCode.UNAVAILABLE", "StatusCode.CANCELLED")
+
+
+class Relay:
+    """Passes one connection on to a server, and counts the bytes that come back."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.partition(":")
+        self.num_received = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = (host, int(port))
+        self._pool = ThreadPoolExecutor(2)
+        self._pool.submit(self._accept)
+
+    def _accept(self) -> None:
+        here, _ = self._listener.accept()
+        with here, socket.create_connection(self._target) as there:
+            back = self._pool.submit(self._pass_on, here, there)
+            self.num_received = self._pass_on(there, here)
+            back.result()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> int:
+        num_bytes = 0
+        while data := source.recv(65536):
+            num_bytes += len(data)
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+        return num_bytes
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._listener.close()
+
+
+@pytest.mark.parametrize(("level", "is_small"), [(0, False), (2, True)])
+def test_responses_of_grpc_are_compressed_as_far_as_is_said(repository, level, is_small):
+    arguments = (("grpc.default_compression_level", level),)
+    with LiveServer(repository, grpc_channel_arguments=arguments) as server:
+        relay = Relay(server.grpc_url)
+        x = client.InferInput("X", [100_000], "FP32")
+        x.set_data_from_numpy(np.zeros(100_000, np.float32))
+        with client.InferenceServerClient(relay.address) as triton:
+            assert triton.infer("double", [x]).as_numpy("Y").sum() == 0
+        relay.close()
+    assert (relay.num_received < 40_000) == is_small
