@@ -30,9 +30,9 @@ class Ensemble:
     Each response of a decoupled step sends its tensors through the rest of the graph once more.
 
     `max_inflight_requests` limits how many requests each step has at its model, over all requests to the
-    ensemble, as in Triton since 26.06. What comes of a response and finds no room waits in line, and so does
+    ensemble, as Triton documents it. What comes of a response and finds no room waits in line, and so does
     the model that has answered: a request leaves its step only when what has come of it has gone on, and the
-    sender of a Python model waits. A model that cannot be made to wait is not.
+    sender of a Python model waits. The responses of a model that cannot be made to wait stand in line.
     """
 
     def __init__(

@@ -12,7 +12,12 @@ from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 from genserve.repository.ensemble_graph import EnsembleGraph
-from genserve.repository.ensemble_steps import all_step_models, is_decoupled, step_models
+from genserve.repository.ensemble_steps import (
+    all_step_models,
+    generation_stages,
+    is_decoupled,
+    step_models,
+)
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.tensor_claim import TensorClaim
 
@@ -24,6 +29,7 @@ def wiring_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Itera
     if entry.config is None or not entry.config.ensemble_steps:
         return  # which is a fault of the config
     ensemble = _Ensemble(entry=entry, config=entry.config, entries=entries)
+    yield from _limit(ensemble)
     yield from _steps(ensemble)
     yield from _graph(ensemble)
     for fault in (*_models(ensemble), *_circle(ensemble), *_consistency(ensemble), *_decoupling(ensemble)):
@@ -62,6 +68,19 @@ class _Ensemble:
             place=self.entry.parsed.place(path, key=key),
             message=message,
             remedy=remedy,
+        )
+
+
+def _limit(ensemble: _Ensemble) -> Iterator[Fault]:
+    """Yield a warning if there is a limit of what is on its way between stages of one engine."""
+    if ensemble.config.max_inflight_requests and generation_stages(ensemble.entry, ensemble.entries):
+        yield Fault(
+            severity=Severity.WARNING,
+            path=ensemble.entry.parsed.path,
+            place=ensemble.entry.parsed.place("ensemble_scheduling[0].max_inflight_requests"),
+            message="max_inflight_requests is not honoured: one engine runs the stages, and nothing waits "
+            "between them",
+            remedy="leave it out; --max-queue bounds how many requests wait for the engine",
         )
 
 

@@ -38,6 +38,9 @@ def step(backend_stage: str) -> str:
           "text_input?",
           "62:7: error: ensemble tensor 'text' is unused in ensemble 'smollm2'; take it out of the "
           "`output_map`, or add it to the ensemble's `output`"]),
+        ("ensemble_scheduling {", "ensemble_scheduling { max_inflight_requests: 4",
+         ["27:23: warning: max_inflight_requests is not honoured: one engine runs the stages, and nothing "
+          "waits between them; leave it out; --max-queue bounds how many requests wait for the engine"]),
         ("max_batch_size: 32", "max_batch_size: 64",
          ["30:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
           "smollm2_tokenizer which only allows maximum batch size to be 32; write `max_batch_size: 32` in "

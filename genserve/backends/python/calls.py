@@ -254,7 +254,7 @@ class Wait:
 
 
 def lift_if_circular(inference: Inference) -> None:
-    """Let whoever answers go on, if what he waits for, the backlog of his responses, waits for him."""
+    """Let the model that answers go on, if the backlog of its responses waits for the model itself."""
     if inference.backlog is not None and waits_for_itself(inference):
         logger.warning(
             "model %s is not held up by max_inflight_requests: a later step of the request waits for it",

@@ -22,7 +22,7 @@ def hopeless(inference: Inference) -> bool:
 
 
 def waits_for_itself(inference: Inference) -> bool:
-    """Whether what whoever answers waits for, the backlog of his responses, waits for him in its turn.
+    """Whether the backlog of an inference, which its model waits for, waits in its turn for that model.
 
     So it is where a later step of an ensemble calls the model of an earlier one.
     """
@@ -39,7 +39,7 @@ def _stuck_from(
 
     Args:
         inference: where to begin.
-        held: who is held whatever he executes.
+        held: executors that are held whatever they execute.
     """
     found = _reachable(inference)
     while free := [node for node in found if node not in held and not _is_held(node, found)]:
