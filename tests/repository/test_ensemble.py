@@ -231,4 +231,5 @@ def test_two_requests_share_the_limit(root):
         wait_for(notes / "sent-1")
         assert server.server.services.repository.find("consumer").num_pending == 2
         (notes / "go").touch()
-        assert [list(stream.numbers()) for stream in streams] == [list(range(20))] * 2
+        # Two run at a time: which of them ends first is chance.
+        assert [sorted(stream.numbers()) for stream in streams] == [list(range(20))] * 2
