@@ -336,7 +336,7 @@ def serve(
             help="PART,PART:HEADER=VALUE: answer these parts of the protocol only with this header; may be "
             "given again. Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
             "statistics, trace, logging.",
-            panel=_CLIENTS,
+            panel=_ACCESS,
         ),
     ] = list(_DEFAULTS.http_restricted_api),  # noqa: B006  # typer copies it
     grpc_restricted_protocol: Annotated[
@@ -344,7 +344,7 @@ def serve(
         _flag(
             "--grpc-restricted-protocol",
             help="The same for gRPC, with the metadata triton-grpc-protocol-HEADER.",
-            panel=_CLIENTS,
+            panel=_ACCESS,
         ),
     ] = list(_DEFAULTS.grpc_restricted_protocol),  # noqa: B006  # typer copies it
     http_header_forward_pattern: Annotated[
