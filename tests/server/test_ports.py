@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -208,7 +209,7 @@ class Relay:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._target = (host, int(port))
         self._pool = ThreadPoolExecutor(2)
-        self._pool.submit(self._accept)
+        self._passed = self._pool.submit(self._accept)
 
     def _accept(self) -> None:
         here, _ = self._listener.accept()
@@ -219,13 +220,15 @@ class Relay:
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> int:
         num_bytes = 0
-        while data := source.recv(65536):
-            num_bytes += len(data)
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
+        with suppress(OSError):     # either end may be closed first
+            while data := source.recv(65536):
+                num_bytes += len(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
         return num_bytes
 
     def close(self) -> None:
+        self._passed.result()
         self._pool.shutdown()
         self._listener.close()
 
