@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
-from genserve.errors import InvalidRequest
+from genserve.errors import Closed, InvalidRequest
 from genserve.generation.streams import ThreadStream
 from genserve.generation.token_sequence import TokenSequence
 from genserve.repository.repository import Repository
 from genserve.request import (
     COMPLETION_TOKENS,
     Completion,
+    Delta,
     Messages,
     Prompt,
     Prompts,
@@ -35,7 +36,7 @@ class LLM:
             print(llm.chat("What is a triton?", max_tokens=64).text)
 
     Safe to use from several threads at once: their requests share the steps of one engine. After `close`,
-    every call raises Closed.
+    every call raises Closed; so does one that still runs while another thread closes.
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
@@ -49,6 +50,7 @@ class LLM:
             RepositoryError: the folder, or the model in it, cannot be used.
             ModelNotFound: there is no such model.
         """
+        self._closed = False
         self._repository = Repository([Path(model_repository)])
         with ExitStack() as undo:
             undo.callback(self._repository.close)   # what was loaded on the way to an error
@@ -81,6 +83,7 @@ class LLM:
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta. Raises what `generate` raises."""
+        self._refuse_if_closed()
         return self._stream(self._model.prepare(prompt, sampling_params(options)))
 
     def chat(
@@ -93,6 +96,7 @@ class LLM:
         self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Answer a chat, delta by delta. Raises what `generate` raises."""
+        self._refuse_if_closed()
         return self._stream(self._model.prepare(read_chat(messages), sampling_params(options)))
 
     def complete(
@@ -105,6 +109,7 @@ class LLM:
 
         Raises what `generate` raises.
         """
+        self._refuse_if_closed()
         params = sampling_params(options)
         if n < 1 or 1 < params.best_of < n:
             raise InvalidRequest("n must be at least 1, and at most best_of", field="n")
@@ -116,13 +121,19 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Unload the model; a second call does nothing."""
+        """Unload the model, and end what still runs; a second call does nothing."""
+        self._closed = True
         self._repository.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise _closed()
 
     def _complete(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int
     ) -> list[tuple[tuple[int, ...], list[Completion]]]:
         """Return the token ids of each prompt, and the `n` answers to it; of more, the likeliest."""
+        self._refuse_if_closed()
         drawn, told = max(n, params.best_of), params.logprobs
         params = replace(params, logprobs=True) if drawn > n else params
         # All are checked before the first one runs.
@@ -142,10 +153,34 @@ class LLM:
         return completion
 
     def _stream(self, sequence: TokenSequence) -> Stream:
-        return Stream(ThreadStream(self._model.loop, sequence))
+        try:
+            return Stream(_Deltas(ThreadStream(self._model.loop, sequence)))
+        except Closed:  # by another thread, since the call began
+            raise _closed() from None
 
     def __enter__(self) -> Self:
+        self._refuse_if_closed()
         return self
 
     def __exit__(self, *_raised: object) -> None:
         self.close()
+
+
+class _Deltas:
+    """The deltas of an engine's stream; that the engine has closed says that the LLM has."""
+
+    def __init__(self, stream: ThreadStream) -> None:
+        self._stream = stream
+
+    def __next__(self) -> Delta:
+        try:
+            return next(self._stream)
+        except Closed:
+            raise _closed(" before the answer was complete") from None
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _closed(when: str = "") -> Closed:
+    return Closed(f"this LLM was closed{when}", remedy="make another: `LLM(model_repository)`")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +15,13 @@ from genserve.request import FinishReason
 def llm(tiny_repository):
     with LLM(tiny_repository) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def closed_llm(tiny_repository):
+    llm = LLM(tiny_repository)
+    llm.close()
+    return llm
 
 
 def test_a_stream_joins_to_the_whole_answer(llm):
@@ -56,12 +64,44 @@ def test_what_is_not_there_is_named(tiny_repository, tmp_path):
         LLM(tmp_path / "none")
 
 
-def test_after_close_it_says_so(tiny_repository):
+@pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
+def test_after_close_every_call_says_that_this_llm_was_closed(closed_llm, method):
+    with pytest.raises(Closed, match="this LLM was closed"):
+        getattr(closed_llm, method)("hi")
+
+
+def test_a_closed_llm_can_be_closed_again_and_not_entered(closed_llm):
+    closed_llm.close()
+    with pytest.raises(Closed, match="this LLM was closed"), closed_llm:
+        pass
+
+
+def test_a_wrong_request_to_a_closed_llm_is_told_that_it_is_closed(closed_llm):
+    with pytest.raises(Closed, match="this LLM was closed"):
+        closed_llm.generate("")
+
+
+def test_a_stream_ends_with_what_was_made_and_an_error_when_its_llm_is_closed(tiny_repository):
     llm = LLM(tiny_repository)
+    stream = llm.stream("hi", max_tokens=200, ignore_eos=True)
+    next(stream)
     llm.close()
-    llm.close()
-    with pytest.raises(Closed):
-        llm.generate("hi")
+    with pytest.raises(Closed, match="this LLM was closed before the answer was complete"):
+        for _ in stream:
+            pass
+    stream.close()
+
+
+def test_a_call_of_another_thread_ends_with_an_error_when_the_llm_is_closed(tiny_repository):
+    llm = LLM(tiny_repository)
+    with ThreadPoolExecutor() as pool:
+        # More tokens than the tiny model makes before `close` comes; then Closed is all that can end it.
+        running = pool.submit(llm.complete, ["hi"] * 8, n=8, max_tokens=200, ignore_eos=True)
+        while not llm._model.loop.num_accepted:
+            pass
+        llm.close()
+        with pytest.raises(Closed, match="this LLM was closed"):
+            running.result(timeout=60)
 
 
 def test_of_several_models_one_must_be_named_and_nothing_is_loaded(tiny_repository, tmp_path):
