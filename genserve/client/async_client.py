@@ -49,6 +49,7 @@ class AsyncClient:
         )
         self._http = http_client or httpx2.AsyncClient(limits=LIMITS)
         self._owns_http = http_client is None
+        self._closed = False
 
     async def generate(
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
@@ -99,20 +100,23 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Let go of the connections; a second call does nothing."""
+        self._closed = True
         if self._owns_http:
             await self._http.aclose()
 
     async def __aenter__(self) -> Self:
+        self._refuse_if_closed()
         return self
 
     async def __aexit__(self, *_raised: object) -> None:
         await self.close()
 
     async def _call(self, call: calls.Call[Answer]) -> Answer:
-        async with aclosing(await self._send(call.request)) as response:
-            with failures.reaching(self._connection.url(call.request)):
-                body = await response.aread()
-            return call.read(response.headers, body)
+        with failures.telling_if_closed(self._is_closed):
+            async with aclosing(await self._send(call.request)) as response:
+                with failures.reaching(self._connection.url(call.request)):
+                    body = await response.aread()
+                return call.read(response.headers, body)
 
     async def _stream(self, call: calls.StreamCall) -> AsyncStream:
         deltas = self._deltas(call)
@@ -121,13 +125,14 @@ class AsyncClient:
 
     async def _deltas(self, call: calls.StreamCall) -> AsyncGenerator[Delta, None]:
         decoder = call.decoder()
-        async with aclosing(await self._send(call.request)) as response:
-            with failures.reading_stream():
-                yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
-                async for chunk in response.aiter_bytes():
-                    for delta in decoder.feed(chunk):
-                        yield delta
-                decoder.end()
+        with failures.telling_if_closed(self._is_closed):
+            async with aclosing(await self._send(call.request)) as response:
+                with failures.reading_stream():
+                    yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
+                    async for chunk in response.aiter_bytes():
+                        for delta in decoder.feed(chunk):
+                            yield delta
+                    decoder.end()
 
     async def _send(self, request: calls.Request) -> httpx2.Response:
         attempt = 0
@@ -147,8 +152,7 @@ class AsyncClient:
             attempt += 1
 
     async def _send_once(self, request: calls.Request) -> httpx2.Response:
-        if self._http.is_closed:
-            raise failures.closed()
+        self._refuse_if_closed()
         url = self._connection.url(request)
         with failures.reaching(url):
             response = await self._http.send(self._connection.build(self._http, request), stream=True)
@@ -159,3 +163,10 @@ class AsyncClient:
         raise failures.error_of_reply(
             status=response.status_code, headers=response.headers, body=body, url=url
         )
+
+    def _is_closed(self) -> bool:
+        return self._closed or self._http.is_closed
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed():
+            raise failures.closed()

@@ -63,6 +63,7 @@ class Client:
         )
         self._http = http_client or httpx2.Client(limits=LIMITS)
         self._owns_http = http_client is None
+        self._closed = False
 
     def generate(
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
@@ -111,17 +112,19 @@ class Client:
 
     def close(self) -> None:
         """Let go of the connections; a second call does nothing."""
+        self._closed = True
         if self._owns_http:
             self._http.close()
 
     def __enter__(self) -> Self:
+        self._refuse_if_closed()
         return self
 
     def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def _call(self, call: calls.Call[Answer]) -> Answer:
-        with closing(self._send(call.request)) as response:
+        with failures.telling_if_closed(self._is_closed), closing(self._send(call.request)) as response:
             with failures.reaching(self._connection.url(call.request)):
                 body = response.read()
             return call.read(response.headers, body)
@@ -133,7 +136,8 @@ class Client:
 
     def _deltas(self, call: calls.StreamCall) -> Generator[Delta, None, None]:
         decoder = call.decoder()
-        with closing(self._send(call.request)) as response, failures.reading_stream():
+        told = failures.telling_if_closed(self._is_closed)
+        with told, closing(self._send(call.request)) as response, failures.reading_stream():
             yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
             for chunk in response.iter_bytes():
                 yield from decoder.feed(chunk)
@@ -157,8 +161,7 @@ class Client:
             attempt += 1
 
     def _send_once(self, request: calls.Request) -> httpx2.Response:
-        if self._http.is_closed:
-            raise failures.closed()
+        self._refuse_if_closed()
         url = self._connection.url(request)
         with failures.reaching(url):
             response = self._http.send(self._connection.build(self._http, request), stream=True)
@@ -169,3 +172,10 @@ class Client:
         raise failures.error_of_reply(
             status=response.status_code, headers=response.headers, body=body, url=url
         )
+
+    def _is_closed(self) -> bool:
+        return self._closed or self._http.is_closed
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed():
+            raise failures.closed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,15 @@ from genserve.errors import (
     Unreachable,
 )
 
-__all__ = ["closed", "error_of_event", "error_of_reply", "not_understood", "reaching", "reading_stream"]
+__all__ = [
+    "closed",
+    "error_of_event",
+    "error_of_reply",
+    "not_understood",
+    "reaching",
+    "reading_stream",
+    "telling_if_closed",
+]
 
 _KINDS: tuple[type[GenserveError], ...] = (
     InvalidRequest, ContextLengthExceeded, ModelNotFound, ModelNotReady, Overloaded, ModelFailed,
@@ -122,6 +130,17 @@ def reading_stream() -> Iterator[None]:
         raise StreamBroken(
             f"the stream broke off: {error or type(error).__name__}", remedy="see the server's log; ask again"
         ) from error
+
+
+@contextmanager
+def telling_if_closed(is_closed: Callable[[], bool]) -> Iterator[None]:
+    """Raise Closed where a call broke off because its client was closed meanwhile."""
+    try:
+        yield
+    except (Unreachable, StreamBroken) as error:
+        if is_closed():
+            raise closed() from error
+        raise
 
 
 @contextmanager

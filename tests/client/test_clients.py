@@ -404,6 +404,25 @@ def test_a_closed_client_says_so(make_client: Any) -> None:
         client.close()
         with pytest.raises(Closed):
             client.generate("Tea")
+        with pytest.raises(Closed), client:
+            pass
+
+
+def test_a_stream_whose_client_is_closed_says_so(make_client: Any) -> None:
+    with scripted(event_reply(TGI_EVENTS[0], stays_open=True)) as server, make_client(server.url) as client:
+        stream = client.stream("Tea")
+        next(stream)
+        client.close()
+        with pytest.raises(Closed, match="the client was closed"):
+            next(stream)
+
+
+def test_a_client_with_a_transport_of_one_s_own_is_closed_all_the_same() -> None:
+    with scripted() as server, httpx2.Client() as http:
+        client = Client(server.url, http_client=http)
+        client.close()
+        with pytest.raises(Closed):
+            client.models()
 
 
 def test_a_transport_of_one_s_own_is_used_and_stays_open() -> None:
