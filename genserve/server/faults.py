@@ -26,6 +26,7 @@ from genserve.errors import (
     Unauthenticated,
     UnsupportedMediaType,
 )
+from genserve.public_text import public_error
 from genserve.server.body import BodyTooLarge
 
 __all__ = ["add_fault_handlers", "fault_answer", "http_status", "openai_error", "renamed", "tgi_error"]
@@ -80,6 +81,7 @@ def http_status(error: GenserveError) -> int:
 
 def openai_error(error: GenserveError) -> dict[str, Any]:
     """Return the body of OpenAI's dialect, with the remedy beside."""
+    error = public_error(error)
     return {
         "error": {
             "message": error.message,
@@ -93,6 +95,7 @@ def openai_error(error: GenserveError) -> dict[str, Any]:
 
 def tgi_error(error: GenserveError) -> dict[str, Any]:
     """Return the body of TGI's dialect, with code, field and remedy beside."""
+    error = public_error(error)
     return {
         "error": error.message,
         "error_type": _lookup(_TGI, error)[1],

@@ -20,6 +20,7 @@ from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings
 from genserve.metrics import Metrics
+from genserve.public_text import add_repositories
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
 from genserve.request import Prompt
@@ -61,6 +62,8 @@ class Services:
     _kserve_outbox: ResponseOutbox | None = None
 
     def __post_init__(self) -> None:
+        backends = self.settings.backend_directory
+        add_repositories([*self.settings.model_repository, *([backends] if backends else [])])
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
         self.readiness = Readiness(self.repository)
         self.log_settings = LogSettings(verbose_level=self.settings.log_verbose)

@@ -18,6 +18,7 @@ from genserve.kserve.failure import failure
 from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.kserve.models import Models
 from genserve.kserve.refusal import cuda_region, refuse_cuda_region, refuse_repository, refuse_unknown_model
+from genserve.public_text import public_error, public_text
 from genserve.server.grpc.codes import status_code
 from genserve.server.services import Services
 
@@ -39,6 +40,7 @@ _LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
 
 async def abort(context: Any, error: GenserveError) -> None:
     """End a call with an error, its remedy in the trailing metadata."""
+    error = public_error(error)
     if error.remedy:
         remedy = " ".join(error.remedy.split()).encode("ascii", "replace").decode()
         context.set_trailing_metadata(((_REMEDY, remedy[:_MAX_REMEDY]),))
@@ -81,7 +83,8 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
         response = service_pb2.RepositoryIndexResponse()
         for line in self._models.index(ready_only=request.ready):
             version = "" if line.version is None else str(line.version)
-            response.models.add(name=line.name, version=version, state=line.state or "", reason=line.reason)
+            reason = public_text(line.reason)
+            response.models.add(name=line.name, version=version, state=line.state or "", reason=reason)
         return response
 
     @method

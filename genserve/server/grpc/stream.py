@@ -13,6 +13,7 @@ from genserve.errors import GenserveError
 from genserve.inference import InferenceResponse
 from genserve.kserve.failure import failure, text_of
 from genserve.kserve.running_inference import RunningInference
+from genserve.public_text import public_error
 from genserve.server.grpc.infer_request import GrpcRequest
 from genserve.server.grpc.infer_response import empty_response, write_response
 
@@ -142,5 +143,5 @@ async def _refusal(message: Any, error: GenserveError) -> Any:
 
 
 def _stream_message(response: Any, error: GenserveError | None) -> Any:
-    text = "" if error is None else text_of(error)
+    text = "" if error is None else text_of(public_error(error))
     return service_pb2.ModelStreamInferResponse(error_message=text, infer_response=response)

@@ -17,6 +17,7 @@ from genserve.kserve.json_document import read_json
 from genserve.kserve.model_version import read_version
 from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.running_inference import RunningInference
+from genserve.public_text import public_error
 from genserve.server.beside import beside
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
@@ -207,6 +208,7 @@ def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]]
 
 def error_json(error: GenserveError) -> dict[str, str]:
     """Return an error as the protocol tells it, with the remedy beside."""
+    error = public_error(error)
     return {"error": text_of(error), **({"remedy": error.remedy} if error.remedy else {})}
 
 

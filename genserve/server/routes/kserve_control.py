@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from genserve.errors import InferenceError, Status
 from genserve.kserve.json_document import Kind, checked
 from genserve.kserve.refusal import refuse_repository, refuse_unknown_model
+from genserve.public_text import public_text
 from genserve.server.beside import beside
 from genserve.server.routes.kserve_call import Answer, Call, json_answer
 
@@ -152,7 +153,7 @@ def _index_line(line: Any) -> dict[str, str]:
     if line.state is not None:
         entry["state"] = str(line.state)
     if line.reason:
-        entry["reason"] = line.reason
+        entry["reason"] = public_text(line.reason)
     return entry
 
 

@@ -15,12 +15,12 @@ _FRAME = re.compile(r"^  \S.*\(\d+\): (\S+)$", flags=re.MULTILINE)
 _INNER_FRAME = re.compile(
     r"^  (\S.*\(\d+\): <(listcomp|dictcomp|setcomp)>|<frozen importlib.*)\n", flags=re.MULTILINE
 )
-# The folder of a repository, wherever the server has it.
+# The folder of a repository, wherever the server has it; Triton tells it, genserve does not.
 _REPOSITORY = re.compile(r"(?<![\w.])(/[\w.\-]+)+/(?=\w+/(config\.pbtxt|\d+(/|\b)))")
 
 
 def normalised(value: Any) -> Any:
-    """Without times, keys sorted, `<path>(<line>)` in tracebacks, `<repository>/` in paths."""
+    """Without times, keys sorted, `<path>(<line>)` in tracebacks, paths as from the repository."""
     if isinstance(value, dict):
         # What genserve explains stands beside the error's text, which is Triton's.
         ignored = _VOLATILE_KEYS | {"remedy"} if "error" in value else _VOLATILE_KEYS
@@ -29,5 +29,5 @@ def normalised(value: Any) -> Any:
         return [normalised(item) for item in value]
     if isinstance(value, str):
         value = _FRAME.sub(r"  <path>(<line>): \1", _INNER_FRAME.sub("", value))
-        return _REPOSITORY.sub("<repository>/", value)
+        return _REPOSITORY.sub("", value)
     return value

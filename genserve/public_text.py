@@ -1,0 +1,92 @@
+"""Public text: what clients are told of an error, without the paths of the server's file system.
+
+Errors are raised with full paths, for the log and for whoever runs the command, and they quote model.py, ONNX
+Runtime, torch and the operating system. So paths are taken out where an error leaves the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from genserve.errors import GenserveError
+
+__all__ = ["add_repositories", "public_error", "public_text"]
+
+logger = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=GenserveError)
+
+_BEFORE = r"(?<![\w.~/-])(?:file://)?"  # not in the middle of another path, or of a URL
+# Where systems keep files: what lies below is a path, whoever wrote it. `/v2/models` is none.
+_TOP_FOLDERS = (
+    "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
+    "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var|work|workspace"
+)
+# As Python and TorchScript print it; the exception itself is told on the line behind it.
+_TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
+
+_repositories: set[str] = set()
+
+
+def add_repositories(roots: Iterable[Path]) -> None:
+    """Tell paths below these folders as from there: `m/config.pbtxt:3:1`. For the whole process."""
+    for root in roots:
+        _repositories.update(map(str, (root, root.absolute(), root.resolve())))
+    _patterns.cache_clear()
+
+
+def public_text(text: str) -> str:
+    """Return a text without tracebacks and without the paths of this machine.
+
+    A path in a model repository is told as from there, one of an installed package as from where packages
+    are; of any other the last part is left.
+    """
+    below, others = _patterns()
+    text = _TRACEBACK.sub("", text)
+    return others.sub(lambda path: path["last"] or path["top"], below.sub(_without_folder, text))
+
+
+def public_error(error: _Error) -> _Error:
+    """Return an error as clients are told of it, by `public_text`; the log gets what they are not told."""
+    message, remedy = public_text(error.message), public_text(error.remedy)
+    if (message, remedy) == (error.message, error.remedy):
+        return error
+    logger.warning("clients are told of this error without paths: %s", error)
+    told = type(error).__new__(type(error), message)    # `copy` would call `__init__`, each of another form
+    vars(told).update(vars(error), message=message, remedy=remedy)
+    return told
+
+
+def _without_folder(found: re.Match[str]) -> str:
+    if found["slash"]:
+        return ""
+    if found["folder"] in _repositories and found["folder"].startswith("/"):
+        return "the model repository"
+    return found["folder"].rpartition("/")[2]
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what finds the folders that paths are told as from, and what finds all other paths."""
+    packages = {*sysconfig.get_paths().values(), str(Path(__file__).parents[1])}
+    temporary = tempfile.gettempdir()
+    folders = {path for path in (*_repositories, *packages) if path.strip("./")}
+    tops = {path.split("/")[1] for path in (*folders, temporary) if path.startswith("/")}
+    uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.upload`
+    known = f"(?P<folder>{uploads}|{_one_of(folders)})"
+    part = r"[^\s/'\"`,;:()<>\[\]{}|]+"
+    return (
+        re.compile(rf"{_BEFORE}{known}(?:(?P<slash>/+)|(?![\w.-]))"),
+        re.compile(rf"{_BEFORE}/+(?P<top>{_one_of(tops)}|{_TOP_FOLDERS})(?![\w-])(?:/+(?P<last>{part}))*/*"),
+    )
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+import logging
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from genserve.errors import ConfigError, InvalidRequest, Overloaded
+from genserve.public_text import add_repositories, public_error, public_text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{root}/m/config.pbtxt:12:3: bad", "m/config.pbtxt:12:3: bad"),
+        ("models in {root}: a, b", "models in the model repository: a, b"),
+        ("Load from {root}/m/1/model.onnx failed:{root}/m/x", "Load from m/1/model.onnx failed:m/x"),
+        ("[Errno 2] No such file: '{root}/m/w.bin'", "[Errno 2] No such file: 'm/w.bin'"),
+        ("{tmp}/genserve-a_1b/m/1/model.py(3): execute", "m/1/model.py(3): execute"),
+        ("{packages}/numpy/core.py(12): f", "numpy/core.py(12): f"),
+        (f"{json.__file__}(3): loads", "json/__init__.py(3): loads"),
+        ("no '/home/ann/weights.bin', nor /etc/passwd.", "no 'weights.bin', nor passwd."),
+        ("{root}-old/m/x", "x"),
+        ("file:///srv/data/x", "x"),
+        ("in {tmp}", "in {last_of_tmp}"),
+    ],
+)
+def test_paths_are_told_as_from_the_repository_or_by_their_last_part(tmp_path: Path, text, told) -> None:
+    root = tmp_path / "models"
+    add_repositories([root])
+    tmp = tempfile.gettempdir()
+    names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name}
+    assert public_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == told.format(**names)
+
+
+def test_a_repository_that_is_a_link_is_known_by_both_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "my models").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "my models")
+    add_repositories([tmp_path / "link"])
+    assert public_text(f"{tmp_path}/link/m/1 {tmp_path}/my models/m/2") == "m/1 m/2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "call ModelStreamInfer, or POST /v2/models/NAME/generate_stream over HTTP",
+        "GET /docs lists the routes",
+        "Unable to open shared memory region: '/my_region'",
+        "no server answers at http://localhost:8000/tmp/x",
+        "1/model.py, a/tmp/b, ../tmp, 5 km /h, and/or",
+    ],
+)
+def test_what_is_no_path_of_the_server_stays(text: str) -> None:
+    assert public_text(text) == text
+
+
+def test_of_a_traceback_the_exception_is_left() -> None:
+    torch = (
+        'It failed.\nTraceback of TorchScript, original code (most recent call last):\n  File "/a.py", line 5\n'
+        "    def forward(self, x):\n           ~~~ <--- HERE\n\nRuntimeError: shapes (2x3)\n"
+    )
+    assert public_text(torch) == "It failed.\nRuntimeError: shapes (2x3)\n"
+    python = 'message: Traceback (most recent call last):\n  File "/a.py", line 5, in f\n    x()\nKeyError: 1'
+    assert public_text(python) == "message: KeyError: 1"
+
+
+def test_an_error_keeps_its_kind_and_the_log_has_all_of_it(caplog) -> None:
+    error = ConfigError("no name", where="/srv/m/config.pbtxt:1:1", remedy="see /etc/x")
+    with caplog.at_level(logging.WARNING):
+        told = public_error(error)
+    assert type(told) is ConfigError
+    assert (told.message, told.remedy) == ("config.pbtxt:1:1: no name", "see x")
+    assert told.status is error.status
+    assert str(error) == "/srv/m/config.pbtxt:1:1: no name (see /etc/x)"
+    assert str(error) in caplog.text
+
+
+def test_an_error_without_paths_is_told_as_it_is() -> None:
+    for error in (InvalidRequest("no", field="n"), Overloaded("full", retry_after_s=3)):
+        assert public_error(error) is error
