@@ -59,7 +59,7 @@ def test_what_is_no_path_of_the_server_stays(text: str) -> None:
 
 def test_of_a_traceback_the_exception_is_left() -> None:
     torch = (
-        'It failed.\nTraceback of TorchScript, original code (most recent call last):\n  File "/a.py", line 5\n'
+        'It failed.\nTraceback of TorchScript, the code (most recent call last):\n  File "/a.py", line 5\n'
         "    def forward(self, x):\n           ~~~ <--- HERE\n\nRuntimeError: shapes (2x3)\n"
     )
     assert public_text(torch) == "It failed.\nRuntimeError: shapes (2x3)\n"
