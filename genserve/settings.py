@@ -21,6 +21,7 @@ class ServerSettings:
     strict_readiness: bool = True           # ready only while every model is
     strict_model_config: bool = False       # nothing is completed from the files of models
     strict_placement: bool = False          # a model for a GPU is not run on the CPU
+    strict_repository_paths: bool = False   # a model with a link that leads out of the repository is refused
     model_config_name: str = ""             # configs/NAME.pbtxt of a model in place of its config.pbtxt
     backend_directory: Path | None = None   # of backends in Python
     backend_config: tuple[str, ...] = ()    # "BACKEND,SETTING=VALUE", or "SETTING=VALUE" for all backends

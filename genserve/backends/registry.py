@@ -51,10 +51,10 @@ def find_backend(
         return cast("type[Backend]", built_in)
     for entry_point in entry_points(group=ENTRY_POINTS, name=name):
         return _from_entry_point(entry_point)
-    if backend_directory is not None and (backend_directory / name / "model.py").is_file():
+    known = known_backends([backend_directory] if backend_directory else [])
+    if backend_directory is not None and name in known:     # what is not listed may lead out of the folder
         python_based = import_module("genserve.backends.python.backend").python_based
         return cast("type[Backend]", python_based(backend_directory / name))
-    known = known_backends([backend_directory] if backend_directory else [])
     raise RepositoryError(
         f"unable to find backend library for backend '{name}', "
         "try specifying runtime on the model configuration.",

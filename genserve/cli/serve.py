@@ -96,6 +96,14 @@ def serve(
             panel=_MODELS,
         ),
     ] = _DEFAULTS.strict_placement,
+    strict_repository_paths: Annotated[
+        bool,
+        _flag(
+            "--strict-repository-paths/--no-strict-repository-paths",
+            help="Refuse a model if a link in its folder leads out of the repository; else it is followed.",
+            panel=_MODELS,
+        ),
+    ] = _DEFAULTS.strict_repository_paths,
     model_config_name: Annotated[
         str,
         _flag(
@@ -407,6 +415,7 @@ def serve(
         strict_readiness=strict_readiness,
         strict_model_config=strict_model_config,
         strict_placement=strict_placement,
+        strict_repository_paths=strict_repository_paths,
         model_config_name=model_config_name,
         backend_directory=backend_directory,
         backend_config=tuple(backend_config),

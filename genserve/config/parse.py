@@ -12,7 +12,9 @@ from google.protobuf import descriptor_pool, text_format
 
 from genserve.config.backends import deduce_backend, known_backends
 from genserve.config.fault import Fault, Severity, first_error, nearest
+from genserve.config.file_rules import files
 from genserve.config.from_message import model_config
+from genserve.config.judged import JudgedConfig
 from genserve.config.model_config import ModelConfig
 from genserve.config.places import Places
 from genserve.config.rules import config_faults
@@ -44,7 +46,8 @@ class ParsedConfig:
         path: of the config.pbtxt, which need not be there.
         message: the `inference.ModelConfig` as it is written; None: it cannot be read, and the only fault
             says why.
-        config: its values, with the backend as far as it can be told; None: as `message`.
+        config: its values, with the backend as far as it can be told; None: as `message`, or it names a file
+            that is not the model's, and the faults tell these.
         places: of the fields in the text; None: there is none.
         faults: in the order of the rules.
     """
@@ -141,6 +144,13 @@ def inspect_message(
         places: of the fields in the text; None: there is no text, and faults have no place.
         completed: whether a backend has completed it, so that nothing may be missing any more.
     """
+    backends = tuple(backends) or known_backends()
+    judged = JudgedConfig(
+        message=message, places=places, source=path, folder=folder, backends=backends, completed=completed
+    )
+    outside = tuple(files(judged))
+    if outside:
+        return ParsedConfig(path=path, message=message, config=None, places=places, faults=outside)
     deduced = new_model_config()
     deduced.CopyFrom(message)
     faults: list[Fault] = []
@@ -154,7 +164,7 @@ def inspect_message(
         places=places,
         source=path,
         folder=folder,
-        backends=tuple(backends) or known_backends(),
+        backends=backends,
         completed=completed,
     )
     return ParsedConfig(

@@ -12,7 +12,6 @@ from typing import Any
 
 from genserve.config.backends import BUILT_IN
 from genserve.config.fault import Fault, nearest
-from genserve.config.file_rules import files
 from genserve.config.from_message import enum_name
 from genserve.config.honoured import unhonoured_fields
 from genserve.config.judged import JudgedConfig
@@ -73,7 +72,6 @@ def config_faults(
         _instance_groups,
         _accelerators,
         warmups,
-        files,
         _unhonoured,
     )
     return tuple(fault for rule in rules for fault in rule(config))

@@ -11,7 +11,7 @@ from genserve.config.fault import Fault, Severity, first_error
 from genserve.config.model_config import ModelConfig, SpecificVersions
 from genserve.errors import RepositoryError, Status
 from genserve.repository.draft_rules import draft_faults
-from genserve.repository.index import ModelEntry, scan, served_versions
+from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.plugin_rules import decodes, plugin_faults
 from genserve.repository.source_rules import source_faults
 from genserve.repository.wiring import wiring_faults
@@ -41,9 +41,12 @@ def repository_faults(
     Raises:
         RepositoryError: a root is not a folder.
     """
+    roots = list(roots)
     entries = scan(roots, config_name=config_name, backend_folders=backend_folders)
+    real_roots = [root.resolve() for root in roots]
     return {
-        name: (*model_faults(entry, entries), *_source_faults(entry)) for name, entry in entries.items()
+        name: (*model_faults(entry, entries), *_source_faults(entry), *_link_faults(entry, real_roots))
+        for name, entry in entries.items()
     }
 
 
@@ -130,6 +133,19 @@ def _source_faults(entry: ModelEntry) -> Iterator[Fault]:
         file = entry.path / str(version) / entry.config.default_model_filename
         if file.is_file() and file.suffix == ".py" and not decodes(file):
             yield from source_faults(file)
+
+
+def _link_faults(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator[Fault]:
+    """Yield a warning where the model's folder leads out of the repository; one, as links come in numbers."""
+    links = links_out(entry.path, real_roots)
+    if links:
+        more = f", and so do {len(links) - 1} more" if links[1:] else ""
+        yield Fault(
+            severity=Severity.WARNING,
+            path=links[0],
+            message=f"the link leads out of the model repository{more}",
+            remedy="it is followed, unless the server is started with --strict-repository-paths",
+        )
 
 
 def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:

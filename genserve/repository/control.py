@@ -84,6 +84,7 @@ class ModelControl:
             self._roots,
             config_name=self._options.config_name,
             backend_folders=[directory] if directory else (),
+            strict_paths=self._options.strict_paths,
         )
         self.chains = generation_chains(self.entries)
 
@@ -157,6 +158,8 @@ class ModelControl:
             if trace != self._polled.get(name):
                 self._polled[name] = trace
                 self.load_noted(entry)
+                if name in self.errors:
+                    logger.error("%s", self.errors[name])
         self._follow_steps()
 
     def close(self) -> None:

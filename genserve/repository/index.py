@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from genserve.config.parse import ParsedConfig, inspect_model_config
 from genserve.config.version_folders import version_folders
 from genserve.errors import ConfigError, RepositoryError
 
-__all__ = ["ModelEntry", "fingerprint", "scan", "served_versions"]
+__all__ = ["ModelEntry", "fingerprint", "links_out", "scan", "served_versions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,11 @@ class ModelEntry:
 
 
 def scan(
-    roots: Iterable[Path], *, config_name: str = "", backend_folders: Iterable[Path] = ()
+    roots: Iterable[Path],
+    *,
+    config_name: str = "",
+    backend_folders: Iterable[Path] = (),
+    strict_paths: bool = False,
 ) -> dict[str, ModelEntry]:
     """Read the folders of one or more repositories; hidden folders are passed over.
 
@@ -68,22 +73,34 @@ def scan(
         roots: the repositories.
         config_name: `configs/<config_name>.pbtxt` is read in place of config.pbtxt where a model has it.
         backend_folders: with backends that are written in Python.
+        strict_paths: whether a model that a link leads out of the roots from is an error; nothing of it is
+            read.
 
     Returns:
         The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed with its
         faults; so is one that two roots have, which is an error: nobody knows which is meant.
 
     Raises:
-        RepositoryError: a root is not a folder, or is itself a model.
+        RepositoryError: a root is not a folder, or is itself a model; or `config_name` is not a name.
     """
+    if "/" in config_name or "\0" in config_name:
+        raise RepositoryError(
+            f"{config_name!r} is not the name of a config",
+            remedy="NAME stands for the file configs/NAME.pbtxt in the folder of a model",
+        )
     backends = known_backends(backend_folders)
     entries: dict[str, ModelEntry] = {}
-    for root in {root.resolve(): root for root in roots}.values():
+    real_roots = {root.resolve(): root for root in roots}
+    for root in real_roots.values():
         for path in _model_folders(root):
             if path.name in entries:
                 entries[path.name] = _ambiguous(entries[path.name], other=path)
             else:
-                parsed = inspect_model_config(path, config_name=config_name, backends=backends)
+                outside = links_out(path, real_roots) if strict_paths else []
+                if outside:
+                    parsed = _leads_out(path, outside[0])
+                else:
+                    parsed = inspect_model_config(path, config_name=config_name, backends=backends)
                 entries[path.name] = ModelEntry(name=path.name, path=path, parsed=parsed)
     return dict(sorted(entries.items()))
 
@@ -116,6 +133,29 @@ def _versions_remedy(there: list[int]) -> str:
     return f"there are {', '.join(map(str, there))}; `version_policy {{ all {{ }} }}` serves them all"
 
 
+def links_out(folder: Path, roots: Iterable[Path]) -> list[Path]:
+    """Return the links by which a model's folder, or anything in it, leads out of the repositories.
+
+    A link to somewhere inside is followed, and what is there looked at, too.
+
+    Args:
+        folder: of the model.
+        roots: of the repositories, without links on their way.
+    """
+    return list(_links_out(folder, tuple(map(str, roots)), seen=set()))
+
+
+def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[Path]:
+    real = os.path.realpath(path)
+    if not any(Path(real).is_relative_to(root) for root in roots):
+        yield path
+    elif real not in seen and path.is_dir():
+        seen.add(real)
+        for part in sorted(path.iterdir()):
+            if part.is_symlink() or part.is_dir():
+                yield from _links_out(part, roots, seen=seen)
+
+
 def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
     """Return what changes when a model's folder does: each file's name, time of change in ns, and size.
 
@@ -137,7 +177,9 @@ def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
         stat = path.stat()
     except OSError:  # gone since it was listed, or a link to nowhere
         return name, 0, -1
-    return (name, 0, 0) if path.is_dir() else (name, stat.st_mtime_ns, stat.st_size)
+    if path.is_dir():   # what is in one that is a link is not listed, but that it leads elsewhere now is seen
+        return name, stat.st_ino if path.is_symlink() else 0, 0
+    return name, stat.st_mtime_ns, stat.st_size
 
 
 def _model_folders(root: Path) -> list[Path]:
@@ -154,6 +196,17 @@ def _model_folders(root: Path) -> list[Path]:
             remedy=f"give the folder that it lies in: {root.resolve().parent}",
         )
     return folders
+
+
+def _leads_out(folder: Path, link: Path) -> ParsedConfig:
+    fault = Fault(
+        severity=Severity.ERROR,
+        path=link,
+        message=f"the link leads out of the model repository, and model '{folder.name}' is refused",
+        remedy="put the file itself there; or serve without --strict-repository-paths",
+    )
+    path = folder / "config.pbtxt"
+    return ParsedConfig(path=path, message=None, config=None, places=None, faults=(fault,))
 
 
 def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:

@@ -28,6 +28,7 @@ class RepositoryOptions:
     poll_s: float = 15.0
     strict_config: bool = False             # nothing is completed from the model's files
     strict_placement: bool = False          # KIND_GPU without a GPU is an error
+    strict_paths: bool = False              # a link that leads out of the repository is an error
     config_name: str = ""                   # `configs/NAME.pbtxt` of a model is read where it exists
     backend_directory: Path | None = None   # of python-based backends
     default_max_batch_size: int = DEFAULT_MAX_BATCH_SIZE    # of ONNX models that can batch and do not say

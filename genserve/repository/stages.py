@@ -147,7 +147,9 @@ def _ensemble(
 ) -> GenerationEnsemble:
     tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
     decoder = stages["decoder"]
-    decoding = load_decoding(decoder.latest_version() / "model.py", name=decoder.name)
+    assert decoder.config is not None  # or it would have an error
+    file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+    decoding = load_decoding(file, name=decoder.name)
     logits = load_logits(stages["logits"], placement=placement)
     loop = _start(
         logits,

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import mkdtemp
 
 from genserve.config.backends import deduce_backend
+from genserve.config.file_rules import MAX_NAME_BYTES
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.repository.index import ModelEntry
@@ -16,8 +17,6 @@ from genserve.repository.index import ModelEntry
 __all__ = ["Upload", "check_model_name", "refuse_code"]
 
 _BACKENDS_OF_DATA = frozenset({"onnxruntime", "tokenizer"})
-
-_MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
 
 class Upload:
@@ -91,4 +90,4 @@ def _check_path(path: str) -> None:
 
 
 def _is_part(name: str) -> bool:
-    return name not in ("", ".", "..") and "\0" not in name and len(name.encode()) <= _MAX_NAME_BYTES
+    return name not in ("", ".", "..") and "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES

@@ -267,6 +267,7 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
         poll_s=settings.repository_poll_s,
         strict_config=settings.strict_model_config,
         strict_placement=settings.strict_placement,
+        strict_paths=settings.strict_repository_paths,
         config_name=settings.model_config_name,
         backend_directory=backends.backend_directory,
         default_max_batch_size=backends.default_max_batch_size,
