@@ -55,6 +55,15 @@ def test_an_entry_point_that_leads_nowhere_is_told(installed):
         find_backend("broken")
 
 
+def test_a_backend_is_not_looked_for_outside_of_the_backend_directory(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "model.py").touch()
+    (tmp_path / "backends").mkdir()
+    for name in ("../outside", str(tmp_path / "outside"), "a" * 300):
+        with pytest.raises(RepositoryError, match="unable to find backend library"):
+            find_backend(name, backend_directory=tmp_path / "backends")
+
+
 def test_a_python_based_backend_is_found_in_the_backend_directory(tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "model.py").touch()

@@ -45,6 +45,7 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
     words = (
         "--model-store=/models --model-control-mode=explicit --load-model=a --load-model=b "
         "--strict-readiness=false --exit-on-error=false --strict-model-config=true --grpc-port=9001 "
+        "--strict-repository-paths=true "
         "--metrics-port=9002 --allow-grpc=true --allow-metrics=false --cache-config=local,size=1048576 "
         "--rate-limit=execution_count --rate-limit-resource=R1:4 --model-load-thread-count=2 --id=mine "
         "--exit-timeout-secs=5 --log-verbose=1 --repository-poll-secs=3 --allow-client-shm=true "
@@ -64,6 +65,7 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         strict_readiness=False,
         exit_on_error=False,
         strict_model_config=True,
+        strict_repository_paths=True,
         grpc_port=9001,
         metrics_port=9002,
         allow_metrics=False,

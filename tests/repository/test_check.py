@@ -121,3 +121,59 @@ def test_a_model_of_two_repositories_is_refused(tmp_path):
     assert str(tmp_path / "one" / "m") in fault.remedy
     assert fault.path == tmp_path / "two" / "m"
     assert repository_faults([tmp_path / "one", tmp_path / "one"]) == {"m": ()}
+
+
+ELSEWHERE = (
+    "the file '{name}' is not in the folder of model 'm'; put the file into {folder}, and name it from there"
+)
+
+
+@pytest.mark.parametrize("name", ["../../x", "../1/model.py", "/etc/passwd"])
+@pytest.mark.parametrize(
+    ("field", "folder"),
+    [
+        ('default_model_filename: "{name}"', "the folder of each version"),
+        ('output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ 1 ] label_filename: "{name}" }} ]',
+         "the model's folder"),
+        ('model_warmup {{ name: "w" inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ 1 ] '
+         'input_data_file: "{name}" }} }} }}', "the model's folder `warmup`"),
+        ('sequence_batching {{ state {{ input_name: "S" output_name: "T" data_type: TYPE_FP32 dims: [ 1 ] '
+         'initial_state {{ name: "i" data_type: TYPE_FP32 dims: [ 1 ] data_file: "{name}" }} }} }}',
+         "the model's folder `initial_state`"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["python", "onnxruntime", "pytorch", "tensorflow", "tokenizer"])
+def test_a_file_outside_of_the_models_folder_is_an_error_with_its_line(
+    tmp_path, backend, field, folder, name
+):
+    add(tmp_path, config=f'backend: "{backend}"\n{field.format(name=name)}')
+    [line] = told(tmp_path)
+    place, _, error = line.partition(": error: ")
+    assert place.startswith("m/config.pbtxt:2:")
+    assert error == ELSEWHERE.format(name=name, folder=folder)
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "a\\000b", ".", "1/" + "é" * 128])
+def test_a_name_that_no_file_can_have_is_an_error_of_its_model_alone(tmp_path, name):
+    add(tmp_path, config=f'backend: "python" default_model_filename: "{name}"')
+    (tmp_path / "n" / "1").mkdir(parents=True)
+    (tmp_path / "n" / "1" / "model.py").write_text("class TritonPythonModel: pass")
+    [line] = told(tmp_path)
+    assert line.startswith("m/config.pbtxt:1:19: error: no file can be called '")
+
+
+def test_a_model_file_outside_of_its_folder_is_not_read(tmp_path):
+    (tmp_path / "outside.py").write_text("async def decode(self): (")
+    add(tmp_path / "r", config='backend: "python" default_model_filename: "../../../outside.py"')
+    [line] = told(tmp_path / "r")
+    assert "outside.py' is not in the folder" in line
+
+
+def test_a_link_that_leads_out_of_the_repository_is_a_warning(tmp_path):
+    add(tmp_path / "r")
+    for name in ("a", "b"):
+        (tmp_path / "r" / "m" / "1" / name).symlink_to("/etc")
+    assert told(tmp_path / "r") == [
+        "m/1/a: warning: the link leads out of the model repository, and so do 1 more; it is followed, "
+        "unless the server is started with --strict-repository-paths"
+    ]

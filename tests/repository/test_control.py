@@ -671,3 +671,36 @@ def test_a_broken_model_that_is_taken_away_is_no_error_any_more_and_may_come_bac
         write_model(tmp_path / ".away" / "..", ".away", number=3)
         (tmp_path / ".away").rename(broken)
         until(lambda: repository.is_ready("bad"))
+
+
+def test_with_strict_paths_a_model_that_leads_out_is_not_loaded_and_one_that_serves_goes_on(
+    tmp_path: Path,
+) -> None:
+    write_model(tmp_path / "elsewhere", "away", number=5)
+    root = tmp_path / "models"
+    write_model(root, "one", number=1)
+    (root / "away").symlink_to(tmp_path / "elsewhere" / "away")
+    with opened(root, "one", strict_paths=True) as repository:
+        with pytest.raises(InferenceError, match="failed to load 'away'") as caught:
+            repository.load("away")
+        assert caught.value.remedy.startswith(f"{root}/away: the link leads out of the model repository")
+        (root / "one" / "1" / "model.py").unlink()
+        (root / "one" / "1" / "model.py").symlink_to(tmp_path / "elsewhere" / "away" / "1" / "model.py")
+        with pytest.raises(InferenceError, match="failed to load 'one'"):
+            repository.load("one")
+        assert value(ask(repository, "one", X=[1])) == [2.0]
+    with opened(root, "one", "away") as repository:
+        assert value(ask(repository, "one", X=[1])) == value(ask(repository, "away", X=[1])) == [6.0]
+
+
+def test_with_strict_paths_polling_takes_up_no_model_that_leads_out_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path / "elsewhere", "away")
+    root = tmp_path / "models"
+    write_model(root, "one")
+    with opened(root, mode=ControlMode.POLL, poll_s=0.02, strict_paths=True) as repository:
+        (root / "away").symlink_to(tmp_path / "elsewhere" / "away")
+        until(lambda: "away" in repository.errors and "leads out" in caplog.text)
+        assert repository.versions("away") == []
+        assert repository.versions("one") == [1]

@@ -7,7 +7,7 @@ import pytest
 
 from genserve.config.model_config import AllVersions, LatestVersions, ModelConfig, SpecificVersions
 from genserve.errors import RepositoryError
-from genserve.repository.index import fingerprint, scan, served_versions
+from genserve.repository.index import fingerprint, links_out, scan, served_versions
 
 
 @pytest.mark.parametrize(
@@ -119,3 +119,83 @@ def test_a_stray_config_beside_models_is_passed_over(tmp_path):
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "config.pbtxt").write_text("")
     assert list(scan([tmp_path])) == ["m"]
+
+
+@pytest.fixture
+def linked(tmp_path: Path, model: Path) -> Path:
+    """A repository whose `m` lies beside it: its version folder, and a file in it, are links to there."""
+    root = tmp_path / "repository"
+    (root / "m").mkdir(parents=True)
+    (root / "m" / "1").symlink_to(model / "1")
+    (root / "m" / "2").mkdir()
+    (root / "m" / "2" / "model.py").symlink_to(model / "1" / "model.py")
+    return root
+
+
+def test_links_are_followed_wherever_they_lead(linked: Path, model: Path):
+    (linked / "n").symlink_to(model)
+    entries = scan([linked])
+    assert {name: entry.versions for name, entry in entries.items()} == {"m": (1, 2), "n": (1,)}
+    assert not any(entry.error for entry in entries.values())
+
+
+def test_with_strict_paths_a_model_that_leads_out_is_an_error_and_is_not_read(linked: Path, model: Path):
+    (linked / "n").symlink_to(model)
+    (linked / "o" / "1").mkdir(parents=True)
+    (linked / "o" / "1" / "model.py").touch()
+    (linked / "p").mkdir()
+    (linked / "p" / "config.pbtxt").symlink_to(model / "config.pbtxt")
+    entries = scan([linked], strict_paths=True)
+    assert {name: str(entry.error and entry.error.message) for name, entry in entries.items()} == {
+        "m": f"{linked}/m/1: the link leads out of the model repository, and model 'm' is refused",
+        "n": f"{linked}/n: the link leads out of the model repository, and model 'n' is refused",
+        "o": "None",
+        "p": f"{linked}/p/config.pbtxt: the link leads out of the model repository, and model 'p' is refused",
+    }
+    assert entries["p"].config is None
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "out"),
+    [
+        ("a", "{root}/m/1/model.py", []),
+        ("a", "../m/1", []),
+        ("a", "{root}/.data/1", []),
+        ("a", "{other}/x", []),                 # of another repository
+        ("a", "a", []),                         # leads round in circles
+        ("a", "../m", []),
+        ("a", "{root}/.data", ["a/out"]),       # leads out by way of another link
+        ("a", "/etc", ["a"]),
+        ("a", "../../nowhere", ["a"]),
+        ("a", "{root}-beside", ["a"]),
+        ("1/.hidden", "/etc/passwd", ["1/.hidden"]),
+    ],
+)
+def test_the_links_that_lead_out_are_found(tmp_path: Path, link: str, target: str, out: list[str]):
+    root, other = tmp_path / "root", tmp_path / "other"
+    for folder in (root / "m" / "1", root / ".data" / "1", other):
+        folder.mkdir(parents=True)
+    (root / "m" / "1" / "model.py").touch()
+    (root / ".data" / "out").symlink_to("/etc")
+    (root / "m" / link).symlink_to(target.format(root=root, other=other))
+    found = links_out(root / "m", [root.resolve(), other.resolve()])
+    assert [path.relative_to(root / "m").as_posix() for path in found] == out
+
+
+def test_a_repository_that_is_a_link_itself_is_inside(tmp_path: Path, model: Path):
+    (tmp_path / "link").symlink_to(model.parent)
+    assert scan([tmp_path / "link"], strict_paths=True)["m"].error is None
+
+
+def test_that_a_linked_folder_leads_elsewhere_now_is_seen(linked: Path, model: Path):
+    before = fingerprint(linked / "m")
+    (linked / "m" / "1").unlink()
+    (model / "3").mkdir()
+    (linked / "m" / "1").symlink_to(model / "3")
+    assert fingerprint(linked / "m") != before
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0b"])
+def test_the_name_of_a_config_is_no_path(tmp_path: Path, name: str):
+    with pytest.raises(RepositoryError, match="is not the name of a config"):
+        scan([tmp_path], config_name=name)

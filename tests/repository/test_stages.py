@@ -372,3 +372,18 @@ def test_a_reload_lets_streams_end_that_came_to_the_engine_directly(
         gate.open("w").close()
         assert Stream(stream).final().usage.completion_tokens == 4
     repository.close()
+
+
+def test_the_decoder_is_the_file_that_its_config_names(tiny_repository: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    folder = root / "tiny_decoder"
+    (folder / "1" / "model.py").rename(folder / "1" / "loop.py")
+    with (folder / "config.pbtxt").open("a") as config:
+        config.write('\ndefault_model_filename: "loop.py"\n')
+    repository = Repository([root])
+    try:
+        repository.start(["tiny"])
+        assert repository.errors == {}
+        assert repository.get("tiny").name == "tiny"
+    finally:
+        repository.close()

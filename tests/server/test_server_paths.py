@@ -286,3 +286,44 @@ def test_no_answer_names_a_folder_of_the_server_or_shows_a_traceback(told: Told)
 def test_what_a_client_can_use_is_told_all_the_same(told: Told, words: str) -> None:
     assert any(words in answer for answer in told.answers.values())
 
+
+
+def load(server: LiveServer, name: str, **parameters: str) -> tuple[int, dict[str, str]]:
+    url = f"{server.url}/v2/repository/models/{name}/load"
+    answer = httpx2.post(url, json={"parameters": parameters}, timeout=60)
+    return answer.status_code, answer.json() if answer.text else {}
+
+
+def test_with_strict_repository_paths_a_model_that_leads_out_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "elsewhere", "away")
+    root = tmp_path / "models"
+    write_model(root, "here")
+    (root / "away").symlink_to(tmp_path / "elsewhere" / "away")
+    explicit = {"model_control_mode": "explicit", "load_model": ("here",)}
+    with LiveServer(root, strict_repository_paths=True, **explicit) as server:
+        status, answer = load(server, "away")
+        assert status == 500
+        assert answer["error"] == "failed to load 'away', failed to poll from model repository"
+        assert answer["remedy"].startswith("away: the link leads out of the model repository")
+        assert httpx2.get(f"{server.url}/v2/models/here/ready").status_code == 200
+    with LiveServer(root, **explicit) as server:
+        assert load(server, "away") == (200, {})
+
+
+@pytest.mark.parametrize("name", ["../../secret.py", "/srv/secret.py", "a" * 300])
+def test_a_load_whose_config_names_a_file_elsewhere_is_told_so(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, "one")
+    with LiveServer(tmp_path, model_control_mode="explicit", load_model=("one",)) as server:
+        given = {"backend": "python", "input": [{"name": "X"}], "default_model_filename": name}
+        status, answer = load(server, "one", config=json.dumps(given))
+        assert status == 500
+        assert answer["error"] == "failed to load 'one', failed to poll from model repository"
+        assert "put the file into the folder of each version" in answer["remedy"] or len(name) > 255
+        assert httpx2.get(f"{server.url}/v2/models/one/ready").status_code == 200
+
+
+def test_a_config_whose_file_name_is_too_long_leaves_the_server_to_other_models(tmp_path: Path) -> None:
+    write_model(tmp_path, "one")
+    write_model(tmp_path, "long", config=config("python", f'default_model_filename: "{"a" * 300}"'))
+    with LiveServer(tmp_path, exit_on_error=False) as server:
+        assert httpx2.get(f"{server.url}/v2/models/one/ready").status_code == 200
