@@ -58,7 +58,8 @@ def public_error(error: _Error) -> _Error:
     message, remedy = public_text(error.message), public_text(error.remedy)
     if (message, remedy) == (error.message, error.remedy):
         return error
-    logger.warning("clients are told of this error without paths: %s", error)
+    # Quoted, as it may hold what a client sent: no line of the log is a client's.
+    logger.warning("clients are told of this error without paths: %r", str(error))
     told = type(error).__new__(type(error), message)    # `copy` would call `__init__`, each of another form
     vars(told).update(vars(error), message=message, remedy=remedy)
     return told

@@ -704,3 +704,15 @@ def test_with_strict_paths_polling_takes_up_no_model_that_leads_out_and_the_log_
         until(lambda: "away" in repository.errors and "leads out" in caplog.text)
         assert repository.versions("away") == []
         assert repository.versions("one") == [1]
+
+
+def test_a_model_file_may_lie_in_a_folder_of_its_version(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "one", config=CONFIG + 'default_model_filename: "code/main.py"') / "1"
+    (folder / "code").mkdir()
+    text = (folder / "model.py").read_text().replace("x + 1", "x + beside.ONE + above.TWO")
+    (folder / "code" / "main.py").write_text(f"import above\nimport beside\n{text}")
+    (folder / "code" / "beside.py").write_text("ONE = 1")
+    (folder / "above.py").write_text("TWO = 2")
+    (folder / "model.py").unlink()
+    with opened(tmp_path, "one") as repository:
+        assert value(ask(repository, "one", X=[1])) == [4.0]

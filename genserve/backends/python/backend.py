@@ -113,7 +113,8 @@ class PythonBackend:
         if cls.folder is not None:
             return cls.folder / "model.py", [cls.folder]
         folder = path / str(version)
-        return folder / (filename or "model.py"), [folder, path]
+        file = folder / (filename or "model.py")
+        return file, list(dict.fromkeys((file.parent, folder, path)))
 
 
 def python_based(folder: Path) -> type[PythonBackend]:
