@@ -27,7 +27,7 @@ _BEFORE = r"(?<![\w.~/-])(?:file://)?"  # not in the middle of another path, or 
 # Where systems keep files: what lies below is a path, whoever wrote it. `/v2/models` is none.
 _TOP_FOLDERS = (
     "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
-    "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var|work|workspace"
+    "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var"
 )
 # As Python and TorchScript print it; the exception itself is told on the line behind it.
 _TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")

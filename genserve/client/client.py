@@ -111,7 +111,10 @@ class Client:
         return self._call(calls.models())
 
     def close(self) -> None:
-        """Let go of the connections; a second call does nothing."""
+        """Let go of the connections; a second call does nothing.
+
+        What another thread waits for ends with Closed, at the latest after `timeout_s`.
+        """
         self._closed = True
         if self._owns_http:
             self._http.close()

@@ -151,7 +151,11 @@ def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[
         yield path
     elif real not in seen and path.is_dir():
         seen.add(real)
-        for part in sorted(path.iterdir()):
+        try:
+            parts = sorted(path.iterdir())
+        except OSError:     # nobody may look into it, and no backend will
+            return
+        for part in parts:
             if part.is_symlink() or part.is_dir():
                 yield from _links_out(part, roots, seen=seen)
 

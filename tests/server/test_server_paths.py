@@ -279,6 +279,7 @@ def test_no_answer_names_a_folder_of_the_server_or_shows_a_traceback(told: Told)
         "No such file or directory: 'weights.bin'",
         "Load model from onnxruntime_broken/1/model.onnx failed",
         "old/config.pbtxt:1:10",
+        "External data path escapes model directory",
         "shape '[7]' is invalid",
         "models in the model repository: ",
     ],
