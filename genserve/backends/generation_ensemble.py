@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from genserve.backends.python.plugins import Plugins
-from genserve.errors import ContextLengthExceeded, InvalidRequest
+from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.loop import EngineLoop
 from genserve.generation.plugins import LogitsProcessor, PluginContext
@@ -92,14 +92,19 @@ class GenerationEnsemble:
                 `field` is `prompt`, `messages` or the parameter's name. So is a plug-in that the model has
                 not, or not with such arguments.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
+            ModelFailed: the chat template, the tokenizer or a plug-in is at fault.
+            Overloaded: other chats hold up the chat template.
         """
         width = self._beam_width(params, num_choices=num_choices)
         max_length = self.loop.longest(width) if width > 1 else self.max_length
         deadline_s = None
         if params.max_time_ms is not None:
             deadline_s = (self.loop.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000
-        field, token_ids = self._encode(prompt)
-        token_ids = self._truncated(token_ids, params, max_length=max_length)
+        field, whole = self._encode(prompt)
+        token_ids = self._truncated(whole, params, max_length=max_length)
+        thinks = self._begins_thought(
+            prompt, token_ids, cut=len(token_ids) < len(whole) and params.truncation_side == "right"
+        )
         self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
         self._check_ids(params)
         text = self._text(params)
@@ -114,13 +119,14 @@ class GenerationEnsemble:
             dry_breakers=self._dry_breakers(params),
             deadline_s=deadline_s,
             xtc_spared_ids=self._xtc_spared_ids(params),
+            begins_thought=thinks,
         )
         contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
         sequences = [
             begin(
                 seed=context.seed,
                 text=self.plugins.parsed(text.fork(), context),
-                plugins=self.plugins.for_sequence(context, ours=self._thinking(context)),
+                plugins=self.plugins.for_sequence(context, ours=self._thinking(context, begun=thinks)),
                 grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
             )
             for context in contexts
@@ -129,8 +135,10 @@ class GenerationEnsemble:
             BeamSearch(sequences, width=width, text=text)
         return sequences
 
-    def reasoned_text(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReasonedText | None:
+    def reasoned_text(self, params: SamplingParams, *, begun: bool) -> ReasonedText | None:
         """Return what tells an answer's reasoning from its content; None: all of it is content.
+
+        `begun`: the prompt begins the thought, see `TokenSequence.begins_thought`.
 
         So it is where the model has no tags of a thought or no text for them, where the answer has a form,
         and where a parser of the request's own reads it.
@@ -140,11 +148,12 @@ class GenerationEnsemble:
             return None
         if params.structured_outputs is not None or params.output_parser is not None:
             return None
-        return ReasonedText(begun=self._begins_thought(prompt_token_ids))
+        return ReasonedText(begun=begun)
 
     def close(self) -> None:
-        """End all requests and the engine's thread."""
+        """End all requests, the engine's thread, and the process of the chat template."""
         self.loop.close()
+        self.tokenizer.close()
 
     def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
         """Return how many beams a request has; 1: no search."""
@@ -196,7 +205,7 @@ class GenerationEnsemble:
         if isinstance(prompt, str):
             return "prompt", self.tokenizer.encode(prompt)
         if isinstance(prompt, Chat):
-            return "messages", self.tokenizer.encode_chat(prompt)
+            return "messages", self._encode_chat(self.tokenizer.encode_chat, prompt)
         for index, token_id in enumerate(prompt):
             if not 0 <= token_id < self.vocab_size:
                 field = f"prompt[{index}]"
@@ -205,6 +214,15 @@ class GenerationEnsemble:
                     field=field,
                 )
         return "prompt", prompt
+
+    def _encode_chat(self, encode: Callable[[Chat], list[int]], chat: Chat) -> list[int]:
+        try:
+            return encode(chat)
+        except ModelFailed as error:
+            raise ModelFailed(f"model {self.name!r}: {error.message}", remedy=error.remedy) from error
+        finally:
+            if not self.loop.alive:  # `close` came before: nobody else ends what this has started
+                self.tokenizer.close()
 
     def _spellings(self, word: str) -> list[list[int]]:
         """Return the ids of a word as it begins a text, and as it follows another."""
@@ -220,7 +238,7 @@ class GenerationEnsemble:
             return []
         return [*self.tokenizer.eos_token_ids, *self.tokenizer.encode("\n", add_special_tokens=False)[-1:]]
 
-    def _thinking(self, context: PluginContext) -> list[tuple[str, LogitsProcessor]]:
+    def _thinking(self, context: PluginContext, *, begun: bool) -> list[tuple[str, LogitsProcessor]]:
         """Return what keeps to the request's budget, if it has one."""
         name = "thinking_token_budget"
         num_tokens = context.params.thinking_token_budget
@@ -235,18 +253,34 @@ class GenerationEnsemble:
             start_id=start_id,
             end_id=end_id,
             num_prompt_tokens=len(context.prompt_token_ids),
-            begun=self._begins_thought(context.prompt_token_ids),
+            begun=begun,
         )
         return [(name, budget)]
 
-    def _begins_thought(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends within a thought.
+    def _begins_thought(self, prompt: Prompt, token_ids: Sequence[int], *, cut: bool) -> bool:
+        """Whether the answer to a prompt of these tokens begins within a thought.
 
-        That is behind the tag of one, with no other tag since, and no special token: these end the turns of a
-        chat, so that the tag in a message of the user's begins nothing.
+        In a chat only the words of the template behind the messages can begin one, or the message that is
+        continued; never what somebody else has said. `cut`: the end of the prompt has been left out.
         """
+        if not self._ends_within_thought(token_ids):
+            return False
+        if not isinstance(prompt, Chat):
+            return True
+        if cut:
+            return False
+        try:
+            behind = self._encode_chat(self.tokenizer.encode_behind_messages, prompt)
+        except InvalidRequest:  # the template takes the messages as they are, and not with marks in them
+            return False
+        return self._ends_within_thought(behind)
+
+    def _ends_within_thought(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tag that begins a thought is there, with no other tag and no special token since."""
         start_id, end_id = self._thinking_ids
-        for token_id in reversed(prompt_token_ids):
+        if start_id is None:
+            return False
+        for token_id in reversed(token_ids):
             if token_id == start_id:
                 return True
             if token_id == end_id or self.tokenizer.is_silent(token_id):

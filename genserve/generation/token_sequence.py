@@ -71,6 +71,7 @@ class TokenSequence:
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
+        begins_thought: whether the answer begins within a thought, since the prompt leaves one open.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
         plugins: what the repository adds to its decoding.
@@ -94,6 +95,7 @@ class TokenSequence:
         "_vocab_size",
         "_wants_top",
         "beams",
+        "begins_thought",
         "deadline_s",
         "finish_reason",
         "fresh_rules",
@@ -131,6 +133,7 @@ class TokenSequence:
         deadline_s: float | None = None,
         xtc_spared_ids: Sequence[int] = (),
         grammar: AnswerGrammar | None = None,
+        begins_thought: bool = False,
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -146,6 +149,7 @@ class TokenSequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
         self.deadline_s = deadline_s
+        self.begins_thought = begins_thought
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self.plugins = plugins or SequencePlugins()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from genserve.backends.backend import Placement
 from genserve.backends.generation_ensemble import GenerationEnsemble
@@ -145,23 +146,26 @@ def _ensemble(
     options: RepositoryOptions,
     metrics: Metrics,
 ) -> GenerationEnsemble:
-    tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
-    decoder = stages["decoder"]
-    assert decoder.config is not None  # or it would have an error
-    file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
-    decoding = load_decoding(file, name=decoder.name)
-    logits = load_logits(stages["logits"], placement=placement)
-    loop = _start(
-        logits,
-        decode=decoding.decode,
-        entry=entry,
-        stage=stages["logits"],
-        options=options,
-        metrics=metrics,
-        speculation=load_drafting(
-            stages["logits"], logits, entries, tokenizer=tokenizer, placement=placement
-        ),
-    )
+    with ExitStack() as undo:
+        tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
+        undo.callback(tokenizer.close)      # an error refers to it, and is kept
+        decoder = stages["decoder"]
+        assert decoder.config is not None  # or it would have an error
+        file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+        decoding = load_decoding(file, name=decoder.name)
+        logits = load_logits(stages["logits"], placement=placement)
+        loop = _start(
+            logits,
+            decode=decoding.decode,
+            entry=entry,
+            stage=stages["logits"],
+            options=options,
+            metrics=metrics,
+            speculation=load_drafting(
+                stages["logits"], logits, entries, tokenizer=tokenizer, placement=placement
+            ),
+        )
+        undo.pop_all()
     return GenerationEnsemble(
         name=entry.name,
         tokenizer=tokenizer,

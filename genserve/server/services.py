@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
+from weakref import WeakKeyDictionary
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
@@ -23,7 +24,7 @@ from genserve.metrics import Metrics
 from genserve.public_text import add_repositories
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
-from genserve.request import Prompt
+from genserve.request import Chat, Prompt
 from genserve.sampling.params import SamplingParams
 from genserve.server.faults import renamed
 from genserve.server.readiness import Readiness
@@ -31,7 +32,10 @@ from genserve.settings import ServerSettings
 
 __all__ = ["Open", "Services", "SharedServices"]
 
+# Of one model, beside the threads that all models share.
 MAX_FORM_THREADS = 4
+MAX_CHAT_THREADS = 8
+MAX_CHAT_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class Open:
     prompts: tuple[tuple[int, ...], ...]    # the token ids of each
     seeds: tuple[int, ...]                  # of the choices
     params: SamplingParams
+    begins_thought: bool                    # the first of the prompts leaves one open
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +62,7 @@ class Services:
     trace_settings: TraceSettings = field(default_factory=TraceSettings)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
-    _of_forms: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_FORM_THREADS))
+    _limiters: WeakKeyDictionary[GenerationEnsemble, _Limiters] = field(default_factory=WeakKeyDictionary)
     _outbox: EventLoopOutbox | None = None
     _kserve_outbox: ResponseOutbox | None = None
 
@@ -106,9 +111,8 @@ class Services:
         _check_count(len(prompts), n=n, name=name, limit=ensemble.loop.capacity)
         arrived_s = ensemble.loop.now_s
         prepare = partial(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
-        # Forms may take seconds to compile, one after the other: those who wait must not hold all threads.
-        limiter = self._of_forms if params.structured_outputs is not None else None
-        sequences = await to_thread.run_sync(prepare, limiter=limiter)
+        limiters = self._limiters.setdefault(ensemble, _Limiters())
+        sequences = await to_thread.run_sync(prepare, limiter=limiters.of(prompts, params))
         # Before the engine's thread has them.
         prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
         if self._outbox is None:
@@ -125,7 +129,24 @@ class Services:
             prompts=prompt_ids,
             seeds=tuple(s.seed for s in sequences),
             params=params,
+            begins_thought=sequences[0].begins_thought,
         )
+
+
+class _Limiters:
+    """Of the threads that prepare requests to one model: what holds them up there holds up no other model.
+
+    Forms may take seconds to compile, one after the other, and so may chats whose template is at fault.
+    """
+
+    def __init__(self) -> None:
+        self._forms = CapacityLimiter(MAX_FORM_THREADS)
+        self._chats = CapacityLimiter(MAX_CHAT_THREADS)
+
+    def of(self, prompts: Sequence[Prompt], params: SamplingParams) -> CapacityLimiter | None:
+        if params.structured_outputs is not None:
+            return self._forms
+        return self._chats if any(isinstance(prompt, Chat) for prompt in prompts) else None
 
 
 def _check_count(num_prompts: int, *, n: int, name: str, limit: int) -> None:
@@ -146,6 +167,12 @@ def _prepare(
     n: int,
     arrived_s: float,
 ) -> list[TokenSequence]:
+    if ensemble.loop.now_s - arrived_s > MAX_CHAT_WAIT_S and any(isinstance(one, Chat) for one in prompts):
+        raise Overloaded(
+            f"the chats before this one have held up model {ensemble.name!r} for {MAX_CHAT_WAIT_S:g} s",
+            retry_after_s=5,
+            remedy="try again later; the server's log has the reason if the chat template is at fault",
+        )
     sequences: list[TokenSequence] = []
     for index, prompt in enumerate(prompts):
         try:

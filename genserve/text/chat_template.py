@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Any
-
-from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
 from genserve.request import Chat
+from genserve.text.template_process import ChatRefused, TemplateExceeded, TemplateFailed, TemplateProcess
 
 __all__ = ["ChatTemplate"]
 
+logger = logging.getLogger(__name__)
+
 # Stands at the end of a message that is continued; no character, so that no message has it.
 _MARK = "\udfff"
+_REMEDY = "take the template from the model's original checkpoint"
+_REMEDY_LOG = f"the server's log has the reason; {_REMEDY}"
 # The variables that a request does not set by name.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
-    """A Jinja template in a sandbox, with what `transformers.apply_chat_template` puts around it.
+    """A Jinja template as `transformers.apply_chat_template` renders it, in a process of its own.
+
+    Safe from any thread.
 
     Args:
         source: the template.
         special_tokens: the variables `bos_token`, `eos_token` and so on.
-        name: what messages call the template: its file.
+        name: what the log calls the template: its file.
 
     Attributes:
         source: the template.
         variables: what a request may set beside the messages.
 
     Raises:
-        RepositoryError: the template is no valid Jinja.
+        RepositoryError: the template is no valid Jinja, or takes too much time or memory to compile.
     """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str], name: str) -> None:
         self.source = source
-        self._special_tokens = dict(special_tokens)
         self._name = name
-        environment = _environment()
+        self._process = TemplateProcess(source, special_tokens=special_tokens)
         try:
-            self._template = environment.from_string(source)
-            named = meta.find_undeclared_variables(environment.parse(source))
-        except TemplateSyntaxError as error:
-            raise RepositoryError(
-                f"{name}: line {error.lineno} of the chat template: {error.message}",
-                remedy="take the template from the model's original checkpoint",
-            ) from None
-        self.variables = frozenset(named) - environment.globals.keys() - self._special_tokens.keys() - _OURS
+            self.variables = self._process.compile() - _OURS
+        except TemplateFailed as error:
+            place = "the chat template cannot be compiled: " if isinstance(error, TemplateExceeded) else ""
+            raise RepositoryError(f"{name}: {place}{error}", remedy=_REMEDY) from None
 
     def render(self, chat: Chat) -> str:
         """The prompt for the assistant's next turn, or for the rest of the last one.
@@ -60,7 +55,9 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses these messages, or drops the one that is to be continued:
                 `field` is `messages`; or it knows nothing of one of `chat.template_kwargs`.
-            ModelFailed: the template itself is at fault.
+            ModelFailed: the template itself is at fault, or takes more time or memory, or writes more, than
+                it may. The log says why.
+            Overloaded: the chats before this one take too long.
         """
         for name in chat.template_kwargs:
             self._require_variable(name)
@@ -77,22 +74,32 @@ class ChatTemplate:
             remedy = f"its variables are: {known}"
             raise InvalidRequest(f"{field}: the chat template does not use it", field=field, remedy=remedy)
 
+    def close(self) -> None:
+        """End the process; a later `render` starts another."""
+        self._process.close()
+
     def _render(self, messages: list[dict[str, str]], chat: Chat) -> str:
+        variables = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": chat.begins_turn,
+            **chat.template_kwargs,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=chat.begins_turn,
-                **self._special_tokens,
-                **chat.template_kwargs,
-            )
-        except (_RefusedError, UndefinedError) as error:
+            return self._process.render(variables)
+        except ChatRefused as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from None
-        except Exception as error:  # the template is a program of its own: anything may come out of it
-            raise ModelFailed(f"{self._name}: the chat template failed: {error}") from error
+        except TemplateFailed as error:
+            logger.error("%s: the chat template failed: %s", self._name, error)  # noqa: TRY400  its words are all
+            limits = ": it takes more time or memory, or writes more, than it may"
+            exceeded = limits if isinstance(error, TemplateExceeded) else ""
+            raise ModelFailed(f"the chat template failed{exceeded}", remedy=_REMEDY_LOG) from None
+        except (TypeError, ValueError, RecursionError) as error:  # of a caller in this process
+            field = "chat_template_kwargs"
+            raise InvalidRequest(f"{field} must be what JSON can hold: {error}", field=field) from None
 
 
 def _up_to_mark(rendered: str) -> str:
@@ -105,39 +112,3 @@ def _up_to_mark(rendered: str) -> str:
     if not after.startswith(" "):  # the template has trimmed the message
         before = before.rstrip()
     return before.replace(_MARK + " ", "").replace(_MARK, "")  # where it shows the message twice
-
-
-class _RefusedError(TemplateError):
-    """The template called `raise_exception`."""
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012  the base class declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(value, **{"ensure_ascii": False} | options)
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

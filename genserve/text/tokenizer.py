@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from genserve.errors import InvalidRequest
-from genserve.request import Chat
+from genserve.errors import InvalidRequest, ModelFailed
+from genserve.request import Chat, Message
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.renamed_specials import MARK, RenamedSpecials
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 __all__ = ["Tokenizer"]
 
+logger = logging.getLogger(__name__)
+
 # Stand-ins for special tokens that somebody wrote into a message: these code points are not characters,
-# so that no message and no template has one. The last is the chat template's own.
-SURROGATES = range(0xD800, 0xDFFF)
+# so that no message and no template has one. The last is the chat template's own, the one before marks where
+# a message ends.
+SURROGATES = range(0xD800, 0xDFFE)
+_END_OF_MESSAGE = "\udffe"
 
 # By folder, and what its files are: a tokenizer stage and the ensembles that it is of share one.
 _IN_USE: WeakValueDictionary[tuple[object, ...], Tokenizer] = WeakValueDictionary()
@@ -85,6 +91,7 @@ class Tokenizer:
 
         Raises:
             InvalidRequest: the text is not valid Unicode; `field` is "prompt".
+            ModelFailed: the tokenizer's files are at fault.
         """
         _refuse_surrogates(text, field="prompt")
         [ids] = self._encode([text], add_special_tokens=add_special_tokens)
@@ -100,7 +107,8 @@ class Tokenizer:
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or one is not valid Unicode.
-            ModelFailed: the template is at fault.
+            ModelFailed: the template or the tokenizer is at fault.
+            Overloaded: the chats before this one hold up the template.
         """
         if self.chat_template is None:
             raise InvalidRequest(
@@ -120,6 +128,31 @@ class Tokenizer:
         stand_ins = dict(zip(written, map(chr, SURROGATES), strict=False))
         prompt = self.chat_template.render(self._with_stand_ins(chat, stand_ins))
         return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
+
+    def encode_behind_messages(self, chat: Chat) -> list[int]:
+        """The ids of what the template writes behind the last message that it shows: of its own words alone.
+
+        A message that is continued belongs to it, as the beginning of the answer. Raises what `encode_chat`
+        raises; renders the chat once more.
+        """
+        assert self.chat_template is not None  # or there was no prompt
+
+        def mark(message: Message) -> Message:
+            thought = message.reasoning_content and message.reasoning_content + _END_OF_MESSAGE
+            return replace(message, content=message.content + _END_OF_MESSAGE, reasoning_content=thought)
+
+        *messages, last = chat.messages
+        if chat.continue_final_message:     # what looks like special tokens in it is text
+            last = replace(last, content=self._special_text.sub("", last.content))
+        else:
+            last = mark(last)
+        marked = replace(chat, messages=(*map(mark, messages), last))
+        return self._encode([self.chat_template.render(marked).rpartition(_END_OF_MESSAGE)[2]])[0]
+
+    def close(self) -> None:
+        """End the process of the chat template; the next chat starts another."""
+        if self.chat_template is not None:
+            self.chat_template.close()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids, by default without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -167,7 +200,8 @@ class Tokenizer:
         return token_id in self._byte_fallback
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with _tokenizer_call():
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _encode_prompt(self, prompt: str, *, stands_for: dict[str, str]) -> list[int]:
@@ -182,7 +216,8 @@ class Tokenizer:
         renamed = self._special_text.sub(lambda match: self._renamed_specials.names[match[0]], prompt)
         for char, text in stands_for.items():
             renamed = renamed.replace(char, text)
-        return self._renamed_specials.encode(renamed)
+        with _tokenizer_call():
+            return self._renamed_specials.encode(renamed)
 
     @cached_property
     def _renamed_specials(self) -> RenamedSpecials:
@@ -217,6 +252,19 @@ class _WithSpecialTokens:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+@contextmanager
+def _tokenizer_call() -> Iterator[None]:
+    """Raise ModelFailed where the library raises, as it does for a word outside a vocabulary without unk."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("the tokenizer failed")
+        raise ModelFailed(
+            "the tokenizer cannot encode this text",
+            remedy="the server's log has the reason; take tokenizer.json from the model's checkpoint",
+        ) from error
 
 
 def _refuse_surrogates(text: str, *, field: str) -> None:

@@ -15,6 +15,8 @@ from genserve.text.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
+FILE = "m_tokenizer/1/chat_template.jinja"
+
 # As the models of these names have them on the Hugging Face hub, where they differ in what they ask of Jinja.
 TEMPLATES = {
     "chatml, with a default system prompt": (
@@ -108,7 +110,7 @@ def reference(source: str, chat: str, **controls: Any) -> str:
 
 
 def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, special_tokens=SPECIAL_TOKENS, name="m_tokenizer/1/chat_template.jinja")
+    return ChatTemplate(source, special_tokens=SPECIAL_TOKENS, name=FILE)
 
 
 @pytest.mark.parametrize("chat", CHATS)
@@ -176,9 +178,22 @@ def test_messages_that_the_template_refuses_are_the_callers_fault() -> None:
 
 
 def test_a_part_that_the_messages_lack_is_the_callers_fault() -> None:
-    with pytest.raises(InvalidRequest) as raised:
+    with pytest.raises(InvalidRequest, match="'tool_calls' is missing") as raised:
         template("{{ messages[0].tool_calls[0].name }}").render(messages("one question"))
     assert raised.value.field == "messages"
+
+
+def test_half_a_surrogate_pair_stays_one_beside_another() -> None:
+    # They stand for special tokens.
+    chat = Chat(messages=(Message(role="user", content="\ud800\udc00\U00010000"),))
+    assert template("{{ messages[0].content }}").render(chat) == "\ud800\udc00\U00010000"
+
+
+def test_a_variable_that_no_json_can_hold_is_refused() -> None:
+    chat = messages("one question", template_kwargs={"enable_thinking": {1, 2}})
+    with pytest.raises(InvalidRequest, match="JSON") as raised:
+        template(THINKING).render(chat)
+    assert raised.value.field == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(
@@ -191,9 +206,14 @@ def test_a_part_that_the_messages_lack_is_the_callers_fault() -> None:
         "{% for i in range(1000000) %}{% endfor %}",
     ],
 )
-def test_a_template_that_fails_by_itself_or_leaves_its_sandbox_is_the_models_fault(source: str) -> None:
-    with pytest.raises(ModelFailed, match=r"chat_template\.jinja: the chat template failed"):
+def test_a_template_that_fails_by_itself_or_leaves_its_sandbox_is_the_models_fault(
+    source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ModelFailed, match="^the chat template failed") as raised:
         template(source).render(messages("one question"))
+    assert FILE not in str(raised.value)
+    assert "Error" not in str(raised.value), "nor what Jinja says of it"
+    assert f"{FILE}: the chat template failed: " in caplog.text
 
 
 def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:

@@ -229,7 +229,7 @@ def _choice(
 def _reasoned(opened: Open, body: ChatBody) -> ReasonedText | None:
     if body.separate_reasoning is False:
         return None
-    return opened.model.reasoned_text(opened.prompts[0], opened.params)
+    return opened.model.reasoned_text(opened.params, begun=opened.begins_thought)
 
 
 def _said(reasoned: ReasonedText | None, part: Delta | Completion) -> list[tuple[str, str]]:

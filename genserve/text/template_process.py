@@ -1,0 +1,209 @@
+"""Template process: where one chat template is compiled and rendered, so that it can hurt nobody else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from genserve.errors import Overloaded
+
+__all__ = ["ChatRefused", "TemplateExceeded", "TemplateFailed", "TemplateProcess"]
+
+MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
+MAX_RENDER_S = 10.0         # by the clock on the wall, of a machine that is busy
+MAX_START_S = 30.0
+MAX_WAIT_S = 10.0           # for the chats before it
+MAX_BYTES = 2**29           # of the process, which begins with 26 MB
+# Of a prompt: what a template may write by itself, which is more than it ever says to a model, and how many
+# times it may show what the request says. To tokenize a million characters takes a second and 100 MB.
+MAX_OWN_CHARS = 2**18
+MAX_TIMES_SHOWN = 4
+
+
+class TemplateFailed(Exception):
+    """The template raised, or is no Jinja; says why, for the log."""
+
+
+class TemplateExceeded(TemplateFailed):
+    """It wanted more time or memory, or wrote more, than it may; or its process died."""
+
+
+class ChatRefused(Exception):
+    """The template does not take the chat; says why, for the client."""
+
+
+class TemplateProcess:
+    """Compiles a template, and renders one chat after the other; safe from any thread.
+
+    The process is started for the first call, and for the one after it has ended: because of `close`, of a
+    template that wanted too much, or by itself. It does not outlive this object, nor the process of this
+    object: it reads the end of its input, or has used up its CPU time.
+    """
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
+        self._template = _json({"source": source, "special_tokens": dict(special_tokens)})
+        self._lock = threading.Lock()   # whoever has it uses the process
+        self._child: _Child | None = None
+        self._variables: frozenset[str] = frozenset()
+
+    def compile(self) -> frozenset[str]:
+        """Return the names of the variables that the template reads and does not set.
+
+        Raises:
+            TemplateFailed: it does not compile, or not within its limits.
+            Overloaded: see `render`.
+        """
+        with self._turn():
+            return self._variables
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the prompt that the template makes of its variables, which are JSON.
+
+        Raises:
+            ChatRefused: the template called `raise_exception`, or the chat lacks what it needs.
+            TemplateFailed: it raised something else.
+            TemplateExceeded: it does not keep to its limits.
+            Overloaded: the chats before this one take too long.
+            TypeError, ValueError, RecursionError: the variables cannot be written as JSON.
+        """
+        content = _json(variables)
+        max_chars = MAX_OWN_CHARS + MAX_TIMES_SHOWN * len(content)
+        message = b'{"max_chars": %d, "variables": %b}' % (max_chars, content)
+        with self._turn() as child:
+            return str(child.ask(message, within_s=MAX_RENDER_S))
+
+    def close(self) -> None:
+        """End the process, behind the chat that it renders."""
+        has_lock = self._lock.acquire(timeout=MAX_RENDER_S)
+        try:
+            self._end()
+        finally:
+            if has_lock:
+                self._lock.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[_Child]:
+        """Wait for the process, which has compiled the template then."""
+        if not self._lock.acquire(timeout=MAX_WAIT_S):
+            raise Overloaded(
+                f"the chats before this one have held up the model's chat template for {MAX_WAIT_S:g} s",
+                retry_after_s=5,
+                remedy="try again later; the server's log has the reason if the template is at fault",
+            )
+        try:
+            if self._child is None or not self._child.alive:
+                self._start()
+            assert self._child is not None
+            yield self._child
+        except (ChatRefused, TemplateFailed) as error:
+            if isinstance(error, TemplateExceeded):
+                self._end()
+            raise
+        except BaseException:   # Ctrl-C: the answer is still to come
+            self._end()
+            raise
+        finally:
+            self._lock.release()
+
+    def _start(self) -> None:
+        self._end()
+        try:
+            child = self._child = _Child()
+        except OSError as error:
+            raise TemplateExceeded(f"its process does not start: {error}") from None
+        self._finalizer = weakref.finalize(self, child.end)
+        try:
+            self._variables = frozenset(child.ask(self._template, within_s=MAX_START_S))
+        except TemplateFailed:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._finalizer()
+            self._child = None
+
+
+class _Child:
+    """The process itself. One call at a time."""
+
+    def __init__(self) -> None:
+        specs = (importlib.util.find_spec(package) for package in ("jinja2", "markupsafe"))
+        folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin}
+        program = str(Path(__file__).with_name("template_renderer.py"))
+        command = [sys.executable, "-I", "-S", program, str(MAX_CPU_S), str(MAX_BYTES), *folders]
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL
+                )
+            except OSError:
+                self._socket.close()
+                raise
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, message: bytes, *, within_s: float) -> Any:
+        """Return what the answer says; raises ChatRefused, TemplateFailed."""
+        deadline_s = time.monotonic() + within_s
+        self._socket.settimeout(within_s)
+        try:
+            self._socket.sendall(len(message).to_bytes(8) + message)
+            size = int.from_bytes(self._receive(8, deadline_s=deadline_s))
+            content = self._receive(size, deadline_s=deadline_s)
+        except TimeoutError:
+            raise TemplateExceeded(f"it takes longer than {within_s:g} s") from None
+        except (OSError, EOFError):
+            raise TemplateExceeded(self._death()) from None
+        kind, value = json.loads(content.decode(errors="surrogatepass"))
+        match kind:
+            case "done":
+                return value
+            case "refused":
+                raise ChatRefused(value)
+            case "failed":
+                raise TemplateFailed(value)
+        raise TemplateExceeded(value)
+
+    def end(self) -> None:
+        """Kill it; a second call does nothing."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _receive(self, size: int, *, deadline_s: float) -> bytearray:
+        content = bytearray(size)
+        free = memoryview(content)
+        while free:
+            self._socket.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            num_bytes = self._socket.recv_into(free)
+            if num_bytes == 0:
+                raise EOFError
+            free = free[num_bytes:]
+        return content
+
+    def _death(self) -> str:
+        self._process.kill()    # or it has only closed its output
+        status = self._process.wait()
+        if status == -signal.SIGPROF:
+            return f"it takes more than {MAX_CPU_S:g} s of CPU time"
+        return f"its process ended with status {status}"
+
+
+def _json(value: object) -> bytes:
+    # Halves of surrogate pairs stand for special tokens in a chat; escaped, two of them would become a pair.
+    return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")

@@ -1,0 +1,170 @@
+"""Template renderer: the program of a template process, which compiles one chat template and renders chats.
+
+A template is a program that comes with a model. Jinja's sandbox bounds what it reaches, but neither its time
+nor its memory: so it runs here, where it can be ended. Of other packages this needs jinja2 alone, in the
+folders that the command line names behind the limits. `template_process.py` is the other end.
+
+Messages are 8 bytes of length, big-endian, and as many of JSON. The first describes the template, each later
+one a chat. Each is answered by a pair: `done` and the result, or a reason behind `refused` (the chat is at
+fault), `failed` (the template is) or `exceeded` (it wanted more than it may have).
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    sys.path += sys.argv[3:]
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, BinaryIO, TypeAlias
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["Answer", "Renderer"]
+
+MAX_REASON_CHARS = 600
+
+Answer: TypeAlias = tuple[str, Any]
+
+
+class Renderer:
+    """One template in a sandbox, with what `transformers.apply_chat_template` puts around it."""
+
+    def __init__(self) -> None:
+        self._environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=_Missing,
+            extensions=[loopcontrols, _GenerationBlock],
+        )
+        self._environment.filters["tojson"] = _to_json
+        self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._template: Template | None = None
+        self._special_tokens: Mapping[str, str] = {}
+
+    def answer(self, message: Mapping[str, Any]) -> Answer:
+        """Compile the template, and render a chat with each call after that; raises MemoryError."""
+        return self._compile(**message) if self._template is None else self._render(self._template, **message)
+
+    def _compile(self, source: str, special_tokens: Mapping[str, str]) -> Answer:
+        try:
+            named = meta.find_undeclared_variables(self._environment.parse(source))
+            self._template = self._environment.from_string(source)
+        except MemoryError:
+            raise
+        except TemplateSyntaxError as error:
+            return "failed", f"line {error.lineno} of the chat template: {_reason(error)}"
+        except Exception as error:  # it nests too deeply, for one
+            return "failed", f"the chat template cannot be compiled: {_reason(error)}"
+        self._special_tokens = special_tokens
+        return "done", sorted(named - self._environment.globals.keys() - special_tokens.keys())
+
+    def _render(self, template: Template, variables: Mapping[str, Any], max_chars: int) -> Answer:
+        try:
+            text = template.render({**self._special_tokens, **variables})
+        except MemoryError:
+            raise
+        except (_RefusedError, UndefinedError) as error:
+            return "refused", _reason(error)
+        except Exception as error:  # anything may come out of it
+            return "failed", f"{type(error).__name__}: {_reason(error)}"
+        if len(text) > max_chars:
+            return "exceeded", f"it writes {len(text)} characters where {max_chars} are the limit"
+        return "done", text
+
+
+class _RefusedError(TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _Missing(Undefined):
+    """What a chat lacks, by the name that the template has for it; Jinja would add the class of its owner."""
+
+    @property
+    def _undefined_message(self) -> str:
+        return self._undefined_hint or f"{self._undefined_name!r} is missing"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(value, **{"ensure_ascii": False} | options)
+
+
+def _raise_exception(message: str) -> None:
+    raise _RefusedError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:MAX_REASON_CHARS]
+
+
+def _serve(asked: BinaryIO, answers: BinaryIO, *, max_cpu_s: float) -> None:
+    """Answer until nobody asks any more, or the memory is used up."""
+    renderer: Renderer | None = Renderer()
+    while renderer is not None:
+        content = _read(asked, int.from_bytes(_read(asked, 8)))
+        _set_alarm(max_cpu_s)
+        try:
+            answer = _json(renderer.answer(json.loads(content.decode(errors="surrogatepass"))))
+        except MemoryError:
+            renderer, answer = None, _json(("exceeded", "it takes more memory than it may"))
+        _set_alarm(0)
+        answers.write(len(answer).to_bytes(8) + answer)
+        answers.flush()
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    content = stream.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def _json(answer: Answer) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _set_alarm(cpu_s: float) -> None:
+    """End this process unless this is called again before it has taken so much CPU time; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def _bound(*, max_bytes: int) -> None:
+    """Let this process have little, as far as the system sees to that."""
+    for told_to_all in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # the server says when to stop
+        signal.signal(told_to_all, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for limit, size in ((resource.RLIMIT_AS, max_bytes), (resource.RLIMIT_CORE, 0)):
+        with suppress(ValueError, OSError):
+            resource.setrlimit(limit, (size, size))
+
+
+if __name__ == "__main__":
+    _bound(max_bytes=int(sys.argv[2]))
+    with suppress(EOFError, OSError):
+        _serve(sys.stdin.buffer, sys.stdout.buffer, max_cpu_s=float(sys.argv[1]))
+    os._exit(0)
