@@ -1,19 +1,27 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import Closed
+from genserve.export import export_model
+from genserve.export.progress import SilentProgress
 from genserve.metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.sampling.params import SamplingParams
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
+from tests.live import LiveServer
 
 
 class Outdated(Repository):
@@ -51,3 +59,64 @@ def test_a_request_for_a_model_that_was_replaced_meanwhile_goes_to_the_next(
     with pytest.raises(Closed):
         asyncio.run(ask())
     repository.close()
+
+
+# What the template of the model `odd` does where the message is the name of it.
+ODD = {
+    "hang": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "fill": "{{ 'a' * 10 ** 10 }}",
+    "write": "{{ 'a' * 10 ** 7 }}",
+    "fail": "{{ 'a' + 1 }}",
+    "leave": "{{ ''.__class__.__mro__ }}",
+}
+
+
+@pytest.fixture(scope="module")
+def neighbours(
+    tiny_repository: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """A server of the models `tiny` and `odd`."""
+    root = tmp_path_factory.mktemp("neighbours") / "models"
+    shutil.copytree(tiny_repository, root)
+    export_model(
+        str(tiny_checkpoint), repository=root, name="odd", precision="fp32", progress=SilentProgress()
+    )
+    where = "{{% if messages[0].content == {!r} %}}{}{{% endif %}}"
+    source = "".join(where.format(name, does) for name, does in ODD.items())
+    (root / "odd_tokenizer" / "1" / "chat_template.jinja").write_text(source + "{{ messages[0].content }}")
+    with LiveServer(root) as server:
+        yield server
+
+
+def chat(server: LiveServer, model: str, content: str, **body: Any) -> httpx2.Response:
+    body |= {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    return httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("does", ODD)
+def test_a_chat_template_at_fault_is_told_without_what_is_inside_the_server(
+    neighbours: LiveServer, caplog: pytest.LogCaptureFixture, does: str, stream: bool
+) -> None:
+    response = chat(neighbours, "odd", does, stream=stream)
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["code"] == "model_failed"
+    assert error["message"].startswith("model 'odd': the chat template failed")
+    assert "log" in error["remedy"]
+    assert not re.search(r"/\w+/|jinja2|Error|class", response.text)
+    assert str(Path("odd_tokenizer", "1", "chat_template.jinja")) in caplog.text
+    assert chat(neighbours, "odd", "hello").status_code == 200
+
+
+def test_chats_that_hang_hold_up_no_other_model(neighbours: LiveServer) -> None:
+    with ThreadPoolExecutor(41) as pool:
+        hanging = [pool.submit(chat, neighbours, "odd", "hang") for _ in range(41)]
+        answers = [chat(neighbours, "tiny", "hello") for _ in range(3)]
+        assert not all(one.done() for one in hanging)
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert {(one.result().status_code, one.result().json()["error"]["code"]) for one in hanging} == {
+        (500, "model_failed"),
+        (503, "overloaded"),
+    }
+    assert chat(neighbours, "odd", "hello").status_code == 200

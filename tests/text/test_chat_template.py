@@ -209,7 +209,7 @@ def test_a_variable_that_no_json_can_hold_is_refused() -> None:
 def test_a_template_that_fails_by_itself_or_leaves_its_sandbox_is_the_models_fault(
     source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ModelFailed, match="^the chat template failed") as raised:
+    with pytest.raises(ModelFailed, match=r"^the chat template failed") as raised:
         template(source).render(messages("one question"))
     assert FILE not in str(raised.value)
     assert "Error" not in str(raised.value), "nor what Jinja says of it"

@@ -1,0 +1,207 @@
+"""Templates that would hold up a server or fill its memory, in a process that ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genserve.errors import RepositoryError
+from genserve.text.chat_template import ChatTemplate
+from genserve.text.template_process import (
+    MAX_OWN_CHARS,
+    ChatRefused,
+    TemplateExceeded,
+    TemplateFailed,
+    TemplateProcess,
+)
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set ns = namespace(x=['ab']) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+)
+UNTIL_TOLD = "{% if hang %}" + LOOP + "{% endif %}{{ text }}"
+
+
+def process(source: str) -> TemplateProcess:
+    return TemplateProcess(source, special_tokens={"eos_token": "</s>"})
+
+
+def pid(template: TemplateProcess) -> int:
+    assert template._child is not None
+    return template._child._process.pid
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_it_renders_one_chat_after_the_other() -> None:
+    template = process("{{ text }}{{ eos_token }}")
+    assert template.compile() == {"text"}
+    first = pid(template)
+    for text in ("a", "\ud800\u4e16\0"):
+        assert template.render({"text": text}) == f"{text}</s>"
+    assert pid(template) == first
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP,
+        "{% macro f(n) %}{{ f(n + 1) ~ f(n + 1) if n < 40 }}{% endmacro %}{{ f(0) }}",
+        "{{ 10 ** (n ** n) }}",
+        "{{ 'a' * n ** 10 }}",
+        "{{ '%1000000000d' | format(1) }}",
+        "{{ 'a' | center(n ** 10) }}",
+        DOUBLING + "{{ ns.x | tojson }}",
+        DOUBLING.replace("['ab']", "'ab'").replace("[ns.x, ns.x]", "ns.x ~ ns.x") + "{{ ns.x }}",
+        "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_too_much_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
+    template = process("{% if hostile %}" + source + "{% endif %}{{ text }}")
+    with pytest.raises(TemplateExceeded, match=r"CPU time|memory|characters"):
+        template.render({"hostile": True, "n": 10, "text": ""})
+    assert template.render({"text": "fine"}) == "fine"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 10 ** (10 ** 8) }}",
+        "{{ " + "(" * 100_000,
+        "{% if a %}" * 5000 + "{% endif %}" * 5000,
+    ],
+    ids=["power", "brackets", "blocks"],
+)
+def test_a_template_that_takes_too_much_to_compile_is_refused(source: str) -> None:
+    with pytest.raises(RepositoryError, match="the chat template cannot be compiled: ") as raised:
+        ChatTemplate(source, special_tokens={}, name="chat_template.jinja")
+    assert raised.value.message.startswith("chat_template.jinja: ")
+    assert raised.value.remedy
+
+
+def test_this_process_has_no_part_in_it() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    with pytest.raises(TemplateExceeded):
+        process("{{ 'a' * 10 ** 9 }}").render({})
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_maxrss - before.ru_maxrss < 2**18, "kB"
+    assert after.ru_utime - before.ru_utime < 1
+
+
+def test_long_chats_may_be_shown_several_times() -> None:
+    long = "long " * MAX_OWN_CHARS
+    assert process("{{ text }}{{ text }}").render({"text": long}) == long * 2
+
+
+def test_what_a_template_says_of_its_failure_is_short() -> None:
+    with pytest.raises(ChatRefused) as refused:
+        process("{{ raise_exception('no' * 9999) }}").render({})
+    with pytest.raises(TemplateFailed) as failed:
+        process("{{ ('%(' ~ 'a' * 9999 ~ ')s') % {} }}").render({})
+    assert len(str(refused.value)) < 1000 > len(str(failed.value))
+
+
+def test_a_process_that_has_died_is_replaced() -> None:
+    template = process(UNTIL_TOLD)
+    template.compile()
+    os.kill(pid(template), signal.SIGKILL)
+    os.waitid(os.P_PID, pid(template), os.WEXITED | os.WNOWAIT)
+    assert template.render({"text": "fine"}) == "fine"
+
+
+def test_the_signals_of_a_terminal_and_of_a_service_manager_do_not_end_it() -> None:
+    template = process(UNTIL_TOLD)
+    template.compile()
+    first = pid(template)
+    for told_to_all in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(first, told_to_all)
+    assert template.render({"text": "fine"}) == "fine"
+    assert pid(template) == first
+
+
+def test_it_ends_when_it_is_closed_and_the_next_chat_starts_another() -> None:
+    template = process(UNTIL_TOLD)
+    template.compile()
+    first = pid(template)
+    template.close()
+    template.close()
+    assert has_ended(first)
+    assert template.render({"text": "fine"}) == "fine"
+    assert pid(template) != first
+
+
+def test_it_ends_with_what_it_belongs_to() -> None:
+    template = process(UNTIL_TOLD)
+    template.compile()
+    first = pid(template)
+    del template
+    gc.collect()
+    assert has_ended(first)
+
+
+def test_many_threads_may_ask() -> None:
+    template = process(UNTIL_TOLD)
+    wrong: list[Any] = []
+
+    def ask(number: int) -> None:
+        wrong.extend(
+            text for text in (str(n * number) for n in range(50)) if template.render({"text": text}) != text
+        )
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# Of a script without a guard of its main module, as users write them.
+OWNER = """
+import sys, threading
+from genserve.text.template_process import TemplateProcess
+template = TemplateProcess({source!r}, special_tokens={{}})
+template.compile()
+print(template._child._process.pid, flush=True)
+if {hang}:
+    threading.Thread(target=template.render, args=({{"hang": True}},), daemon=True).start()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("hang", [False, True])
+@pytest.mark.parametrize("killed", [False, True])
+def test_it_does_not_outlive_the_process_that_started_it(tmp_path: Path, hang: bool, killed: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OWNER.format(source=UNTIL_TOLD, hang=hang))
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        child = os.pidfd_open(int(owner.stdout.readline()))
+        if killed:
+            owner.kill()
+    select.select([child], [], [])  # it has ended, or the test does not end
+    os.close(child)
+
+
+def test_ctrl_c_in_the_middle_of_a_chat_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+    template = process(UNTIL_TOLD)
+    template.compile()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        template.render({"hang": True, "text": "old"})
+    assert template.render({"text": "new"}) == "new"
