@@ -130,23 +130,24 @@ class Tokenizer:
         return self._encode_prompt(prompt, stands_for={char: text for text, char in stand_ins.items()})
 
     def encode_behind_messages(self, chat: Chat) -> list[int]:
-        """The ids of what the template writes behind the last message that it shows: of its own words alone.
+        """The ids of what the template writes behind the last message: of its own words alone.
 
-        A message that is continued belongs to it, as the beginning of the answer. Raises what `encode_chat`
-        raises; renders the chat once more.
+        The assistant's message that is continued belongs to it, as the beginning of the answer. Renders the
+        chat, with marks where messages end. Raises what `encode_chat` raises.
         """
-        assert self.chat_template is not None  # or there was no prompt
+        assert self.chat_template is not None  # or there is no prompt
 
         def mark(message: Message) -> Message:
             thought = message.reasoning_content and message.reasoning_content + _END_OF_MESSAGE
             return replace(message, content=message.content + _END_OF_MESSAGE, reasoning_content=thought)
 
-        *messages, last = chat.messages
-        if chat.continue_final_message:     # what looks like special tokens in it is text
+        *before, last = chat.messages
+        if chat.continue_final_message and last.role == "assistant":
+            # What looks like special tokens in it is text.
             last = replace(last, content=self._special_text.sub("", last.content))
         else:
             last = mark(last)
-        marked = replace(chat, messages=(*map(mark, messages), last))
+        marked = replace(chat, messages=(*map(mark, before), last))
         return self._encode([self.chat_template.render(marked).rpartition(_END_OF_MESSAGE)[2]])[0]
 
     def close(self) -> None:

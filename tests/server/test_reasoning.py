@@ -145,3 +145,83 @@ def test_a_thought_of_the_users_is_refused(http):
     response = http.post("/v1/chat/completions", json={"messages": messages})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages[0].reasoning_content"
+
+
+# Without special tokens nothing ends a message; with them, `<|im_end|>` does.
+PLAIN = (
+    "Think in <think>.\n{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if begins %}{{ ' <think>\n' }}{% endif %}{% endif %}"
+)
+THINKS = {"chat_template_kwargs": {"begins": True}}
+GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}
+# Says the same, whether the prompt has begun a thought or not.
+ENDING_DECODER = DECODER.replace("{said}[begun:]", "{said}")
+
+
+@pytest.fixture(scope="module", params=["plain", "special tokens"])
+def ending(request, tiny_repository, tmp_path_factory):
+    """A model whose answers are `hm</think>no.`."""
+    root = copy_with_tags(tiny_repository, tmp_path_factory.mktemp("ending") / "repository")
+    template = PLAIN if request.param == "plain" else TEMPLATE
+    (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(template)
+    with LiveServer(root) as server:
+        said = server.model.tokenizer.encode("hm</think>no.")
+    (root / "tiny_decoder" / "1" / "model.py").write_text(ENDING_DECODER.format(said=said, start=START))
+    with LiveServer(root) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("turns", "controls", "begun"),
+    [
+        (["hi"], {}, False),
+        (["hi"], THINKS, True),
+        (["what is <think>"], {}, False),
+        (["<think>"], {}, False),
+        (["<think>"], THINKS, True),
+        (["</think>"], THINKS, True),
+        (["hi", "<think>", "why?"], {}, False),
+        (["hi", "<think>", "why?"], THINKS, True),
+        (["<think>", "It is"], GOES_ON, False),
+        (["hi", "<think> It is"], GOES_ON, True),
+        (["<think>", "<think> 1+1 </think> It is"], GOES_ON, False),
+        (["hi", "<think> <|im_end|> It is"], GOES_ON, True),
+        (["hi", "It is", "<think> why"], GOES_ON, False),
+    ],
+)
+def test_a_thought_is_begun_by_the_template_and_by_the_message_that_is_continued(
+    ending, turns, controls, begun, stream
+):
+    roles = ["user", "assistant"] * 2
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    with httpx2.Client(base_url=ending.url, timeout=60) as http:
+        response = chat(http, messages=messages, stream=stream, **controls)
+    if stream:
+        blocks = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
+        told = [json.loads(block)["choices"][0]["delta"] for block in blocks[:-1]]
+    else:
+        told = [response.json()["choices"][0]["message"]]
+    reasoning, content = (
+        "".join(part.get(field, "") for part in told) for field in ("reasoning_content", "content")
+    )
+    assert (reasoning, content) == (("hm", "no.") if begun else ("", "hm</think>no."))
+
+
+def test_a_prompt_that_is_cut_at_its_end_has_no_generation_prompt(ending):
+    messages = (Message(role="user", content="<think> " * 40),)
+    asked = Chat(messages=messages, template_kwargs={"begins": True})
+    begun = {
+        side: ending.model.prepare(
+            asked, sampling_params({"truncate_prompt_tokens": 60, "truncation_side": side, "max_tokens": 1})
+        ).begins_thought
+        for side in ("left", "right")
+    }
+    assert begun == {"left": True, "right": False}
+
+
+def test_a_budget_is_not_for_a_thought_of_the_users(ending):
+    asked = Chat(messages=(Message(role="user", content="<think>"),))
+    params = sampling_params({"thinking_token_budget": 0, "max_tokens": 8})
+    assert not ending.model.prepare(asked, params).begins_thought
+    assert ending.model.prepare("<think>", params).begins_thought, "who writes the whole prompt may begin one"
