@@ -3,11 +3,12 @@ from __future__ import annotations
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from genserve import LLM
-from genserve.errors import Closed, InvalidRequest, ModelNotFound, RepositoryError
+from genserve.errors import Closed, GenserveError, InvalidRequest, ModelNotFound, RepositoryError
 from genserve.request import FinishReason
 
 
@@ -102,6 +103,33 @@ def test_a_call_of_another_thread_ends_with_an_error_when_the_llm_is_closed(tiny
         llm.close()
         with pytest.raises(Closed, match="this LLM was closed"):
             running.result(timeout=60)
+
+
+def children() -> set[str]:
+    """The processes that this one has started and that still run."""
+    threads = Path("/proc/self/task").iterdir()
+    return {pid for thread in threads for pid in (thread / "children").read_text().split()}
+
+
+def test_after_close_no_process_is_left(tiny_repository):
+    before = children()
+    llm = LLM(tiny_repository)
+    llm.chat("hi", max_tokens=1)
+    assert children() > before, "one renders the chats"
+    llm.close()
+    assert children() == before
+    with pytest.raises(Closed):
+        llm.chat("hi", max_tokens=1)
+    assert children() == before
+
+
+def test_nor_after_a_load_that_has_failed(tiny_repository, tmp_path):
+    repository = shutil.copytree(tiny_repository, tmp_path / "repository")
+    (repository / "tiny_logits" / "1" / "model.onnx").write_bytes(b"nothing")
+    before = children()
+    with pytest.raises(GenserveError) as raised:
+        LLM(repository)
+    assert children() == before, raised
 
 
 def test_of_several_models_one_must_be_named_and_nothing_is_loaded(tiny_repository, tmp_path):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from genserve.errors import InvalidRequest, RepositoryError
+from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
 from genserve.request import Chat, Message, read_chat
 from genserve.text.chat_template import ChatTemplate
 from genserve.text.tokenizer import Tokenizer
@@ -286,6 +286,14 @@ def test_a_missing_or_broken_file_is_named_with_a_remedy(
         Tokenizer.from_folder(tmp_path)
     assert raised.value.message.startswith(str(tmp_path / file))
     assert raised.value.remedy
+
+
+def test_a_tokenizer_that_fails_is_the_models_fault(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tokenizer_of(Backend(models.WordLevel({"a": 0}, unk_token="<unk>")))
+    with pytest.raises(ModelFailed, match="the tokenizer cannot encode this text") as raised:
+        tokenizer.encode("b")
+    assert "WordLevel" not in str(raised.value)
+    assert "WordLevel" in caplog.text
 
 
 def test_many_threads_may_share_one_tokenizer() -> None:
