@@ -27,6 +27,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 __all__ = [
+    "SEE_LOG",
     "Closed",
     "ConfigError",
     "ContextLengthExceeded",
@@ -48,6 +49,9 @@ __all__ = [
     "UnsupportedMediaType",
     "status_of",
 ]
+
+# The remedy of a failure whose reason is not for clients: it may hold paths, or the words of a program.
+SEE_LOG = "the server's log has the reason"
 
 
 class GenserveError(Exception):

@@ -45,5 +45,5 @@ class ParsedText:
         with plugin_call("output parser", self._name):
             parsed: object = parse()
         if not isinstance(parsed, str):
-            raise ModelFailed(f"the output parser {self._name!r} returned a {type(parsed).__name__}")
+            raise ModelFailed(f"the output parser {self._name!r} returned something that is no text")
         return parsed

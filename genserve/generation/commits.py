@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from genserve.errors import GenserveError, InvalidRequest, ModelFailed
+from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.beam import Beam
 from genserve.generation.decoding_loops import DecodingLoops
 from genserve.generation.likelihood import likelihood
@@ -131,9 +131,9 @@ class Commits:
             rows = logits[[row_of[beam] for beam in search.beams if beam in row_of]]
             try:
                 reorder = search.step(on_host(rows))
-            except Exception as error:
+            except Exception:
                 logger.exception("beam search failed")
-                failure = ModelFailed(f"beam search failed: {type(error).__name__}")
+                failure = ModelFailed("beam search failed", remedy=SEE_LOG)
                 failed.update(dict.fromkeys(search.answers, failure))
                 continue
             if reorder is None:
@@ -160,9 +160,9 @@ class Commits:
         rows = select_rows(logits, [row for row, _ in sampling])
         try:
             picks = pick(rows, sequences, picker=self._picker)
-        except Exception as error:
+        except Exception:
             logger.exception("sampling failed")
-            failure = ModelFailed(f"sampling failed: {type(error).__name__}")
+            failure = ModelFailed("sampling failed", remedy=SEE_LOG)
             failed.update(dict.fromkeys(sequences, failure))
             return
         for sequence, picked in zip(sequences, picks, strict=True):

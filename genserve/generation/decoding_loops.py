@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from genserve.errors import GenserveError, ModelFailed
+from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.generation.token_sequence import TokenSequence, Want
 from genserve.request import FinishReason
 
@@ -76,10 +76,11 @@ class DecodingLoops:
             raise
         except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
             logger.exception("decoding loop failed")
-            raise ModelFailed(f"the decoding loop raised {type(error).__name__}") from error
+            raise ModelFailed("the decoding loop failed", remedy=SEE_LOG) from error
         if not isinstance(want, Want):
+            logger.error("decoding loop awaited a %s", type(want).__name__)
             raise ModelFailed(
-                f"the decoding loop awaited a {type(want).__name__}",
+                "the decoding loop awaited neither a token nor logits",
                 remedy="`decode` may await sequence.sample() and sequence.logits(), nothing else",
             )
         self._wants[sequence] = want

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from genserve.errors import GenserveError, ModelFailed
+from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.generation.beam import Beam
 from genserve.generation.commits import Commits, Outcome
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
@@ -178,9 +178,9 @@ class Engine:
             return None
         try:
             logits, rows = self._forward(plan)
-        except Exception as error:
+        except Exception:
             logger.exception("forward failed")
-            failure = ModelFailed(f"the model's forward failed: {type(error).__name__}")
+            failure = ModelFailed("the model's forward failed", remedy=SEE_LOG)
             outcome = Outcome(failed=dict.fromkeys(_answering(plan.sequences), failure))
         else:
             outcome = self._commits.run(plan, logits, rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from genserve.errors import GenserveError, ModelFailed
+from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.generation.logit_edits import RowEdit
 from genserve.generation.logits_model import LogitsArray
 from genserve.sampling.params import SamplingParams
@@ -170,7 +170,7 @@ def plugin_call(kind: str, name: str) -> Iterator[None]:
         raise
     except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
         logger.exception("%s %s failed", kind, name)
-        raise ModelFailed(f"the {kind} {name!r} raised {type(error).__name__}") from error
+        raise ModelFailed(f"the {kind} {name!r} failed", remedy=SEE_LOG) from error
 
 
 def _replace(row: LogitsArray, processed: Any, *, name: str) -> None:
@@ -178,8 +178,10 @@ def _replace(row: LogitsArray, processed: Any, *, name: str) -> None:
         return
     shape = getattr(processed, "shape", None)
     if shape != row.shape:
+        logger.error("logits processor %s returned a %s", name, type(processed).__name__)
+        found = "no logits" if shape is None else f"logits of shape {tuple(shape)}"
         raise ModelFailed(
-            f"the logits processor {name!r} returned a {type(processed).__name__} of shape {shape}",
+            f"the logits processor {name!r} returned {found}",
             remedy=f"return nothing, or logits of shape {tuple(row.shape)}",
         )
     row[:] = processed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
+from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
 from genserve.request import Chat
 from genserve.text.template_process import ChatRefused, TemplateExceeded, TemplateFailed, TemplateProcess
 
@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 # Stands at the end of a message that is continued; no character, so that no message has it.
 _MARK = "\udfff"
 _REMEDY = "take the template from the model's original checkpoint"
-_REMEDY_LOG = f"the server's log has the reason; {_REMEDY}"
 # The variables that a request does not set by name.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -96,7 +95,7 @@ class ChatTemplate:
             logger.error("%s: the chat template failed: %s", self._name, error)  # noqa: TRY400  its words are all
             limits = ": it takes more time or memory, or writes more, than it may"
             exceeded = limits if isinstance(error, TemplateExceeded) else ""
-            raise ModelFailed(f"the chat template failed{exceeded}", remedy=_REMEDY_LOG) from None
+            raise ModelFailed(f"the chat template failed{exceeded}", remedy=f"{SEE_LOG}; {_REMEDY}") from None
         except (TypeError, ValueError, RecursionError) as error:  # of a caller in this process
             field = "chat_template_kwargs"
             raise InvalidRequest(f"{field} must be what JSON can hold: {error}", field=field) from None

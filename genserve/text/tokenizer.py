@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from genserve.errors import InvalidRequest, ModelFailed
+from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed
 from genserve.request import Chat, Message
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.renamed_specials import MARK, RenamedSpecials
@@ -264,7 +264,7 @@ def _tokenizer_call() -> Iterator[None]:
         logger.exception("the tokenizer failed")
         raise ModelFailed(
             "the tokenizer cannot encode this text",
-            remedy="the server's log has the reason; take tokenizer.json from the model's checkpoint",
+            remedy=f"{SEE_LOG}; take tokenizer.json from the model's original checkpoint",
         ) from error
 
 

@@ -275,10 +275,10 @@ async def _sleeps(sequence: TokenSequence) -> None:
 @pytest.mark.parametrize(
     ("decode", "words"),
     [
-        (_raises, "raised KeyError"),
+        (_raises, "the decoding loop failed"),
         (_never_appends, "without appending"),
         (_outside_the_vocabulary, "outside the vocabulary"),
-        (_sleeps, "awaited a str"),
+        (_sleeps, "awaited neither"),
     ],
 )
 def test_a_broken_loop_fails_its_own_sequence_with_the_reason(decode, words):

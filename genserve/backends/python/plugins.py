@@ -84,7 +84,7 @@ class Plugin:
         lacking = [method for method in METHODS[self.kind] if not callable(getattr(made, method, None))]
         words = f"{_KINDS[self.kind]} {self.name!r}"
         if lacking:
-            raise ModelFailed(f"the {words} made a {type(made).__name__}, which has no {lacking[0]}")
+            raise ModelFailed(f"the {words} has no method {lacking[0]}")
         hook = getattr(made, "hook", HOOKS[0])
         if hook not in HOOKS:
             remedy = f"it is one of {', '.join(HOOKS)}"
