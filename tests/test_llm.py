@@ -10,6 +10,7 @@ import pytest
 from genserve import LLM
 from genserve.errors import Closed, GenserveError, InvalidRequest, ModelNotFound, RepositoryError
 from genserve.request import FinishReason
+from tests.live import children
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +104,6 @@ def test_a_call_of_another_thread_ends_with_an_error_when_the_llm_is_closed(tiny
         llm.close()
         with pytest.raises(Closed, match="this LLM was closed"):
             running.result(timeout=60)
-
-
-def children() -> set[str]:
-    """The processes that this one has started and that still run."""
-    threads = Path("/proc/self/task").iterdir()
-    return {pid for thread in threads for pid in (thread / "children").read_text().split()}
 
 
 def test_after_close_no_process_is_left(tiny_repository):

@@ -45,4 +45,5 @@ class TokenizerBackend:
             inference.send(InferenceResponse(outputs=(output,)), final=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """End the process of its chat template; an ensemble of the same tokenizer starts another."""
+        self._tokenizer.close()

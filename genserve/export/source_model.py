@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from genserve.errors import ExportError, InvalidRequest, RepositoryError
+from genserve.errors import ExportError, InvalidRequest, ModelFailed, RepositoryError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.texts import CALIBRATION, CALIBRATION_CHAT, HELD_OUT, HELD_OUT_CHAT
 from genserve.request import Chat, Message
@@ -168,7 +168,7 @@ def _token_ids(checkpoint: Checkpoint, *, length: int) -> tuple[NDArray[np.int64
         try:
             tokenizer = Tokenizer.from_folder(Path(folder))
             seen, held_out = (_rows(tokenizer, chat, text, length=length) for chat, text in texts)
-        except (InvalidRequest, RepositoryError) as error:
+        except (InvalidRequest, ModelFailed, RepositoryError) as error:
             reason = error.message.replace(f"{folder}/", "")
             raise ExportError(
                 f"the tokenizer of {checkpoint.source} cannot be used: {reason}",

@@ -111,7 +111,7 @@ class Services:
         _check_count(len(prompts), n=n, name=name, limit=ensemble.loop.capacity)
         arrived_s = ensemble.loop.now_s
         prepare = partial(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
-        limiters = self._limiters.setdefault(ensemble, _Limiters())
+        limiters = self._limiters.get(ensemble) or self._limiters.setdefault(ensemble, _Limiters())
         sequences = await to_thread.run_sync(prepare, limiter=limiters.of(prompts, params))
         # Before the engine's thread has them.
         prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])

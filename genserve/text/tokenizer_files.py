@@ -106,7 +106,7 @@ def _chat_template(
         return ChatTemplate(_read_text(file), special_tokens=special_tokens, name=str(file))
     file = folder / "tokenizer_config.json"
     source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list) and all(isinstance(one, dict) for one in source):  # several, by name
         source = next((t.get("template") for t in source if t.get("name") == "default"), None)
     if source is None:
         return None

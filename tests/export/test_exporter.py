@@ -351,6 +351,7 @@ def test_tensors_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path
         ("tokenizer.json", "{}", r"cannot be used: tokenizer\.json cannot be read"),
         ("chat_template.jinja", "{% for %}", r"cannot be used: chat_template\.jinja: line 1"),
         ("chat_template.jinja", "{{ raise_exception('no chats') }}", "no chats"),
+        ("chat_template.jinja", "{{ 1 / 0 }}", "the chat template failed"),
     ],
 )
 def test_a_tokenizer_that_would_not_serve_is_refused(

@@ -268,6 +268,7 @@ def test_a_length_limit_left_in_tokenizer_json_does_not_cut_prompts(tmp_path: Pa
         ("tokenizer_config.json", '{"eos_token": "<nowhere>"}'),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         ("tokenizer_config.json", '{"chat_template": 7}'),
+        ("tokenizer_config.json", '{"chat_template": ["{{ messages }}"]}'),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": 7}]}'),
         ("generation_config.json", '{"eos_token_id": "2"}'),
         ("generation_config.json", '{"eos_token_id": [true]}'),

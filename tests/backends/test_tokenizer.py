@@ -1,0 +1,18 @@
+"""The tokenizer stage as a model of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from genserve.repository.options import ControlMode, RepositoryOptions
+from genserve.repository.repository import Repository
+from tests.live import children
+
+
+def test_no_process_of_its_chat_template_is_left(tiny_repository: Path) -> None:
+    before = children()
+    repository = Repository([tiny_repository], options=RepositoryOptions(control_mode=ControlMode.EXPLICIT))
+    repository.start(["tiny_tokenizer"])
+    assert children() > before
+    repository.close()
+    assert children() == before
