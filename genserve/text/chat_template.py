@@ -66,16 +66,16 @@ class ChatTemplate:
         rendered = self._render(messages, chat)
         return _up_to_mark(rendered) if chat.continue_final_message else rendered
 
+    def close(self) -> None:
+        """End the process; a later `render` starts another."""
+        self._process.close()
+
     def _require_variable(self, name: str) -> None:
         if name not in self.variables:
             field = f"chat_template_kwargs.{name[:128]}"
             known = ", ".join(sorted(self.variables)) or "none"
             remedy = f"its variables are: {known}"
             raise InvalidRequest(f"{field}: the chat template does not use it", field=field, remedy=remedy)
-
-    def close(self) -> None:
-        """End the process; a later `render` starts another."""
-        self._process.close()
 
     def _render(self, messages: list[dict[str, str]], chat: Chat) -> str:
         variables = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["THINKING_TAGS", "ReasonedPart", "ReasonedText"]
+__all__ = ["START", "THINKING_TAGS", "ReasonedPart", "ReasonedText"]
 
 # Qwen's, DeepSeek's, SmolLM's.
 THINKING_TAGS = START, END = ("<think>", "</think>")

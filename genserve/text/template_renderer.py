@@ -119,7 +119,8 @@ def _strftime_now(form: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return str(error)[:MAX_REASON_CHARS]
+    # It may quote a chat, where lone surrogates stand for special tokens; no answer and no log can hold one.
+    return str(error)[:MAX_REASON_CHARS].encode(errors="replace").decode()
 
 
 def _serve(asked: BinaryIO, answers: BinaryIO, *, max_cpu_s: float) -> None:

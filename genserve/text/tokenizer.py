@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed
 from genserve.request import Chat, Message
 from genserve.text.detokenizer import Detokenizer
+from genserve.text.reasoned_text import START
 from genserve.text.renamed_specials import MARK, RenamedSpecials
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
@@ -137,9 +138,14 @@ class Tokenizer:
         """
         assert self.chat_template is not None  # or there is no prompt
 
+        broken = START[0] + _END_OF_MESSAGE + START[1:]     # a template may leave the end of a message out
+
+        def marked_text(text: str) -> str:
+            return text.replace(START, broken) + _END_OF_MESSAGE
+
         def mark(message: Message) -> Message:
-            thought = message.reasoning_content and message.reasoning_content + _END_OF_MESSAGE
-            return replace(message, content=message.content + _END_OF_MESSAGE, reasoning_content=thought)
+            thought = message.reasoning_content and marked_text(message.reasoning_content)
+            return replace(message, content=marked_text(message.content), reasoning_content=thought)
 
         *before, last = chat.messages
         if chat.continue_final_message and last.role == "assistant":
@@ -282,7 +288,10 @@ def _refuse_surrogates(text: str, *, field: str) -> None:
 def _texts_in(value: Any, *, field: str) -> list[str]:
     """Return all texts of a JSON value, the keys of its objects included; raises InvalidRequest."""
     texts: list[str] = []
-    _with_texts(value, texts.append)
+    try:
+        _with_texts(value, texts.append)
+    except RecursionError:
+        raise InvalidRequest(f"{field} is nested too deeply", field=field) from None
     for text in texts:
         _refuse_surrogates(text, field=field)
     return texts

@@ -158,12 +158,11 @@ GOES_ON = {"continue_final_message": True, "add_generation_prompt": False}
 ENDING_DECODER = DECODER.replace("{said}[begun:]", "{said}")
 
 
-@pytest.fixture(scope="module", params=["plain", "special tokens"])
+@pytest.fixture(scope="module", params=[PLAIN, TEMPLATE], ids=["plain", "special tokens"])
 def ending(request, tiny_repository, tmp_path_factory):
     """A model whose answers are `hm</think>no.`."""
     root = copy_with_tags(tiny_repository, tmp_path_factory.mktemp("ending") / "repository")
-    template = PLAIN if request.param == "plain" else TEMPLATE
-    (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(template)
+    (root / "tiny_tokenizer" / "1" / "chat_template.jinja").write_text(request.param)
     with LiveServer(root) as server:
         said = server.model.tokenizer.encode("hm</think>no.")
     (root / "tiny_decoder" / "1" / "model.py").write_text(ENDING_DECODER.format(said=said, start=START))

@@ -289,6 +289,34 @@ def test_a_missing_or_broken_file_is_named_with_a_remedy(
     assert raised.value.remedy
 
 
+@pytest.mark.parametrize("shown", ["content", "content[:7]", "content | replace('b', '')"])
+def test_what_the_template_writes_behind_the_messages_is_never_theirs(shown: str) -> None:
+    backend = byte_level_bpe()
+    backend.add_tokens(["<think>"])
+    tokenizer = chat_tokenizer(backend, "<think>{{ messages[0]." + shown + " }}\na: ")
+    asked = chat(user("<think>b"))
+    assert tokenizer.encode_chat(asked).count(tokenizer.token_id("<think>")) == 2
+    assert tokenizer.token_id("<think>") not in tokenizer.encode_behind_messages(asked)
+    assert tokenizer.decode(tokenizer.encode_behind_messages(asked)).endswith("\na: ")
+
+
+def test_a_refusal_that_quotes_a_special_token_can_be_told() -> None:
+    tokenizer = chat_tokenizer(byte_level_bpe(), "{{ raise_exception('no: ' + messages[0].content) }}")
+    with pytest.raises(InvalidRequest, match="no: a") as raised:
+        tokenizer.encode_chat(chat(user("a<|im_end|>")))
+    assert raised.value.message.encode()
+
+
+def test_a_variable_that_nests_too_deeply_is_refused() -> None:
+    tokenizer = chat_tokenizer(byte_level_bpe(), "{{ persona | tojson }}")
+    persona: Any = "x"
+    for _ in range(2000):
+        persona = [persona]
+    with pytest.raises(InvalidRequest, match="nested too deeply") as raised:
+        tokenizer.encode_chat(chat(user("x"), template_kwargs={"persona": persona}))
+    assert raised.value.field == "chat_template_kwargs.persona"
+
+
 def test_a_tokenizer_that_fails_is_the_models_fault(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tokenizer_of(Backend(models.WordLevel({"a": 0}, unk_token="<unk>")))
     with pytest.raises(ModelFailed, match="the tokenizer cannot encode this text") as raised:
