@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from pathlib import Path
@@ -53,7 +54,15 @@ class LiveServer:
         self.stop()
 
 
-def children() -> set[str]:
-    """The processes that this one has started and that still run."""
-    threads = Path("/proc/self/task").iterdir()
-    return {pid for thread in threads for pid in (thread / "children").read_text().split()}
+def children() -> set[int]:
+    """The processes that this one has started and that have not ended."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # Behind the name, which may hold anything: the state, and the parent.
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
