@@ -89,7 +89,7 @@ class Models(Door, Protocol):
             name: of the model.
             config: its config as JSON; empty: that of its folder.
             files: by `<version>/<name>`, in place of its folder; None: its folder.
-            allow_code: whether `files` may be of a model that runs code in this process.
+            allow_code: whether config and files may lead to code being run that the repository does not hold.
         """
 
     def find(self, name: str, version: int = -1) -> ServedModel:

@@ -97,7 +97,7 @@ class ModelControl:
             name: of the model.
             config_json: in place of its config; empty: its own.
             files: in place of its folder; None: its own.
-            allow_code: whether `files` may be of a model that runs code in this process.
+            allow_code: whether config and files may lead to code being run that the repository does not hold.
 
         Raises:
             InferenceError: it cannot be loaded; what served before goes on.
@@ -115,8 +115,8 @@ class ModelControl:
         if config_json:
             try:
                 entry = with_config(entry, config_json, options=self._options)
-                if upload and not allow_code:
-                    refuse_code(entry)
+                if not allow_code:
+                    refuse_code(entry, is_uploaded=upload is not None)
             except RepositoryError as error:
                 raise not_polled(name, remedy=str(error)) from error
         self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)

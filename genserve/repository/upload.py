@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import weakref
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from genserve.repository.index import ModelEntry
 __all__ = ["Upload", "check_model_name", "refuse_code"]
 
 _BACKENDS_OF_DATA = frozenset({"onnxruntime", "tokenizer"})
+_WORD_OR_NUMBER = re.compile(r"\w+|\d+\.\d+")
 
 
 class Upload:
@@ -57,27 +59,42 @@ def check_model_name(name: str) -> None:
         )
 
 
-def refuse_code(entry: ModelEntry) -> None:
-    """Refuse an uploaded model whose backend runs what is in its files.
+def refuse_code(entry: ModelEntry, *, is_uploaded: bool) -> None:
+    """Refuse a load that would run code which the repository does not hold.
 
     ONNX graphs and tokenizers are data. All else is a program: Python and TorchScript by their nature, a
-    SavedModel has operators that read and write files, and nobody knows of a backend that is not ours.
+    SavedModel has operators that read and write files, and nobody knows of a backend that is not ours. An
+    execution accelerator has options that name libraries: what a client sets there is a word or a number.
+
+    Args:
+        entry: the model, with the config that came with the call.
+        is_uploaded: whether its files came with the call, too.
 
     Raises:
-        InferenceError: the model is such a one.
+        InferenceError: the load is such a one.
         RepositoryError: nothing tells the backend.
     """
     message = new_model_config()
     message.CopyFrom(entry.parsed.message)
-    deduce_backend(message, entry.path)
-    if message.backend not in _BACKENDS_OF_DATA and message.platform != "ensemble":
-        raise InferenceError(
-            f"failed to load '{entry.name}', its files would run as code in the server "
-            f"(backend '{message.backend}'), which uploaded files may not",
-            status=Status.UNSUPPORTED,
-            remedy="put the model into the repository, or start the server with --allow-uploaded-code if "
-            "whoever reaches it may run code there",
-        )
+    if is_uploaded:
+        deduce_backend(message, entry.path)
+        if message.backend not in _BACKENDS_OF_DATA and message.platform != "ensemble":
+            raise _code(entry, f"its files would run as code in the server (backend '{message.backend}')")
+    accelerators = message.optimization.execution_accelerators
+    for accelerator in (*accelerators.gpu_execution_accelerator, *accelerators.cpu_execution_accelerator):
+        for name, value in accelerator.parameters.items():
+            if not _WORD_OR_NUMBER.fullmatch(value):
+                parameter = f"the parameter '{name}' of accelerator '{accelerator.name}'"
+                raise _code(entry, f"{parameter} may name a library")
+
+
+def _code(entry: ModelEntry, why: str) -> InferenceError:
+    return InferenceError(
+        f"failed to load '{entry.name}', {why}, which a load call may not bring",
+        status=Status.UNSUPPORTED,
+        remedy="put the model, with its config, into the repository, or start the server with "
+        "--allow-uploaded-code if whoever reaches it may run code there",
+    )
 
 
 def _check_path(path: str) -> None:

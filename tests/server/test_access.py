@@ -299,6 +299,22 @@ def connect(server: LiveServer, protocol: str) -> Any:
     return triton_grpc.InferenceServerClient(server.grpc_url)
 
 
+def test_a_config_that_is_brought_names_no_library_for_an_accelerator(server):
+    options = {"precision_mode": "FP16", "trt_extra_plugin_lib_paths": "/tmp/evil.so"}
+    accelerator = {"name": "tensorrt", "parameters": options}
+    config = {
+        "backend": "python",
+        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "optimization": {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}},
+    }
+    with connect(server, "http") as client:
+        with pytest.raises(InferenceServerException, match="trt_extra_plugin_lib_paths"):
+            client.load_model("one", config=json.dumps(config))
+        del options["trt_extra_plugin_lib_paths"]
+        client.load_model("one", config=json.dumps(config))
+
+
 @pytest.mark.parametrize("config", ['{"backend": "pytorch"}', '{"platform": "tensorflow_savedmodel"}', "{}"])
 def test_torchscript_and_saved_models_are_code_too(tmp_path, config):
     write_model(tmp_path, "one")
