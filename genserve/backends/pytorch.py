@@ -20,17 +20,6 @@ __all__ = ["PyTorchBackend", "TorchVersion", "open_module", "set_threads"]
 
 logger = logging.getLogger(__name__)
 
-# Parameters of Triton's backend that mean nothing here, and why.
-_WITHOUT_EFFECT = {
-    "ENABLE_NVFUSER": "torch has no NVFuser any more",
-    "ENABLE_TENSOR_FUSER": "torch decides for itself what it fuses",
-    "ENABLE_JIT_EXECUTOR": "torch has one such setting for all models",
-    "ENABLE_JIT_PROFILING": "torch has one such setting for all models",
-    "NUM_THREADS": "write INTRA_OP_THREAD_COUNT",
-    "NUM_INTEROP_THREADS": "write INTER_OP_THREAD_COUNT",
-    "TORCH_COMPILE_OPTIONAL_PARAMETERS": "TorchScript is compiled already",
-}
-
 
 class TorchVersion:
     """What the instances of a version share.
@@ -48,10 +37,6 @@ class TorchVersion:
         self._path = model_file(
             source.folder, filename=config.default_model_filename, default="model.pt", model=config.name
         )
-        for key in _WITHOUT_EFFECT.keys() & config.parameters.keys():
-            logger.warning(
-                "model %s: the parameter %s has no effect: %s", config.name, key, _WITHOUT_EFFECT[key]
-            )
 
     def _open(self, placement: Placement) -> TorchModule:
         return open_module(self._path, config=self._config, placement=placement)

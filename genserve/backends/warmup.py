@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from genserve.backends.backend import Backend
 from genserve.config.model_config import ModelConfig, TensorSpec, WarmupInput, WarmupSample
 from genserve.data_type import DataType
 from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError, Status
@@ -46,15 +45,21 @@ def warmup_batches(config: ModelConfig, path: Path) -> tuple[WarmupBatch, ...]:
     return tuple(_batch(sample, config, path) for sample in config.warmups if sample.batch_size)
 
 
-def run_warmups(backend: Backend, batches: Sequence[WarmupBatch]) -> None:
-    """Execute every sample on an instance, and wait for its answers; statistics do not see it.
+def run_warmups(
+    execute: Callable[[Sequence[Inference]], None], batches: Sequence[WarmupBatch]
+) -> None:
+    """Execute every sample, and wait for its answers.
+
+    Args:
+        execute: of an instance, or of an engine; what it raises is the answer to the whole batch.
+        batches: the samples.
 
     Raises:
         RepositoryError: a sample was answered with an error; in Triton's words.
     """
     for batch in batches:
         for _ in range(batch.count):
-            _run(backend, batch)
+            _run(execute, batch)
 
 
 def _batch(sample: WarmupSample, config: ModelConfig, path: Path) -> WarmupBatch:
@@ -146,14 +151,14 @@ def _reshaped(dims: tuple[int, ...], known: TensorSpec) -> tuple[int, ...]:
     return tuple(next(sizes, -1) if dim == -1 else dim for dim in known.reshape)
 
 
-def _run(backend: Backend, batch: WarmupBatch) -> None:
+def _run(execute: Callable[[Sequence[Inference]], None], batch: WarmupBatch) -> None:
     answers = _Answers(len(batch.requests))
     inferences = [
         Inference(request=request, on_response=answers.on_response, model_name=request.model_name)
         for request in batch.requests
     ]
     try:
-        _execute(backend, inferences)
+        _execute(execute, inferences)
     except Exception as error:  # whatever the model raises
         for inference in inferences:
             inference.fail(InferenceError.of(error))
@@ -161,14 +166,15 @@ def _run(backend: Backend, batch: WarmupBatch) -> None:
     if answers.errors:
         raise RepositoryError(
             f"failed to run warmup sample '{batch.name}': "
-            + "".join(f"{error.message}; " for error in answers.errors)
+            + "".join(f"{error.message}; " for error in answers.errors),
+            remedy=answers.errors[0].remedy,
         ) from answers.errors[0]
 
 
-def _execute(backend: Backend, inferences: Sequence[Inference]) -> None:
+def _execute(execute: Callable[[Sequence[Inference]], None], inferences: Sequence[Inference]) -> None:
     """Execute requests, and those again that an iterative model asks for, as its scheduler would."""
     for _ in range(_MAX_ITERATIONS):
-        backend.execute(inferences)
+        execute(inferences)
         inferences = [inference for inference in inferences if inference.reschedule and not inference.ended]
         for inference in inferences:
             inference.reschedule = False

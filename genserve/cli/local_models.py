@@ -100,7 +100,10 @@ def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
 
 def _has_files(stage: ModelEntry) -> bool:
     # A fresh clone of a repository has the folders, each with a .gitkeep, and no weights.
-    return bool(stage.versions) and any(stage.latest_version().glob("[!.]*"))
+    try:
+        return any(stage.latest_version().glob("[!.]*"))
+    except RepositoryError:
+        return False
 
 
 def _size_bytes(folder: Path) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from google.protobuf.message import Message
 
 from genserve.config.fault import Severity
+from genserve.config.from_message import enum_name
 
-__all__ = ["Unhonoured", "unhonoured_fields"]
+__all__ = ["Role", "Unhonoured", "unhonoured_fields", "unhonoured_in_role"]
 
 # The honoured fields of each message. A message without a line here is looked into by rules alone.
 _HONOURED = {
@@ -60,6 +62,87 @@ _ERRORS = {
 }
 
 
+class Role(StrEnum):
+    """What a model is to a text model, whose stages one engine runs."""
+
+    ENSEMBLE = "text model"
+    TOKENIZER = "tokenizer stage"
+    LOGITS = "logits stage"                         # with a KV cache
+    LOGITS_WITHOUT_CACHE = "logits stage without a KV cache"
+    DECODER = "decoder stage"
+
+
+# What the engine that runs a text model has no use for, by role: fields of `_HONOURED` that act elsewhere.
+_ONE_INSTANCE = {
+    "instance_group.count": "one engine runs the model, as one instance, and `max_batch_size` of the logits "
+    "stage says how many sequences run together",
+    "instance_group.rate_limiter": "the steps of the engine hold no resources",
+}
+_ON_THE_CPU = {"instance_group.kind": "it runs on the CPU", "instance_group.gpus": "it runs on the CPU"}
+_ITSELF_ALONE = "it acts on requests to the stage itself, not on those to its ensemble"
+_IN_THE_ENGINE = "the decoding loop runs in the engine of its ensemble, a coroutine for each sequence"
+_COMPUTED = "the engine gives the graph token ids and their positions, and nothing else"
+_BATCHING = "sequences join and leave the batch of the engine at each step"
+_NO_FILE = "the files of the stages are loaded"
+_AS_IT_IS = "tensors have the shapes that `dims` say"
+_LOGITS = _ONE_INSTANCE | {
+    "input.reshape": "the graph is given ids [batch, tokens]",
+    "input.allow_ragged_batch": "rows of different lengths are padded",
+    "batch_input": _COMPUTED,
+    "batch_output": _COMPUTED,
+    "dynamic_batching": _BATCHING,
+    "sequence_batching.direct": _BATCHING,
+    "sequence_batching.oldest.max_candidate_sequences": "`max_batch_size` sequences run together",
+    "sequence_batching.oldest.preferred_batch_size": _BATCHING,
+    "sequence_batching.oldest.max_queue_delay_microseconds": _BATCHING,
+    "sequence_batching.oldest.preserve_ordering": _BATCHING,
+    "sequence_batching.max_sequence_idle_microseconds": "each request is a sequence of its own",
+    "sequence_batching.control_input": _COMPUTED,
+    "sequence_batching.state.initial_state.data_file": "the KV cache of a sequence begins empty",
+    "response_cache": "answers are not kept; what prompts begin with is, in the KV cache",
+}
+_IN_ROLE: Mapping[Role, Mapping[str, str]] = {
+    Role.ENSEMBLE: {
+        "default_model_filename": _NO_FILE,
+        "batch_input": _NO_FILE,
+        "batch_output": _NO_FILE,
+        "input.allow_ragged_batch": "each request is a sequence of its own",
+        "response_cache": "answers are not kept; what prompts begin with is, in the KV cache",
+    },
+    Role.TOKENIZER: dict.fromkeys(
+        ("dynamic_batching", "sequence_batching", "response_cache", "model_warmup", *_ONE_INSTANCE),
+        _ITSELF_ALONE,
+    )
+    | _ON_THE_CPU
+    | dict.fromkeys(("batch_input", "batch_output", "input.allow_ragged_batch"), "it takes texts alone")
+    | dict.fromkeys(("optimization.graph", "optimization.execution_accelerators"), "there is no graph"),
+    Role.LOGITS: _LOGITS
+    | {
+        "optimization.graph": "the graph is optimised as far as ONNX Runtime can",
+        "optimization.execution_accelerators": "the graph runs by the kernels of its device alone",
+    },
+    Role.LOGITS_WITHOUT_CACHE: _LOGITS,
+    Role.DECODER: dict.fromkeys(
+        (
+            "dynamic_batching", "sequence_batching", "response_cache", "model_warmup", "batch_input",
+            "batch_output", "optimization.graph", "optimization.execution_accelerators", *_ONE_INSTANCE,
+        ),
+        _IN_THE_ENGINE,
+    )
+    | _ON_THE_CPU
+    | dict.fromkeys(("input.reshape", "input.allow_ragged_batch", "output.reshape"), _AS_IT_IS),
+}  # fmt: skip
+# Without these a logits stage's graph would be given something else than its config says.
+_ERRORS_IN_LOGITS = (
+    "batch_input", "sequence_batching.control_input", "sequence_batching.state.initial_state.data_file",
+)  # fmt: skip
+# Values that ask for what happens anyway.
+_AS_IT_HAPPENS = {
+    "instance_group.count": ("1",),
+    "instance_group.kind": ("KIND_AUTO", "KIND_CPU", "KIND_MODEL"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unhonoured:
     """A field that is written and not honoured."""
@@ -83,6 +166,36 @@ def _walk(message: Any, *, schema: str, path: str) -> Iterator[Unhonoured]:
             members = [value] if isinstance(value, Message) else value
             for index, member in enumerate(members):
                 yield from _walk(member, schema=name, path=f"{path}{field.name}[{index}].")
+
+
+def unhonoured_in_role(message: Any, role: Role) -> Iterator[Unhonoured]:
+    """Yield what an `inference.ModelConfig` asks for in vain because its model is part of a text model."""
+    for name, path, value in _written(message, schema="", path="", known=_IN_ROLE[role]):
+        meant = _AS_IT_HAPPENS.get(name, ())
+        if name == "sequence_batching.oldest.max_candidate_sequences":
+            meant = (str(message.max_batch_size),)      # as `genserve export` writes it
+        if value not in meant:
+            is_error = name in _ERRORS_IN_LOGITS and role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
+            short = name.rpartition(".")[2]
+            yield Unhonoured(
+                path=path,
+                severity=Severity.ERROR if is_error else Severity.WARNING,
+                message=f"{short} is not honoured in a {role}: {_IN_ROLE[role][name]}",
+            )
+
+
+def _written(
+    message: Any, *, schema: str, path: str, known: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the path and the value, as text, of each written field that is known."""
+    for field, value in message.ListFields():
+        name, place = f"{schema}.{field.name}".lstrip("."), f"{path}{field.name}"
+        if name in known:
+            yield name, place, enum_name(message, field.name) if field.enum_type else str(value)
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            members = [value] if isinstance(value, Message) else value
+            for index, member in enumerate(members):
+                yield from _written(member, schema=name, path=f"{place}[{index}].", known=known)
 
 
 def _unhonoured(name: str, *, path: str) -> Unhonoured:

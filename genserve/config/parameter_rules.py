@@ -8,7 +8,7 @@ from genserve.config.byte_size import byte_size
 from genserve.config.fault import Fault, nearest
 from genserve.config.judged import JudgedConfig
 
-__all__ = ["parameters"]
+__all__ = ["LOGITS_PARAMETERS", "parameters"]
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _BYTES = "number of bytes above 0"
@@ -36,15 +36,8 @@ _PYTORCH = _LOGITS | {
     "DISABLE_CUDNN": _SWITCH,
     "ENABLE_WEIGHT_SHARING": _SWITCH,
     "ENABLE_CACHE_CLEANING": _SWITCH,
-    "ENABLE_JIT_EXECUTOR": _SWITCH,
-    "ENABLE_JIT_PROFILING": _SWITCH,
-    "ENABLE_TENSOR_FUSER": _SWITCH,
-    "ENABLE_NVFUSER": _SWITCH,
     "INTER_OP_THREAD_COUNT": _NUMBER,
     "INTRA_OP_THREAD_COUNT": _NUMBER,
-    "NUM_THREADS": _NUMBER,
-    "NUM_INTEROP_THREADS": _NUMBER,
-    "TORCH_COMPILE_OPTIONAL_PARAMETERS": _TEXT,
 }
 _TENSORFLOW = {
     "TF_GRAPH_TAG": _TEXT,
@@ -71,6 +64,18 @@ _NOWHERE = {
     "TRITON_BATCH_STRATEGY_PATH": "requests are batched by the rules of `dynamic_batching`",
     "MAX_BATCH_VOLUME_BYTES": "batches are bounded by their size alone",
 }
+# The same of Triton's backend for PyTorch.
+_NOWHERE_IN_PYTORCH = {
+    "ENABLE_NVFUSER": "torch has no NVFuser any more",
+    "ENABLE_TENSOR_FUSER": "torch decides for itself what it fuses",
+    "ENABLE_JIT_EXECUTOR": "torch has one such setting for all models",
+    "ENABLE_JIT_PROFILING": "torch has one such setting for all models",
+    "NUM_THREADS": "INTRA_OP_THREAD_COUNT is",
+    "NUM_INTEROP_THREADS": "INTER_OP_THREAD_COUNT is",
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS": "TorchScript is compiled already",
+}
+# Those by which a logits stage is run; in any other model they are a mistake.
+LOGITS_PARAMETERS = frozenset(_LOGITS)
 
 
 def parameters(config: JudgedConfig) -> Iterator[Fault]:
@@ -78,8 +83,9 @@ def parameters(config: JudgedConfig) -> Iterator[Fault]:
     backend = config.message.backend
     for name, parameter in sorted(config.message.parameters.items()):
         value = parameter.string_value
-        if name in _NOWHERE:
-            yield _warning(config, name, f"is not honoured: {_NOWHERE[name]}", remedy="leave it out")
+        nowhere = _NOWHERE | (_NOWHERE_IN_PYTORCH if backend == "pytorch" else {})
+        if name in nowhere:
+            yield _warning(config, name, f"is not honoured: {nowhere[name]}", remedy="leave it out")
         elif backend == "python":
             yield from _python(config, name, value)
         elif backend in _KNOWN and name not in _KNOWN[backend]:

@@ -14,6 +14,7 @@ from genserve.repository.draft_rules import draft_faults
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.plugin_rules import decodes, plugin_faults
 from genserve.repository.source_rules import source_faults
+from genserve.repository.stage_rules import stage_faults
 from genserve.repository.wiring import wiring_faults
 
 __all__ = ["accept", "model_faults", "repository_faults"]
@@ -80,6 +81,7 @@ def model_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[
     else:
         faults += _file_faults(entry, entry.config)
         faults += draft_faults(entry, entry.config, entries)
+    faults += stage_faults(entry, entry.config, entries)
     return tuple(faults)
 
 

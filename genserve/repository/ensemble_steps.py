@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
+from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
 from genserve.repository.plugin_rules import decodes
 
@@ -33,11 +35,17 @@ def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[Mo
 def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Chain | None:
     """Return the stages of an ensemble that the token engine runs, by their roles.
 
-    None: it is none of these. Its decoder is a model.py with an `async def decode`.
+    Each is in the version that its step names. None: it is none of these. Its decoder is a model.py with an
+    `async def decode`.
     """
-    models = step_models(entry, entries)
+    steps = entry.config.ensemble_steps if entry.config else ()
+    models = [
+        replace(entries[step.model_name], wanted_version=step.model_version)
+        for step in steps
+        if step.model_name in entries
+    ]
     stages = {_STAGES.get(model.config.backend, ""): model for model in models if model.config}
-    if entry.config is None or len(entry.config.ensemble_steps) != len(stages):
+    if len(steps) != len(stages):
         return None
     if stages.keys() != set(_STAGES.values()) or not _decodes(stages["decoder"]):
         return None
@@ -63,9 +71,12 @@ def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
 
 
 def _decodes(decoder: ModelEntry) -> bool:
-    if decoder.config is None or not decoder.versions:
+    if decoder.config is None:
         return False
-    file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+    try:
+        file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+    except RepositoryError:
+        return False
     if not file.is_file():
         return True  # of which loading tells more than that this is no such ensemble
     return decodes(file)

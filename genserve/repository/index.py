@@ -24,6 +24,7 @@ class ModelEntry:
     name: str
     path: Path
     parsed: ParsedConfig                    # its config.pbtxt
+    wanted_version: int = -1                # that the step of an ensemble names; -1: the latest
 
     @property
     def config(self) -> ModelConfig | None:
@@ -46,10 +47,10 @@ class ModelEntry:
         return tuple(version_folders(self.path))
 
     def latest_version(self) -> Path:
-        """Return the folder of the highest version, Triton's default policy.
+        """Return the folder of the wanted version, or the highest that the version policy serves.
 
         Raises:
-            RepositoryError: there is none.
+            RepositoryError: there is none, or it is not served.
         """
         versions = self.versions
         if not versions:
@@ -57,7 +58,13 @@ class ModelEntry:
                 f"model {self.name!r} has no version folder in {self.path}",
                 remedy="its weights are missing: `genserve pull` or `genserve export` brings them",
             )
-        return self.path / str(versions[-1])
+        served = served_versions(self.config, versions) if self.config else versions
+        if self.wanted_version not in (-1, *served):
+            raise RepositoryError(
+                f"version {self.wanted_version} of model {self.name!r} is not served",
+                remedy=f"served are {', '.join(map(str, served))}",
+            )
+        return self.path / str(served[-1] if self.wanted_version == -1 else self.wanted_version)
 
 
 def scan(

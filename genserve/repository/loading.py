@@ -27,7 +27,7 @@ from genserve.schedulers.choice import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.statistics import ModelStatistics
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "output_labels"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Loader:
             version=version,
             statistics=statistics,
             cache=self.cache if config.response_cache else None,
-            labels=_labels(config, model.path),
+            labels=output_labels(config, model.path),
             upload=upload,
             load_s=time.monotonic() - started_s,
         )
@@ -93,7 +93,7 @@ class Loader:
         def start(placement: Placement) -> Backend:
             instance = backend(source, shared, placement)
             try:
-                run_warmups(instance, warmups)
+                run_warmups(instance.execute, warmups)
             except BaseException:
                 instance.close()
                 raise
@@ -138,8 +138,8 @@ def _withdraw(permits: Iterable[ResourcePermit]) -> None:
         permit.withdraw()
 
 
-def _labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
-    """Read the label files of the outputs: one label per line, its number is the class."""
+def output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
+    """Read the label files of a model's outputs: one label per line, its number is the class."""
     labels: dict[str, Sequence[str]] = {}
     for spec in config.outputs:
         if spec.label_filename:

@@ -46,9 +46,7 @@ def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Pl
         normalise(message, model_folder=entry.path, gpus=num_gpus(), strict_placement=strict_placement)
     )
     config = model_config(message, name=entry.name)
-    first, *others = (place for group in config.instance_groups for place in group_placements(group))
-    if others and entry.config.instance_groups:
-        logger.warning("model %s: one engine runs it, as the instance %s", entry.name, first.name)
+    first = next(group_placements(config.instance_groups[0]))
     obstacle = _obstacle(config) if first.kind == "GPU" else None
     if obstacle is None:
         return first

@@ -22,7 +22,16 @@ from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
 from genserve.repository.index import ModelEntry
 
-__all__ = ["ON_CPU", "LoadedLogits", "is_logits_stage", "load_logits", "logits_file"]
+__all__ = [
+    "ON_CPU",
+    "CacheKind",
+    "LoadedLogits",
+    "cache_kind",
+    "context_length",
+    "is_logits_stage",
+    "load_logits",
+    "logits_file",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class LoadedLogits(LogitsModel, Protocol):
         """What its export wrote into the file: `genserve.precision` and others."""
 
 
-class _Cache(Enum):
+class CacheKind(Enum):
     """Where a logits stage keeps the keys and values of its tokens, by the states of its config."""
 
     IN_PLACE = auto()   # written where it lies
@@ -54,7 +63,7 @@ class _Cache(Enum):
 def is_logits_stage(entry: ModelEntry) -> bool:
     """Whether a model is an exported logits graph: its states are a KV cache."""
     config = entry.config
-    return config is not None and config.backend in _FILES and _cache(config) is not _Cache.NONE
+    return config is not None and config.backend in _FILES and cache_kind(config) is not CacheKind.NONE
 
 
 def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLogits:
@@ -66,9 +75,9 @@ def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLo
     """
     config, path = entry.config, logits_file(entry)
     assert config is not None  # or it would have an error
-    if _cache(config) is _Cache.NONE:
+    if cache_kind(config) is CacheKind.NONE:
         return _whole(path, config, placement)
-    if _cache(config) is _Cache.GROWING:
+    if cache_kind(config) is CacheKind.GROWING:
         return _growing(path, config, placement)
     memory = _memory(placement)
     sizes = _sizes(config, memory)
@@ -100,12 +109,18 @@ class _Sizes(TypedDict):
     cache_bytes: int | None
 
 
+def context_length(config: ModelConfig) -> int:
+    """Return how many tokens the config of a logits stage gives a slot; 0: it leaves that to the graph."""
+    stated = integer_parameter(config.parameters, "max_sequence_length", default=0)
+    return stated or (_DEFAULT_LENGTH if cache_kind(config) is CacheKind.NONE else 0)
+
+
 def _sizes(config: ModelConfig, memory: LogitsMemory) -> _Sizes:
     """Return what the config says of slots; the cache is given half of what is free, if it says nothing."""
     free = memory.free_bytes()
     return _Sizes(
         num_slots=max(1, config.max_batch_size),
-        max_length=integer_parameter(config.parameters, "max_sequence_length", default=0),
+        max_length=context_length(config),
         cache_bytes=bytes_parameter(config.parameters, "kv_cache_bytes") or (free // 2 if free else None),
     )
 
@@ -118,16 +133,17 @@ def _memory(placement: Placement) -> LogitsMemory:
     return DeviceMemory(f"cuda:{placement.device_id}")
 
 
-def _cache(config: ModelConfig) -> _Cache:
+def cache_kind(config: ModelConfig) -> CacheKind:
+    """Return where the logits stage of a config has its cache."""
     batching = config.sequence_batching
     if batching is None or not batching.iterative or not batching.states:
-        return _Cache.NONE
+        return CacheKind.NONE
     # Others have iterative sequences with states too, which are no cache of keys and values.
     if not all(state.input_name.startswith("past_key_values") for state in batching.states):
-        return _Cache.NONE
+        return CacheKind.NONE
     if all(state.same_buffer for state in batching.states):
-        return _Cache.IN_PLACE
-    return _Cache.GROWING if config.backend == "onnxruntime" else _Cache.NONE
+        return CacheKind.IN_PLACE
+    return CacheKind.GROWING if config.backend == "onnxruntime" else CacheKind.NONE
 
 
 def _growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
@@ -150,8 +166,7 @@ def _whole(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogit
         run = open_module(path, config=config, placement=placement).run
     else:
         run = open_graph(path, config=config, placement=placement).run
-    stated = integer_parameter(config.parameters, "max_sequence_length", default=0)
-    max_length = stated or _DEFAULT_LENGTH
+    max_length = context_length(config)
     logger.warning(
         "model %s has no KV cache: each token costs a run of the whole sequence, of %d tokens at the most "
         "(max_sequence_length); `genserve export` of its checkpoint makes one with a cache",

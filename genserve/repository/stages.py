@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 from genserve.backends.backend import Placement
 from genserve.backends.generation_ensemble import GenerationEnsemble
@@ -12,6 +14,7 @@ from genserve.backends.logits_names import LogitsNames
 from genserve.backends.parameters import boolean_parameter
 from genserve.backends.python.decoding import load_decoding
 from genserve.backends.row_picker import pick_rows
+from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
 from genserve.errors import InferenceError, Status
@@ -27,6 +30,7 @@ from genserve.repository.devices import num_gpus
 from genserve.repository.drafting import load_drafting
 from genserve.repository.ensemble_steps import Chain
 from genserve.repository.index import ModelEntry
+from genserve.repository.loading import output_labels
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import ON_CPU, LoadedLogits, load_logits
 from genserve.repository.logits_stage import LogitsStage
@@ -50,6 +54,7 @@ def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics:
     accept(model_faults(entry, {entry.name: entry}))
     placement = logits_placement(entry, strict_placement=options.strict_placement)
     names, logits = _logits_names(entry), load_logits(entry, placement=placement)
+    _warm_up(logits, entry, placement=placement)
     loop = _start(logits, decode=_nothing, entry=entry, stage=entry, options=options, metrics=metrics)
     statistics = ModelStatistics()
     runner = LogitsStage(
@@ -151,9 +156,10 @@ def _ensemble(
         undo.callback(tokenizer.close)      # an error refers to it, and is kept
         decoder = stages["decoder"]
         assert decoder.config is not None  # or it would have an error
-        file = decoder.latest_version() / (decoder.config.default_model_filename or "model.py")
+        file = decoder.latest_version() / decoder.config.default_model_filename
         decoding = load_decoding(file, name=decoder.name)
         logits = load_logits(stages["logits"], placement=placement)
+        _warm_up(logits, stages["logits"], placement=placement)
         loop = _start(
             logits,
             decode=decoding.decode,
@@ -178,6 +184,49 @@ def _ensemble(
         precision=logits.metadata.get("genserve.precision", "unknown"),
         loaded_s=time.time(),
     )
+
+
+def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -> None:
+    """Run the samples of a logits stage's `model_warmup` through an engine, each time one of its own.
+
+    So neither the metrics nor the statistics count them, and no request goes on behind what they leave in the
+    KV cache.
+
+    Raises:
+        RepositoryError: a sample cannot be read, or was answered with an error.
+    """
+    assert entry.config is not None  # or it would have an error
+    for batch in warmup_batches(entry.config, entry.path):
+        for _ in range(batch.count):
+            engine = Engine(logits, decode=_nothing, prefix_cache=False)
+            loop = EngineLoop(
+                engine,
+                name=f"warmup-{entry.name}",
+                num_slots=logits.num_slots,
+                max_waiting=len(batch.requests),
+                metrics=Metrics().for_model(entry.name),
+            )
+            statistics = ModelStatistics()
+            stage = LogitsStage(
+                loop,
+                names=_logits_names(entry),
+                vocab_size=logits.vocab_size,
+                max_length=logits.max_length,
+                statistics=statistics,
+                close=loop.close,
+            )
+            served = _served(entry, stage, statistics, load_s=0.0, placement=placement)
+            try:
+                run_warmups(partial(_submit, served), [replace(batch, count=1)])
+            finally:
+                served.close(timeout_s=0)
+    for slot in range(logits.num_slots if entry.config.warmups else 0):
+        logits.give_back(slot, length=0)
+
+
+def _submit(served: Served, inferences: Sequence[Inference]) -> None:
+    for inference in inferences:
+        served.submit(inference)
 
 
 def _start(
@@ -216,10 +265,16 @@ def _served(
     load_s: float,
     placement: Placement = ON_CPU,
 ) -> Served:
-    """Serve by the highest version of a model; an ensemble needs no version folder."""
+    """Serve by the version of a model that its policy and its step name; an ensemble needs no folder."""
     message = type(entry.parsed.message)()
     message.CopyFrom(entry.parsed.message)
     normalise(message, model_folder=entry.path, gpus=num_gpus() if placement.kind == "GPU" else 0)
     config = model_config(message, name=entry.name)
-    version = (entry.versions or (1,))[-1]
-    return Served(runner, config=config, version=version, statistics=statistics, load_s=load_s)
+    return Served(
+        runner,
+        config=config,
+        version=int(entry.latest_version().name) if entry.versions else 1,
+        statistics=statistics,
+        labels=output_labels(config, entry.path),
+        load_s=load_s,
+    )

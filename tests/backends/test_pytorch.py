@@ -335,14 +335,6 @@ def test_a_missing_file_is_told_in_tritons_words(tmp_path):
         started(PyTorchBackend, plain(), tmp_path)
 
 
-def test_parameters_without_effect_are_told(tmp_path, caplog):
-    identity(tmp_path)
-    more = parameter("ENABLE_NVFUSER", "true") + parameter("ENABLE_WEIGHT_SHARING", "true")
-    started(PyTorchBackend, plain(more=more), tmp_path)
-    [record] = caplog.records
-    assert "the parameter ENABLE_NVFUSER has no effect" in record.message
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [("INFERENCE_MODE", "false"), ("DISABLE_OPTIMIZED_EXECUTION", "true"), ("DISABLE_CUDNN", "true")],

@@ -42,7 +42,7 @@ def one_input(source, *, data_type="TYPE_FP32", dims="3", name="x"):
 
 def warmed(config, path, backend=None):
     backend = backend or Recorder()
-    run_warmups(backend, warmup_batches(config, path))
+    run_warmups(backend.execute, warmup_batches(config, path))
     return backend.batches
 
 
@@ -218,4 +218,4 @@ def test_a_graph_is_warmed_up_with_its_whole_batch(tmp_path):
     path = tmp_path / "1" / "model.onnx"
     save_onnx(path, only_four_rows, inputs={"x": kind}, outputs={"y": kind}, weights=sizes)
     config = model("batch_size: 4 " + one_input("zero_data: true"), dims="3")
-    run_warmups(started(OnnxRuntimeBackend, config, tmp_path), warmup_batches(config, tmp_path))
+    run_warmups(started(OnnxRuntimeBackend, config, tmp_path).execute, warmup_batches(config, tmp_path))

@@ -139,6 +139,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["2:3: error: failed to convert INFERENCE_MODE 'on' to boolean value; write \"true\" or "
          '"false"'],
     ),
+    "a parameter of Triton's backend for PyTorch that has no meaning": (
+        'backend: "pytorch" parameters { key: "ENABLE_NVFUSER" value { string_value: "true" } }\n'
+        'parameters { key: "ENABLE_WEIGHT_SHARING" value { string_value: "true" } }',
+        ["1:21: warning: parameter 'ENABLE_NVFUSER' is not honoured: torch has no NVFuser any more; leave it "
+         "out"],
+    ),
     "a misspelt parameter": (
         ONNX + 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }\nparameters { '
         'key: "max_seq_length" value { string_value: "9" } }',

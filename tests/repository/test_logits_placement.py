@@ -120,10 +120,3 @@ def test_without_a_gpu_the_config_that_wants_one_is_told(stage, machine, caplog)
     assert "no GPUs are available" in caplog.text
     with pytest.raises(RepositoryError, match="no GPUs are available"):
         logits_placement(entry, strict_placement=True)
-
-
-def test_a_second_instance_is_told_that_one_engine_does_it_all(stage, machine, caplog):
-    machine(gpus=0)
-    with caplog.at_level(logging.WARNING):
-        logits_placement(stage("instance_group { name: 'both' kind: KIND_CPU count: 2 }"))
-    assert "one engine runs it, as the instance both_0" in caplog.text

@@ -1,0 +1,156 @@
+"""Stage rules: what the configs of a text model say that the engine, which runs its stages, does not do.
+
+A stage is judged as any model is, and by these rules besides. Loading goes by them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from genserve.backends.logits_names import LogitsNames
+from genserve.config.fault import Fault, Severity
+from genserve.config.honoured import Role, unhonoured_in_role
+from genserve.config.model_config import ModelConfig, WarmupInput
+from genserve.config.parameter_rules import LOGITS_PARAMETERS
+from genserve.errors import RepositoryError
+from genserve.repository.ensemble_steps import generation_stages
+from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.logits_runtime import CacheKind, cache_kind, context_length, is_logits_stage
+
+__all__ = ["stage_faults"]
+
+_OF_CACHE = frozenset({"kv_cache_bytes", "prefix_cache"})
+_OF_DRAFTS = frozenset({"speculation", "draft_model"})      # of which the rules of drafts tell
+_OF_THREADS = frozenset({"intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"})
+_LEAVE_OUT = "leave it out"
+
+
+def stage_faults(
+    entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]
+) -> Iterator[Fault]:
+    """Yield what a model asks for in vain as part of a text model; for other models, what only those do.
+
+    Args:
+        entry: the model.
+        config: its config.
+        entries: all models of the repository, by name.
+    """
+    role, stage = _role(entry, config, entries), _Stage(entry=entry, config=config)
+    if role is None:
+        if config.backend in ("onnxruntime", "pytorch"):
+            names = LOGITS_PARAMETERS - _OF_DRAFTS
+            yield from _parameters(stage, names, what="a model that is no logits stage")
+        return
+    for field in unhonoured_in_role(entry.parsed.message, role):
+        yield stage.fault(field.severity, field.path, field.message)
+    for index, group in enumerate(config.instance_groups):
+        if index or len(group.gpus) > 1:
+            path, what = f"instance_group[{index}]", "a second instance group"
+            if not index:
+                path, what = f"{path}.gpus", "a second GPU"
+            instead = "one engine runs the model, on the first device of the first group"
+            yield stage.fault(Severity.WARNING, path, f"{what} is not honoured in a {role}: {instead}")
+    yield from _versions(stage, role)
+    yield from _parameters(stage, _unread(config, role), what=f"a {role}")
+    if role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE):
+        yield from _warmups(stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    entry: ModelEntry
+    config: ModelConfig
+
+    def fault(
+        self, severity: Severity, path: str, message: str, *, remedy: str = _LEAVE_OUT, key: str | None = None
+    ) -> Fault:
+        """Make a fault at a field, or at the entry of a map that has this key."""
+        parsed = self.entry.parsed
+        place = parsed.place(path, key=key)
+        return Fault(severity=severity, path=parsed.path, place=place, message=message, remedy=remedy)
+
+
+def _role(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]) -> Role | None:
+    """Return what a model is to the text models that it is a part of; None: it is part of none."""
+    if entry.is_ensemble:
+        return Role.ENSEMBLE if generation_stages(entry, entries) else None
+    of_logits = Role.LOGITS_WITHOUT_CACHE if cache_kind(config) is CacheKind.NONE else Role.LOGITS
+    if is_logits_stage(entry):
+        return of_logits
+    roles = {"tokenizer": Role.TOKENIZER, "logits": of_logits, "decoder": Role.DECODER}
+    for ensemble in entries.values():
+        steps = ensemble.config.ensemble_steps if ensemble.config else ()
+        if any(step.model_name == entry.name for step in steps):
+            for name, stage in (generation_stages(ensemble, entries) or {}).items():
+                if stage.name == entry.name:
+                    return roles[name]
+    return None
+
+
+def _versions(stage: _Stage, role: Role) -> Iterator[Fault]:
+    """Yield the versions that the policy serves, and the engine does not."""
+    if role is Role.TOKENIZER:
+        return      # which is served as a model of its own, too
+    try:
+        *others, last = served_versions(stage.config, stage.entry.versions)
+    except RepositoryError:
+        return      # which is a fault of the files, or none of an ensemble
+    if others:
+        message = f"version_policy is not honoured in a {role}: the engine runs one version, {last}"
+        remedy = f"write `version_policy {{ specific {{ versions: {last} }} }}`"
+        yield stage.fault(Severity.WARNING, "version_policy", message, remedy=remedy)
+
+
+def _unread(config: ModelConfig, role: Role) -> frozenset[str]:
+    """Return those parameters of a config that nobody reads in this role."""
+    names = frozenset(config.parameters)
+    if role is Role.DECODER:
+        return names
+    if role is Role.ENSEMBLE:
+        return names & (LOGITS_PARAMETERS | _OF_THREADS)
+    if role is Role.LOGITS_WITHOUT_CACHE:
+        return names & _OF_CACHE
+    if role is Role.LOGITS and cache_kind(config) is CacheKind.IN_PLACE:
+        return names - LOGITS_PARAMETERS - _OF_THREADS
+    return frozenset()
+
+
+def _parameters(stage: _Stage, names: frozenset[str], *, what: str) -> Iterator[Fault]:
+    for name in sorted(names & stage.config.parameters.keys()):
+        belongs = name in LOGITS_PARAMETERS
+        yield stage.fault(
+            Severity.WARNING,
+            "parameters",
+            f"parameter {name!r} has no effect in {what}",
+            remedy="write it into the config of a logits stage with a KV cache" if belongs else _LEAVE_OUT,
+            key=name,
+        )
+
+
+def _warmups(stage: _Stage) -> Iterator[Fault]:
+    """Yield the warm-up samples that the engine cannot run."""
+    try:
+        input_ids, longest = LogitsNames.of(stage.config).input_ids, context_length(stage.config)
+    except RepositoryError:
+        return      # which is a fault of the tensors or the parameters
+    for index, sample in enumerate(stage.config.warmups):
+        spec = next((spec for spec in sample.inputs if spec.name == input_ids), None)
+        problem = _problem(spec, longest=longest) if spec and sample.batch_size else ""
+        if problem:
+            yield stage.fault(
+                Severity.ERROR,
+                f"model_warmup[{index}].inputs",
+                f"failed to run warmup sample '{sample.name}': {problem}",
+                remedy="write `zero_data: true` and as many ids as a prompt often has",
+                key=input_ids,
+            )
+
+
+def _problem(spec: WarmupInput, *, longest: int) -> str:
+    if spec.source == "random_data":
+        return f"random ids of '{spec.name}' are outside the vocabulary"
+    num_ids = max(spec.dims, default=1)
+    if longest and num_ids > longest:
+        return f"{num_ids} token ids are given; the model's context is {longest}"
+    return ""
