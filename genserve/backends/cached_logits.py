@@ -13,7 +13,7 @@ from genserve.backends.logits_memory import LogitsMemory
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import TokenArray
 
-__all__ = ["CachedLogits", "padded"]
+__all__ = ["CachedLogits", "padded", "slot_length"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,20 @@ class CachedLogits:
     def give_back(self, slot: int, *, length: int) -> None:
         """See `LogitsModel.give_back`."""
         self.cache.give_back(slot, length=length)
+
+
+def slot_length(max_sequence_length: int | None, *, context_length: int, path: Path) -> int:
+    """Return how many tokens a slot holds: what the config says, or the graph's whole context.
+
+    Raises:
+        RepositoryError: the config says more than the graph can.
+    """
+    if (max_sequence_length or 0) > context_length:
+        raise RepositoryError(
+            f"max_sequence_length is {max_sequence_length}; the context of {path.name} is {context_length}",
+            remedy=f"write {context_length} at the most, or leave it out, in the logits stage's config.pbtxt",
+        )
+    return max_sequence_length or context_length
 
 
 def padded(chunks: Sequence[Sequence[int]], *, width: int | None = None) -> tuple[TokenArray, TokenArray]:

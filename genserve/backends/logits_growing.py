@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.cached_logits import CachedLogits, padded
+from genserve.backends.cached_logits import CachedLogits, padded, slot_length
 from genserve.backends.logits_memory import HostMemory
 from genserve.backends.logits_onnx import cache_layer
 from genserve.backends.onnx_session import Provider, open_session
@@ -79,7 +79,9 @@ class GrowingLogits(CachedLogits):
             {name: cache_layer(inputs[name], path) for name in self._past},
             path=path,
             num_slots=num_slots,
-            max_length=min(max_length or context_length or _DEFAULT_LENGTH, context_length or 1 << 62),
+            max_length=slot_length(
+                max_length, context_length=context_length or max_length or _DEFAULT_LENGTH, path=path
+            ),
             cache_bytes=cache_bytes,
         )
 

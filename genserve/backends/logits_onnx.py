@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.cached_logits import CachedLogits, padded
+from genserve.backends.cached_logits import CachedLogits, padded, slot_length
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.onnx_session import (
     SPIN_US,
@@ -22,12 +22,14 @@ from genserve.backends.onnx_session import (
     num_cores,
     onnxruntime_module,
     preload_cuda,
+    runtime_message,
 )
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import LogitsArray, TokenArray
 
-__all__ = ["GraphCall", "OnnxLogits", "cache_layer", "open_logits_session"]
+__all__ = ["GraphCall", "OnnxLogits", "cache_layer", "check_logits_graph", "open_logits_session"]
 
+_PAST = "past_key_values."
 _GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
 _MARK = 3   # no key or value is this in all of its numbers
@@ -68,23 +70,17 @@ class OnnxLogits(CachedLogits):
         self._memory = memory or HostMemory()
         self._session = open_logits_session(path, num_threads=num_threads, providers=self._memory.providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        max_length = check_logits_graph(self._session, path, max_length=max_length)
         inputs = {i.name: i for i in self._session.get_inputs()}
-        past = [name for name in inputs if name.startswith("past_key_values.")]
-        if not past or any(name not in inputs for name in _GRAPH_INPUTS):
-            raise RepositoryError(
-                f"{path} has no KV cache in place: its inputs are {', '.join(inputs)}",
-                remedy="make it with `genserve export`",
-            )
-        context_length = self._context_length(path)
         outputs = {o.name: o for o in self._session.get_outputs()}
         self.vocab_size = int(outputs["logits"].shape[-1])
-        layers = {name: cache_layer(inputs[name], path) for name in past}
+        layers = {name: cache_layer(inputs[name], path) for name in inputs if name.startswith(_PAST)}
         super().__init__(
             self._memory,
             layers,
             path=path,
             num_slots=num_slots,
-            max_length=min(max_length or context_length, context_length),
+            max_length=max_length,
             cache_bytes=cache_bytes,
         )
         self._logits = self._memory.logits(self.num_slots, self.vocab_size)
@@ -111,14 +107,6 @@ class OnnxLogits(CachedLogits):
                     f"{path} does not keep its cache on {self._memory.device}: {name} is not written",
                     remedy=_ON_THE_CPU,
                 )
-
-    def _context_length(self, path: Path) -> int:
-        text = self.metadata.get("genserve.context_length", "")
-        if not text.isdecimal():
-            raise RepositoryError(
-                f"{path} does not say its context length", remedy="make it with `genserve export`"
-            )
-        return int(text)
 
     def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
         """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
@@ -173,6 +161,31 @@ class OnnxLogits(CachedLogits):
         return self._logits[: len(call.rows)]
 
 
+def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> int:
+    """Check that a graph is one of `genserve export`, and return how many tokens a slot of it holds.
+
+    Args:
+        session: of ONNX Runtime.
+        path: of the graph, for errors.
+        max_length: what the config says of it; None or 0: the graph's whole context.
+
+    Raises:
+        RepositoryError: it is no such graph, or cannot take so many.
+    """
+    inputs = [argument.name for argument in session.get_inputs()]
+    if not any(name.startswith(_PAST) for name in inputs) or not set(_GRAPH_INPUTS) <= set(inputs):
+        raise RepositoryError(
+            f"{path} has no KV cache in place: its inputs are {', '.join(inputs)}",
+            remedy="make it with `genserve export`",
+        )
+    text = session.get_modelmeta().custom_metadata_map.get("genserve.context_length", "")
+    if not text.isdecimal():
+        raise RepositoryError(
+            f"{path} does not say its context length", remedy="make it with `genserve export`"
+        )
+    return slot_length(max_length, context_length=int(text), path=path)
+
+
 class GraphCall:
     """The bound arrays of one shape of call. Shapes: R rows of S tokens."""
 
@@ -222,7 +235,8 @@ def open_logits_session(path: Path, *, num_threads: int | None, providers: Seque
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
         raise RepositoryError(
-            f"{path} cannot be loaded: {error}", remedy="export it again with `genserve export --overwrite`"
+            f"{path} cannot be loaded: {runtime_message(error)}",
+            remedy="export it again with `genserve export --overwrite`",
         ) from error
     if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
         raise RepositoryError(

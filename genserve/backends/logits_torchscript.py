@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.cached_logits import CachedLogits, padded
+from genserve.backends.cached_logits import CachedLogits, padded, slot_length
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.torch_module import torch_library
 from genserve.errors import RepositoryError
@@ -63,7 +63,7 @@ class TorchLogits(CachedLogits):
             {"kv_cache": (heads, head_dim, np.dtype(element))},
             path=path,
             num_slots=num_slots,
-            max_length=min(max_length or context_length, context_length),
+            max_length=slot_length(max_length, context_length=context_length, path=path),
             cache_bytes=cache_bytes,
         )
         [(_, buffer)] = self.cache.slots(0, num_slots=self.num_slots)

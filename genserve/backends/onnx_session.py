@@ -22,6 +22,7 @@ __all__ = [
     "num_cores",
     "onnxruntime_module",
     "open_session",
+    "open_to_look",
     "preload_cuda",
     "runtime_message",
 ]
@@ -34,6 +35,7 @@ SPIN_US = 200
 
 _RUNTIME_ERROR = re.compile(r"\[ONNXRuntimeError\] : (?P<code>\d+) : \w+ : (?P<text>.*)", re.DOTALL)
 _GRAPH_LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
+_NO_OPTIMIZATION, _FATAL = 2, 4     # of `_GRAPH_LEVELS`; of ONNX Runtime's log levels
 _OF_CUDA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _ALLOCATOR_KEY = "session.use_device_allocator_for_initializers"
 
@@ -123,12 +125,34 @@ def open_session(
         MissingDependency: ONNX Runtime is not installed.
         RepositoryError: the file cannot be loaded, or a parameter makes no sense.
     """
-    onnxruntime = onnxruntime_module()
-    options = _session_options(onnxruntime, parameters, graph_level=graph_level)
-    file = path / "model.onnx" if path.is_dir() else path
+    options = _session_options(onnxruntime_module(), parameters, graph_level=graph_level)
     preload_cuda(providers)
+    return _open(path, options, providers)
+
+
+def open_to_look(path: Path) -> Any:
+    """Load a graph on the CPU to see what it is, not to run it: in 0.1 s and 60 MB for the 170 MB of SmolLM2.
+
+    Nothing is optimised or rearranged, and of weights that lie beside the graph only the places are read.
+
+    Args:
+        path: the .onnx file, or a folder with a model.onnx in it.
+
+    Raises:
+        MissingDependency: ONNX Runtime is not installed.
+        RepositoryError: the file cannot be loaded.
+    """
+    options = _session_options(onnxruntime_module(), {}, graph_level=_NO_OPTIMIZATION)
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.intra_op_num_threads = 1
+    options.log_severity_level = _FATAL
+    return _open(path, options, [Provider(name="CPUExecutionProvider", options={})])
+
+
+def _open(path: Path, options: Any, providers: Sequence[Provider]) -> Any:
+    file = path / "model.onnx" if path.is_dir() else path
     try:
-        return onnxruntime.InferenceSession(
+        return onnxruntime_module().InferenceSession(
             str(file), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
         )
     except Exception as error:  # onnxruntime's exceptions share no base class

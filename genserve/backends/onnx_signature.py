@@ -10,7 +10,7 @@ from genserve.config.model_config import Control, ModelConfig, TensorSpec
 from genserve.data_type import DataType
 from genserve.errors import RepositoryError
 
-__all__ = ["GraphTensor", "OnnxSignature"]
+__all__ = ["GraphTensor", "OnnxSignature", "says_all"]
 
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,
@@ -68,6 +68,8 @@ class OnnxSignature:
     def complete(self, message: Any, *, default_max_batch_size: int) -> None:
         """Fill in the inputs, outputs and batching that an `inference.ModelConfig` leaves out.
 
+        Nothing happens where inputs and outputs are both given.
+
         Args:
             message: changed in place.
             default_max_batch_size: of a graph that can batch, where the config says nothing.
@@ -75,6 +77,8 @@ class OnnxSignature:
         Raises:
             RepositoryError: it says that the model batches, and the graph does not; in Triton's words.
         """
+        if says_all(message):
+            return
         self._complete_batching(message, default_max_batch_size)
         if not message.input:
             _complete_tensors(message.input, self.inputs.values(), has_batch=message.max_batch_size > 0)
@@ -174,6 +178,11 @@ class OnnxSignature:
                 f"{where}, the model expects data-type {tensor.element.upper()} "
                 f"but the model configuration specifies data-type {control.data_type}"
             )
+
+
+def says_all(message: Any) -> bool:
+    """Whether an `inference.ModelConfig` needs no graph to be complete."""
+    return bool((message.input or message.batch_input) and message.output)
 
 
 def _complete_tensors(specs: Any, tensors: Any, *, has_batch: bool) -> None:

@@ -15,8 +15,8 @@ from genserve.backends.backend import ModelSource, Placement
 from genserve.backends.batches import Batches
 from genserve.backends.model_file import model_file
 from genserve.backends.onnx_providers import choose_providers
-from genserve.backends.onnx_session import Provider, onnxruntime_module, open_session, runtime_message
-from genserve.backends.onnx_signature import GraphTensor, OnnxSignature
+from genserve.backends.onnx_session import onnxruntime_module, open_session, open_to_look, runtime_message
+from genserve.backends.onnx_signature import GraphTensor, OnnxSignature, says_all
 from genserve.backends.per_device import PerDevice
 from genserve.backends.strings import string_tensor, texts
 from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
@@ -31,8 +31,6 @@ __all__ = ["OnnxGraph", "OnnxRuntimeBackend", "OnnxVersion", "open_graph"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_FILE = "model.onnx"
-_CPU = Provider(name="CPUExecutionProvider", options={})
-_NO_OPTIMIZATION = 2
 _ONNX_BFLOAT16 = 16     # of TensorProto.DataType
 
 
@@ -144,7 +142,7 @@ class OnnxRuntimeBackend:
     @classmethod
     def auto_complete(cls, message: Any, *, path: Path, version: int) -> None:
         """See `Backend.auto_complete`. Nothing happens where inputs and outputs are both given."""
-        if (message.input or message.batch_input) and message.output:
+        if says_all(message):
             return
         file = model_file(
             path / str(version),
@@ -152,8 +150,8 @@ class OnnxRuntimeBackend:
             default=DEFAULT_FILE,
             model=message.name or path.name,
         )
-        session = open_session(file, parameters={}, graph_level=_NO_OPTIMIZATION, providers=[_CPU])
-        OnnxSignature(session).complete(message, default_max_batch_size=cls.default_max_batch_size)
+        signature = OnnxSignature(open_to_look(file))
+        signature.complete(message, default_max_batch_size=cls.default_max_batch_size)
 
     @classmethod
     def load(cls, source: ModelSource) -> OnnxVersion:

@@ -12,6 +12,7 @@ from genserve.config.model_config import ModelConfig, SpecificVersions
 from genserve.errors import RepositoryError, Status
 from genserve.repository.draft_rules import draft_faults
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
+from genserve.repository.model_file_rules import content_faults, placeholder_faults
 from genserve.repository.plugin_rules import decodes, plugin_faults
 from genserve.repository.source_rules import source_faults
 from genserve.repository.stage_rules import stage_faults
@@ -45,10 +46,13 @@ def repository_faults(
     roots = list(roots)
     entries = scan(roots, config_name=config_name, backend_folders=backend_folders)
     real_roots = [root.resolve() for root in roots]
-    return {
-        name: (*model_faults(entry, entries), *_source_faults(entry), *_link_faults(entry, real_roots))
-        for name, entry in entries.items()
-    }
+    found: dict[str, tuple[Fault, ...]] = {}
+    for name, entry in entries.items():
+        faults = model_faults(entry, entries)
+        # A file that is missing or a config that is wrong would be told of twice.
+        opened = () if first_error(faults) else _content_faults(entry)
+        found[name] = (*faults, *_source_faults(entry), *opened, *_link_faults(entry, real_roots))
+    return found
 
 
 def accept(faults: Iterable[Fault]) -> None:
@@ -127,6 +131,14 @@ def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:
         return ()
 
 
+def _content_faults(entry: ModelEntry) -> Iterator[Fault]:
+    """Yield what is wrong with the content of the files that a load opens."""
+    if entry.config is None or entry.config.backend not in _WITH_FILES:
+        return
+    for version in _served(entry, entry.config):
+        yield from content_faults(entry, entry.config, entry.path / str(version))
+
+
 def _source_faults(entry: ModelEntry) -> Iterator[Fault]:
     """Yield what a load would find in each model.py; of a decoder stage's, `_file_faults` does."""
     if entry.config is None or entry.config.backend != "python":
@@ -156,6 +168,9 @@ def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
     for version in _served(entry, config):
         folder = entry.path / str(version)
         file = folder / config.default_model_filename
+        yield from placeholder_faults(
+            folder, backend=config.backend, filename=config.default_model_filename
+        )
         if config.backend == "python" and file.is_file() and decodes(file):
             yield from plugin_faults(file)
         for name in (config.default_model_filename, *_MORE_FILES.get(config.backend, ())):

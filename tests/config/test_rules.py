@@ -142,7 +142,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "a parameter of Triton's backend for PyTorch that has no meaning": (
         'backend: "pytorch" parameters { key: "ENABLE_NVFUSER" value { string_value: "true" } }\n'
         'parameters { key: "ENABLE_WEIGHT_SHARING" value { string_value: "true" } }',
-        ["1:21: warning: parameter 'ENABLE_NVFUSER' is not honoured: torch has no NVFuser any more; leave it "
+        ["1:20: warning: parameter 'ENABLE_NVFUSER' is not honoured: torch has no NVFuser any more; leave it "
          "out"],
     ),
     "a misspelt parameter": (

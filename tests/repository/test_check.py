@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,13 +17,14 @@ ADD = "add a folder for the first version, named '1'; `genserve pull` or `genser
 BRING = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
 
 
-def shipped_with_files(root: Path) -> Path:
-    """The repository that comes with the sources, with empty files where `genserve pull` puts the weights."""
+def shipped_with_files(root: Path, pulled: Path) -> Path:
+    """The repository that comes with the sources, with the files that `genserve pull` brings."""
     shutil.copytree(SHIPPED, root)
-    for file in ("logits/1/model.onnx", "tokenizer/1/tokenizer.json", "tokenizer/1/tokenizer_config.json"):
-        path = root / f"smollm2_{file}"
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
+    for file in pulled.rglob("*"):
+        path = root / file.relative_to(pulled)
+        if file.is_file() and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(file, path)
     return root
 
 
@@ -41,8 +43,8 @@ def told(root: Path) -> list[str]:
     return [line.removeprefix(f"{root}/") for line in lines]
 
 
-def test_the_repository_of_the_sources_is_clean_but_for_the_files_that_are_pulled(tmp_path):
-    assert repository_faults([shipped_with_files(tmp_path / "r")]) == dict.fromkeys(
+def test_the_repository_of_the_sources_is_clean_with_the_files_that_are_pulled(tmp_path, smollm2_repository):
+    assert repository_faults([shipped_with_files(tmp_path / "r", smollm2_repository)]) == dict.fromkeys(
         ("smollm2", "smollm2_decoder", "smollm2_logits", "smollm2_tokenizer"), ()
     )
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from genserve.repository.ensemble_steps import generation_stages, is_decoupled
 from genserve.repository.index import scan
-from tests.repository.test_check import shipped_with_files
+from tests.repository.test_check import SHIPPED
 
 
 def test_the_stages_of_a_model_that_generates_text_are_found_by_their_backends(tmp_path):
-    entries = scan([shipped_with_files(tmp_path / "r")])
+    entries = scan([shutil.copytree(SHIPPED, tmp_path / "r")])
     stages = generation_stages(entries["smollm2"], entries)
     assert stages is not None
     assert {stage: entry.name for stage, entry in stages.items()} == {
@@ -30,7 +32,7 @@ def test_the_stages_of_a_model_that_generates_text_are_found_by_their_backends(t
     ],
 )
 def test_other_ensembles_are_no_chain_of_stages(tmp_path, file, old, new):
-    root = shipped_with_files(tmp_path / "r")
+    root = shutil.copytree(SHIPPED, tmp_path / "r")
     text = (root / file).read_text()
     assert old in text
     (root / file).write_text(text.replace(old, new, 1))

@@ -1,0 +1,160 @@
+"""Model file rules: what is wrong with the files that a model is loaded from, opened as the load opens them.
+
+Nothing of a model is run. Of an ONNX graph no weights are read that lie beside it, and nothing is optimised;
+a TorchScript file is looked at as the archive that it is, without torch.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from genserve.backends.logits_onnx import check_logits_graph
+from genserve.backends.onnx_session import open_to_look
+from genserve.backends.onnx_signature import OnnxSignature
+from genserve.config.fault import Fault, Severity
+from genserve.config.from_message import model_config
+from genserve.config.model_config import ModelConfig
+from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
+from genserve.repository.devices import num_gpus
+from genserve.repository.index import ModelEntry
+from genserve.repository.logits_runtime import CacheKind, cache_kind, context_length
+from genserve.text.tokenizer import Tokenizer
+
+__all__ = ["content_faults", "placeholder_faults"]
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024   # by the specification of Git LFS
+_NOT_IMPLEMENTED = "onnx runtime error 9:"      # an operator has no kernel on this device
+_TORCHSCRIPT_RECORDS = ("data.pkl", "constants.pkl", "version")
+_WEIGHTS = "data.pkl"         # what torch.save of a state_dict writes, too
+
+
+def placeholder_faults(folder: Path, *, backend: str, filename: str) -> Iterator[Fault]:
+    """Yield the files of a version that stand for others, and the model's own if there is nothing in it.
+
+    Args:
+        folder: of the version.
+        backend: of the model.
+        filename: what the model is loaded from: a file of the folder, or a folder of files.
+    """
+    model = folder / filename
+    files = sorted({*folder.glob("*"), *(model.rglob("*") if model.is_dir() else ())})
+    for file in files:
+        if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
+            continue
+        content = file.read_bytes()
+        if content.startswith(_POINTER):
+            # What else a model.py reads, only the model knows.
+            is_needed = backend != "python" or file == model
+            yield _fault(
+                file,
+                f"{file.name} is a Git LFS pointer, not the file that it stands for",
+                remedy="run `git lfs pull` in the repository",
+                severity=Severity.ERROR if is_needed else Severity.WARNING,
+            )
+        elif not content and file == model and backend != "python":
+            yield _fault(file, f"{file.name} is empty", remedy="copy or export it again")
+
+
+def content_faults(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Fault]:
+    """Yield what a load would find in the files of a version.
+
+    Args:
+        entry: the model.
+        config: its config, without errors.
+        folder: of the version; its files are there, and none is a placeholder.
+    """
+    file = folder / config.default_model_filename
+    try:
+        if config.backend == "onnxruntime":
+            _look_at_onnx(entry, config, file)
+        elif config.backend == "pytorch":
+            _look_at_torchscript(config, file)
+        elif config.backend == "tensorflow":
+            _look_at_saved_model(config, file)
+        elif config.backend == "tokenizer":
+            Tokenizer.from_folder(folder)
+    except _ConfigDiffers as error:
+        yield _config_fault(entry, config, error.cause)
+    except MissingDependency as error:
+        message = f"it was not opened: {error.message}"
+        yield _fault(file, message, remedy=error.remedy, severity=Severity.WARNING)
+    except GenserveError as error:
+        yield _fault(file if file.exists() else folder, error.message, remedy=error.remedy)
+
+
+class _ConfigDiffers(Exception):
+    """The config tells of another model than the file is."""
+
+    def __init__(self, cause: RepositoryError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+def _look_at_onnx(entry: ModelEntry, config: ModelConfig, file: Path) -> None:
+    try:
+        session = open_to_look(file)
+    except RepositoryError as error:
+        if num_gpus() and error.message.startswith(_NOT_IMPLEMENTED):
+            return      # the CPU cannot run it, and the GPU may
+        raise
+    try:
+        match cache_kind(config):
+            case CacheKind.IN_PLACE:
+                check_logits_graph(session, file, max_length=context_length(config))
+            case CacheKind.NONE:
+                message = type(entry.parsed.message)()
+                message.CopyFrom(entry.parsed.message)
+                signature = OnnxSignature(session)
+                signature.complete(message)
+                signature.check(replace(model_config(message, name=config.name), backend=config.backend))
+    except RepositoryError as error:
+        raise _ConfigDiffers(error) from error
+
+
+def _look_at_torchscript(config: ModelConfig, file: Path) -> None:
+    remedy = f"write {file.name} by torch.jit.save of a scripted or traced module"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = [name.partition("/")[2] for name in archive.namelist()]
+    except (zipfile.BadZipFile, OSError) as error:
+        message = f"{file.name} is no TorchScript archive, or not all of one: {error}"
+        raise _unloadable(config, message, remedy) from None
+    missing = [name for name in _TORCHSCRIPT_RECORDS if name not in names]
+    if not any(name.startswith("code/") for name in names):
+        missing.append("code")
+    if missing:
+        what = "holds weights without code" if _WEIGHTS in names else f"has no {', '.join(missing)}"
+        raise _unloadable(config, f"{file.name} is no TorchScript archive: it {what}", remedy)
+
+
+def _look_at_saved_model(config: ModelConfig, file: Path) -> None:
+    if file.is_dir() and not any((file / f"saved_model.{end}").is_file() for end in ("pb", "pbtxt")):
+        remedy = "copy the whole folder that `tf.saved_model.save` wrote"
+        raise RepositoryError(
+            f"unable to load model '{config.name}': there is no saved_model.pb in {file.name}", remedy=remedy
+        )
+
+
+def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryError:
+    return RepositoryError(
+        f"failed to load model '{config.name}': {message}", status=Status.INTERNAL, remedy=remedy
+    )
+
+
+def _config_fault(entry: ModelEntry, config: ModelConfig, error: RepositoryError) -> Fault:
+    """Make a fault at the tensor of the config that an error names, or else at the config's beginning."""
+    path = "parameters" if "max_sequence_length" in error.message else ""
+    for field, specs in (("input", config.inputs), ("output", config.outputs)):
+        for index, spec in enumerate(specs):
+            if f"'{spec.name}'" in error.message:
+                path = f"{field}[{index}]"
+    place = entry.parsed.place(path)
+    return replace(_fault(entry.parsed.path, error.message, remedy=error.remedy), place=place)
+
+
+def _fault(path: Path, message: str, *, remedy: str, severity: Severity = Severity.ERROR) -> Fault:
+    return Fault(severity=severity, path=path, message=message, remedy=remedy, at_load=True)
