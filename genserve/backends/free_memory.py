@@ -1,10 +1,10 @@
-"""Free memory: how much this process may still take."""
+"""Free memory: how much this process may still take, and how much at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["free_memory_bytes"]
+__all__ = ["free_memory_bytes", "total_memory_bytes"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -20,6 +20,22 @@ def free_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
     """
     known = [free for free in (_of_machine(meminfo), _of_container(cgroup)) if free is not None]
     return min(known, default=None)
+
+
+def total_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """Return the smaller of what the machine and what the container has; None: neither says.
+
+    Args:
+        meminfo: see `free_memory_bytes`.
+        cgroup: likewise.
+    """
+    kilobytes = _fields(meminfo).get("MemTotal:")
+    known = [] if kilobytes is None else [kilobytes * 1024]
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+    except OSError:
+        limit = ""
+    return min([*known, int(limit)] if limit.isdecimal() else known, default=None)
 
 
 def _of_machine(meminfo: Path) -> int | None:

@@ -14,8 +14,9 @@ from genserve.repository.draft_rules import draft_faults
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.model_file_rules import content_faults, placeholder_faults
 from genserve.repository.plugin_rules import decodes, plugin_faults
+from genserve.repository.size_rules import size_faults
 from genserve.repository.source_rules import source_faults
-from genserve.repository.stage_rules import stage_faults
+from genserve.repository.stage_rules import role_of, stage_faults
 from genserve.repository.wiring import wiring_faults
 
 __all__ = ["accept", "model_faults", "repository_faults"]
@@ -85,7 +86,9 @@ def model_faults(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[
     else:
         faults += _file_faults(entry, entry.config)
         faults += draft_faults(entry, entry.config, entries)
-    faults += stage_faults(entry, entry.config, entries)
+    role = role_of(entry, entry.config, entries)
+    faults += stage_faults(entry, entry.config, role)
+    faults += size_faults(entry, entry.config, role)
     return tuple(faults)
 
 

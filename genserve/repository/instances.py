@@ -110,7 +110,8 @@ def _ended(instance: Instance, *, until_s: float) -> bool:
 def group_placements(group: InstanceGroup) -> Iterator[Placement]:
     """Yield where each instance of a group of a normalised config runs, by Triton's names for them."""
     devices = group.gpus if group.kind == "KIND_GPU" else (None,)
-    for number, device in enumerate(devices * max(1, group.count)):
+    for number in range(len(devices) * max(1, group.count)):
+        device = devices[number % len(devices)]
         suffix = "" if device is None else f"_gpu{device}"
         yield Placement(
             name=f"{group.name}_{number}{suffix}",

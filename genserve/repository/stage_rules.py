@@ -18,7 +18,7 @@ from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.logits_runtime import CacheKind, cache_kind, context_length, is_logits_stage
 
-__all__ = ["stage_faults"]
+__all__ = ["role_of", "stage_faults"]
 
 _OF_CACHE = frozenset({"kv_cache_bytes", "prefix_cache"})
 _OF_DRAFTS = frozenset({"speculation", "draft_model"})      # of which the rules of drafts tell
@@ -26,17 +26,15 @@ _OF_THREADS = frozenset({"intra_op_thread_count", "INTRA_OP_THREAD_COUNT", "INTE
 _LEAVE_OUT = "leave it out"
 
 
-def stage_faults(
-    entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]
-) -> Iterator[Fault]:
+def stage_faults(entry: ModelEntry, config: ModelConfig, role: Role | None) -> Iterator[Fault]:
     """Yield what a model asks for in vain as part of a text model; for other models, what only those do.
 
     Args:
         entry: the model.
         config: its config.
-        entries: all models of the repository, by name.
+        role: see `role_of`.
     """
-    role, stage = _role(entry, config, entries), _Stage(entry=entry, config=config)
+    stage = _Stage(entry=entry, config=config)
     if role is None:
         if config.backend in ("onnxruntime", "pytorch"):
             names = LOGITS_PARAMETERS - _OF_DRAFTS
@@ -71,7 +69,7 @@ class _Stage:
         return Fault(severity=severity, path=parsed.path, place=place, message=message, remedy=remedy)
 
 
-def _role(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]) -> Role | None:
+def role_of(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]) -> Role | None:
     """Return what a model is to the text models that it is a part of; None: it is part of none."""
     if entry.is_ensemble:
         return Role.ENSEMBLE if generation_stages(entry, entries) else None

@@ -199,7 +199,7 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
         options["cache_salt"] = parameters["cache_salt"]
     options["structured_outputs"] = _form(inputs)
     width = options.pop("beam_width", None) or 1    # how Triton's clients say that they want no search
-    if width > 1:
+    if width != 1:
         options |= {"use_beam_search": True, "beam_width": width}
     return sampling_params(options)
 

@@ -1,0 +1,135 @@
+"""Sizes that nothing has room for: refused in a moment by check and by the load, in numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from genserve.backends.free_memory import total_memory_bytes
+from genserve.config.fault import Fault
+from genserve.repository.check import repository_faults
+from genserve.repository.repository import Repository
+from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.live import LiveServer
+from tests.models import CONFIG, write_model
+
+BATCHING = CONFIG.replace("{", "{{").replace("}", "}}") + "max_batch_size: {}\n"
+WARMUP = 'inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ {} ] zero_data: true }} }}'
+STATE = 'state {{ input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ {} ] }}'
+
+
+@pytest.fixture
+def models(tiny_repository: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_repository, tmp_path / "models")
+
+
+def change(models: Path, old: str, new: str) -> None:
+    file = models / "tiny_logits" / "config.pbtxt"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+def errors(root: Path, name: str) -> list[Fault]:
+    return [fault for fault in repository_faults([root])[name] if fault.severity.value == "error"]
+
+
+def load_error(root: Path, name: str) -> str:
+    repository = Repository([root])
+    repository.start()
+    repository.close()
+    return str(repository.errors[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (CONFIG + "instance_group { count: 1000000000 }", "1000000000 instances are asked for"),
+        (CONFIG + "instance_group { count: 4000 } instance_group { count: 4000 }", "8000 instances"),
+        (BATCHING.format(2**31 - 1) + "sequence_batching { direct { } }",
+         "2147483647 sequences at a time are asked for; 1048576 is the limit"),
+        (BATCHING.format(8) + "sequence_batching { oldest { max_candidate_sequences: 2000000000 } }",
+         "2000000000 sequences at a time"),
+        (BATCHING.format(8) + f"sequence_batching {{ {STATE.format('1048576, 1048576, 1048576')} }}",
+         f"the state 's' of a sequence would take {2**62} bytes; this machine has {total_memory_bytes()}"),
+        (BATCHING.format(8) + f'model_warmup {{ name: "w" batch_size: 8 {WARMUP.format(2**60)} }}',
+         f"warmup sample 'w' would take {2**65} bytes; this machine has {total_memory_bytes()}"),
+        (BATCHING.format(8) + "dynamic_batching { priority_levels: 1000000000000 default_priority_level: 1 }",
+         "priority_levels is 1000000000000"),
+    ],
+)  # fmt: skip
+def test_a_size_that_nothing_has_room_for_is_refused_with_numbers(tmp_path, config, words):
+    write_model(tmp_path, "m", config=config)
+    [fault] = errors(tmp_path, "m")
+    assert words in fault.message
+    assert fault.place
+    assert fault.remedy
+    assert fault.message in load_error(tmp_path, "m")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BATCHING.format(2**31 - 1),
+        BATCHING.format(2**31 - 1) + f"dynamic_batching {{ preferred_batch_size: {2**31 - 1} }}",
+        CONFIG.replace("-1", str(2**62)),
+        CONFIG + "instance_group { count: 64 }",
+    ],
+)
+def test_a_bound_that_takes_nothing_may_be_any(tmp_path, config):
+    write_model(tmp_path, "m", config=config)
+    assert errors(tmp_path, "m") == []
+    repository = Repository([tmp_path])
+    repository.start()
+    repository.close()
+    assert repository.errors == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("max_batch_size: 32", f"max_batch_size: {2**31 - 1}", "2147483647 sequences at a time"),
+        ("320 ]", f"{2**62} ]", "a row of 'logits' for each of 32 sequences would take"),
+        ("sequence_batching {", "instance_group { count: 1000000000 } sequence_batching {", "instances"),
+    ],
+)
+def test_a_logits_stage_that_nothing_has_room_for_is_refused(models, old, new, words):
+    change(models, old, new)
+    first, *_ = errors(models, "tiny_logits")
+    assert words in first.message
+    assert first.message in load_error(models, "tiny")
+
+
+def test_a_context_of_a_graph_without_a_cache_is_bounded_by_memory(
+    tiny_repository, tiny_checkpoint, tmp_path
+):
+    config = WHOLE_CONFIG.replace('"128"', f'"{2**40}"')
+    names = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
+    version = add_chain(tiny_repository, tmp_path, name="whole", logits_config=config, **names)
+    whole_torchscript(version / "model.pt", tiny_checkpoint)
+    [fault] = errors(tmp_path, "whole_logits")
+    assert f"the token ids of 8 sequences of {2**40} tokens would take {2**46} bytes" in fault.message
+    assert fault.message in load_error(tmp_path, "whole")
+
+
+def test_a_bound_of_the_cache_beyond_the_machine_is_a_warning(models):
+    change(models, "sequence_batching {",
+           'parameters { key: "kv_cache_bytes" value { string_value: "999999999GiB" } }\nsequence_batching {')
+    [fault] = repository_faults([models])["tiny_logits"]
+    assert fault.severity.value == "warning"
+    assert f"this machine has {total_memory_bytes()} bytes" in fault.message
+
+
+def test_a_config_that_a_client_brings_is_judged_alike(tmp_path):
+    write_model(tmp_path, "m")
+    config = json.dumps({"backend": "python", "instance_group": [{"count": 1000000000}]})
+    with LiveServer(tmp_path, model_control_mode="explicit", load_model=("m",)) as server:
+        answer = httpx.post(
+            f"{server.url}/v2/repository/models/m/load", json={"parameters": {"config": config}}, timeout=30
+        )
+        assert answer.status_code == 400
+        assert "1000000000 instances are asked for" in answer.json()["error"]
+        assert httpx.get(f"{server.url}/v2/models/m/ready").status_code == 200
