@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from genserve.backends.logits_names import LogitsNames
-from genserve.config.fault import Fault, Severity
+from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.honoured import Role, unhonoured_in_role
 from genserve.config.model_config import ModelConfig, WarmupInput
 from genserve.config.parameter_rules import LOGITS_PARAMETERS
@@ -17,6 +17,7 @@ from genserve.errors import RepositoryError
 from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.repository.logits_runtime import CacheKind, cache_kind, context_length, is_logits_stage
+from genserve.repository.text_generation import INPUTS, OUTPUT
 
 __all__ = ["role_of", "stage_faults"]
 
@@ -49,6 +50,8 @@ def stage_faults(entry: ModelEntry, config: ModelConfig, role: Role | None) -> I
                 path, what = f"{path}.gpus", "a second GPU"
             instead = "one engine runs the model, on the first device of the first group"
             yield stage.fault(Severity.WARNING, path, f"{what} is not honoured in a {role}: {instead}")
+    if role is Role.DECODER:
+        yield from _tensors(stage)
     yield from _versions(stage, role)
     yield from _parameters(stage, _unread(config, role), what=f"a {role}")
     if role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE):
@@ -84,6 +87,24 @@ def role_of(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelE
                 if stage.name == entry.name:
                     return roles[name]
     return None
+
+
+def _tensors(stage: _Stage) -> Iterator[Fault]:
+    """Yield the tensors that no decoding loop is given or gives."""
+    for index, spec in enumerate(stage.config.inputs):
+        is_logits = spec.data_type == "TYPE_FP32" and not spec.optional     # by whatever name
+        if spec.name not in INPUTS and not is_logits:
+            message = f"input '{spec.name}' is not honoured in a decoder stage: a request cannot set it"
+            remedy = nearest(spec.name, known=sorted(INPUTS))
+            yield stage.fault(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
+    for index, spec in enumerate(stage.config.outputs):
+        if spec.name != OUTPUT:
+            message = f"output '{spec.name}' is not honoured in a decoder stage: it gives {OUTPUT} alone"
+            yield stage.fault(Severity.WARNING, f"output[{index}].name", message)
+    if not stage.config.output(OUTPUT):
+        message = f"a decoder stage gives {OUTPUT}, which this config lacks"
+        remedy = f'add `output {{ name: "{OUTPUT}" data_type: TYPE_STRING dims: [ 1 ] }}`'
+        yield stage.fault(Severity.ERROR, "output", message, remedy=remedy)
 
 
 def _versions(stage: _Stage, role: Role) -> Iterator[Fault]:

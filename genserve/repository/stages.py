@@ -93,7 +93,7 @@ def load_generation(
     ensemble = _ensemble(entry, stages, entries, placement=placement, options=options, metrics=metrics)
     load_s = time.monotonic() - started_s
     of_text, of_logits = ModelStatistics(), ModelStatistics()
-    generation = TextGeneration(ensemble, statistics=of_text)
+    generation = TextGeneration(ensemble, statistics=of_text, names=_text_names(entry, stages))
     logits = LogitsStage(
         ensemble.loop,
         names=names,
@@ -110,6 +110,15 @@ def load_generation(
 
 async def _nothing(sequence: TokenSequence) -> None:
     """The decoding loop of an engine that only answers with logits."""
+
+
+def _text_names(entry: ModelEntry, stages: Chain) -> dict[str, str]:
+    """Return how the tokenizer and the decoder stage call the tensors of their ensemble, by its names."""
+    assert entry.config is not None  # or it would have an error
+    steps = {step.model_name: step for step in entry.config.ensemble_steps}
+    tokenizer, decoder = (steps[stages[stage].name] for stage in ("tokenizer", "decoder"))
+    maps = (decoder.input_map, tokenizer.input_map, decoder.output_map)
+    return {tensor: name for each in maps for name, tensor in each.items()}
 
 
 def _logits_names(entry: ModelEntry) -> LogitsNames:

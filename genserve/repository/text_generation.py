@@ -20,7 +20,7 @@ from genserve.sampling.refused_methods import without_refused_methods
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
-__all__ = ["TextGeneration"]
+__all__ = ["INPUTS", "OUTPUT", "TextGeneration"]
 
 # The names of the established Triton repositories for language models, and ours.
 _PARAMETERS = {
@@ -41,6 +41,9 @@ _PARAMETERS = {
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 _WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
+# All that a text model reads, and what it gives; an ensemble may have other names for them.
+INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
+OUTPUT = "text_output"
 # Parameters of a request whose values are JSON, since they are no tensors.
 _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
 # What the parameters of a request say besides; the priority of one is Triton's, who orders queues by it.
@@ -53,8 +56,23 @@ class TextGeneration:
     With `stream` each step is a response; without it there is one, with the whole text.
     """
 
-    def __init__(self, ensemble: GenerationEnsemble, *, statistics: ModelStatistics) -> None:
+    def __init__(
+        self,
+        ensemble: GenerationEnsemble,
+        *,
+        statistics: ModelStatistics,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Answer by an ensemble.
+
+        Args:
+            ensemble: loaded; closed with this.
+            statistics: to count executions in.
+            names: of the tensors at the stages, by what the ensemble calls them; None: the same.
+        """
         self.ensemble = ensemble
+        self._names = names or {}
+        self._output = next((name for name, known in self._names.items() if known == OUTPUT), OUTPUT)
         self._statistics = statistics
         self._lock = threading.Lock()
         self._num_preparing = 0
@@ -81,6 +99,9 @@ class TextGeneration:
             Overloaded: as many as may wait are waiting, those that are being prepared included.
             Closed: after `close`.
         """
+        inference.inputs = {
+            self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
+        }
         with self._lock:
             self.ensemble.loop.check_room(self._num_preparing + inference.batch_size)
             self._num_preparing += inference.batch_size
@@ -118,7 +139,9 @@ class TextGeneration:
             if streaming and len(prompts) > 1:
                 raise InvalidRequest("a streamed request has one text_input", field="stream")
             sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
-            answer = _Answer(inference, sequences, ensemble=self.ensemble, streaming=streaming)
+            answer = _Answer(
+                inference, sequences, ensemble=self.ensemble, output=self._output, streaming=streaming
+            )
             inference.when_ended(self._statistics.executed_alone)
             answer.submit()
             inference.when_cancelled(answer.cancel)
@@ -135,10 +158,12 @@ class _Answer:
         sequences: Sequence[TokenSequence],
         *,
         ensemble: GenerationEnsemble,
+        output: str,
         streaming: bool,
     ) -> None:
         self._inference = inference
         self._loop = ensemble.loop
+        self._output = output
         self._streaming = streaming
         self._texts = dict.fromkeys(sequences, "")
         self._open = set(sequences)
@@ -178,7 +203,7 @@ class _Answer:
             self._send(list(self._texts.values()), final=True)
 
     def _send(self, answers: Sequence[str], *, final: bool) -> None:
-        output = string_tensor("text_output", answers, shape=(len(answers), 1))
+        output = string_tensor(self._output, answers, shape=(len(answers), 1))
         try:
             self._inference.send(InferenceResponse(outputs=(output,)), final=final)
         except Closed:

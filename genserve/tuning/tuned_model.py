@@ -69,7 +69,7 @@ class TunedModel:
         config, path = entry.config, entry.parsed.path.resolve()
         assert config is not None  # or it would have an error
         batch_size = max(setting.batch_size, self._needed(entry))
-        if entry is self.logits:
+        if entry.name == self.logits.name:
             change = change_to(replace(setting, batch_size=batch_size), entry)
         else:
             # One that does not batch stays so: its tensors have no dimension for it.

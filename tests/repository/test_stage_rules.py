@@ -6,12 +6,14 @@ import logging
 import shutil
 from pathlib import Path
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 
 from genserve.repository.check import repository_faults
 from genserve.repository.repository import Repository
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
+from tests.live import LiveServer
 from tests.repository.test_stages import asked, text
 
 STAGES = ("tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder")
@@ -230,3 +232,37 @@ def test_versions_that_the_engine_does_not_run_are_named(models):
     assert told(models, "tiny_logits") == [
         "warning: version_policy is not honoured in a logits stage: the engine runs one version, 2"
     ]
+
+
+def test_an_ensemble_may_have_names_of_its_own_for_the_tensors(models):
+    for old, new in (("text_input", "prompt"), ("max_tokens", "length"), ("text_output", "answer")):
+        change(models, "tiny", f'name: "{old}"', f'name: "{new}"')
+        change(models, "tiny", f'value: "{old}"', f'value: "{new}"')
+    assert told(models, "tiny") == []
+    with LiveServer(models) as server:
+        url = f"{server.url}/v2/models/tiny/generate"
+        answer = httpx.post(url, json={"prompt": "hello", "length": 3, "random_seed": 1}).json()
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 3}}
+        own = httpx.post(f"{server.url}/generate", json=body)
+    assert answer["answer"] == own.json()["generated_text"]
+
+
+def test_tensors_that_no_decoding_loop_reads_or_gives_are_named(models):
+    extra = '{ name: "score" data_type: TYPE_INT32 dims: [ 1 ] optional: true }'
+    change(models, "tiny_decoder", "input [", f"input [ {extra},")
+    change(models, "tiny_decoder", "output [", 'output [ { name: "score" data_type: TYPE_FP32 dims: [ 1 ] },')
+    assert told(models, "tiny_decoder") == [
+        "warning: input 'score' is not honoured in a decoder stage: a request cannot set it",
+        "warning: output 'score' is not honoured in a decoder stage: it gives text_output alone",
+    ]
+
+
+def test_the_load_of_a_text_model_fails_by_its_warmup_over_the_wire(models):
+    with LiveServer(models, model_control_mode="explicit") as server:
+        load = f"{server.url}/v2/repository/models/tiny/load"
+        assert httpx.post(load, timeout=60).status_code == 200
+        add(models, "tiny_logits", sample(999999))
+        answer = httpx.post(load, timeout=60)
+        assert answer.status_code == 400
+        assert "999999 token ids are given; the model's context is 256" in answer.json()["error"]
+        assert httpx.get(f"{server.url}/v2/models/tiny/ready").status_code == 200
