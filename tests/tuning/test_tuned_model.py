@@ -31,7 +31,8 @@ def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
 ) -> None:
     version = repository / "tiny_logits" / "1"
     (version / "other").mkdir()
-    shutil.copy(version / "model.onnx", version / "other")
+    for file in ("model.onnx", "model.onnx.data"):
+        shutil.copy(version / file, version / "other")
     setting = settings(batch_size, graph="other/model.onnx")
     write_edits(find_model("tiny", repository=repository).edits(setting))
     assert set(batch_sizes(repository).values()) == {batch_size}
