@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
+import onnx
 import pytest
 
 from genserve.repository.check import repository_faults
+from tests.backends.networks import save_onnx
+from tests.checkpoints import tiny_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 POLICY = 'backend: "python" version_policy: {{ {} }}'
@@ -17,14 +19,23 @@ ADD = "add a folder for the first version, named '1'; `genserve pull` or `genser
 BRING = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
 
 
-def shipped_with_files(root: Path, pulled: Path) -> Path:
-    """The repository that comes with the sources, with the files that `genserve pull` brings."""
+def shipped_with_files(root: Path) -> Path:
+    """The repository that comes with the sources, with small files where `genserve pull` puts the weights."""
     shutil.copytree(SHIPPED, root)
-    for file in pulled.rglob("*"):
-        path = root / file.relative_to(pulled)
-        if file.is_file() and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.link(file, path)
+    tokenizer = root / "smollm2_tokenizer" / "1"
+    tokenizer.mkdir(exist_ok=True)
+    tiny_tokenizer(vocab_size=320).save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    inputs = ("input_ids", "seqlens_k", "total_len", "rows", "past_key_values.0.key")
+    file = save_onnx(
+        root / "smollm2_logits" / "1" / "model.onnx",
+        [("Identity", ["rows"], ["logits"], {})],
+        inputs={name: (onnx.TensorProto.FLOAT, [1]) for name in inputs},
+        outputs={"logits": (onnx.TensorProto.FLOAT, [1])},
+    )
+    graph = onnx.load(file)
+    graph.metadata_props.add(key="genserve.context_length", value="8192")
+    onnx.save(graph, file)
     return root
 
 
@@ -43,8 +54,8 @@ def told(root: Path) -> list[str]:
     return [line.removeprefix(f"{root}/") for line in lines]
 
 
-def test_the_repository_of_the_sources_is_clean_with_the_files_that_are_pulled(tmp_path, smollm2_repository):
-    assert repository_faults([shipped_with_files(tmp_path / "r", smollm2_repository)]) == dict.fromkeys(
+def test_the_repository_of_the_sources_is_clean_with_the_files_that_are_pulled(tmp_path):
+    assert repository_faults([shipped_with_files(tmp_path / "r")]) == dict.fromkeys(
         ("smollm2", "smollm2_decoder", "smollm2_logits", "smollm2_tokenizer"), ()
     )
 

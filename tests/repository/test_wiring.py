@@ -57,10 +57,8 @@ def step(backend_stage: str) -> str:
           "must say the same of it; -1 fits any size"]),
     ],
 )  # fmt: skip
-def test_an_ensemble_that_does_not_hold_together_is_told_where(
-    tmp_path, smollm2_repository, old, new, golden
-):
-    root = shipped_with_files(tmp_path / "r", smollm2_repository)
+def test_an_ensemble_that_does_not_hold_together_is_told_where(tmp_path, old, new, golden):
+    root = shipped_with_files(tmp_path / "r")
     config = root / "smollm2" / "config.pbtxt"
     text = config.read_text()
     assert old in text
@@ -68,8 +66,8 @@ def test_an_ensemble_that_does_not_hold_together_is_told_where(
     assert told(root) == [f"smollm2/config.pbtxt:{line}" for line in golden]
 
 
-def test_a_stage_that_is_broken_is_told_with_the_stage_alone(tmp_path, smollm2_repository):
-    root = shipped_with_files(tmp_path / "r", smollm2_repository)
+def test_a_stage_that_is_broken_is_told_with_the_stage_alone(tmp_path):
+    root = shipped_with_files(tmp_path / "r")
     (root / "smollm2_logits" / "config.pbtxt").write_text('backend: "onnxruntim"')
     (root / "smollm2_decoder" / "config.pbtxt").write_text("name: 5")
     assert [line.partition(";")[0] for line in told(root)] == [
