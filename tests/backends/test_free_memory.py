@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.backends.free_memory import free_memory_bytes
+from genserve.backends.free_memory import free_memory_bytes, total_memory_bytes
 
 
 @pytest.fixture
@@ -33,3 +33,12 @@ def test_a_container_has_what_its_limit_leaves_without_its_files(meminfo: Path, 
 
 def test_nothing_is_said_where_nothing_is_known(tmp_path: Path) -> None:
     assert free_memory_bytes(meminfo=tmp_path / "none", cgroup=tmp_path) is None
+
+
+def test_a_container_has_no_more_than_its_limit_in_total(meminfo: Path, tmp_path: Path) -> None:
+    assert total_memory_bytes(meminfo=meminfo, cgroup=tmp_path / "none") == 8000 * 1024
+    unlimited = cgroup(tmp_path, limit="max", used=1, cached=7)
+    assert total_memory_bytes(meminfo=meminfo, cgroup=unlimited) == 8000 * 1024
+    limited = cgroup(tmp_path, limit="1000000", used=1, cached=7)
+    assert total_memory_bytes(meminfo=meminfo, cgroup=limited) == 1_000_000
+    assert total_memory_bytes(meminfo=tmp_path / "none", cgroup=tmp_path / "none") is None

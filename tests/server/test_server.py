@@ -333,3 +333,30 @@ def wait_until(holds, *, timeout_s: float = 30) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.001)
+
+
+def test_absurd_numbers_of_a_request_are_refused_as_requests(tiny_server):
+    most = 10**18
+    routes = {
+        "/v1/completions": [
+            {"model": "tiny", "prompt": "a", **absurd}
+            for absurd in (
+                {"max_tokens": most},
+                {"n": most},
+                {"best_of": most},
+                {"logprobs": most},
+                {"stop_token_ids": [most]},
+                {"logit_bias": {str(most): 1}},
+                {"logit_bias": {str(index): 1 for index in range(200_000)}},
+                {"prompt": [most]},
+            )
+        ],
+        "/v2/models/tiny/generate": [
+            {"text_input": "a", name: most} for name in ("max_tokens", "min_tokens", "top_k", "beam_width")
+        ],
+    }
+    with LiveServer(tiny_server) as server:
+        for route, bodies in routes.items():
+            for body in bodies:
+                answer = httpx2.post(f"{server.url}{route}", json=body, timeout=60)
+                assert answer.status_code == 400, answer.text
