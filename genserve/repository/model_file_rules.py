@@ -14,6 +14,7 @@ from pathlib import Path
 from genserve.backends.logits_onnx import check_logits_graph
 from genserve.backends.onnx_session import open_to_look
 from genserve.backends.onnx_signature import OnnxSignature
+from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
 from genserve.config.fault import Fault, Severity
 from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
@@ -109,7 +110,7 @@ def _look_at_onnx(entry: ModelEntry, config: ModelConfig, file: Path) -> None:
                 message = type(entry.parsed.message)()
                 message.CopyFrom(entry.parsed.message)
                 signature = OnnxSignature(session)
-                signature.complete(message)
+                signature.complete(message, default_max_batch_size=DEFAULT_MAX_BATCH_SIZE)
                 signature.check(replace(model_config(message, name=config.name), backend=config.backend))
     except RepositoryError as error:
         raise _ConfigDiffers(error) from error
