@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.tensor import Tensor
+from genserve.tracing import Span
 
 __all__ = [
     "CURRENT_EXECUTOR",
@@ -53,6 +54,7 @@ class InferenceRequest:
     flags: RequestFlags = RequestFlags.NONE
     priority: int = 0                                   # 1 is the highest; 0: the model's default
     timeout_us: int = 0                                 # in the queue; 0: no limit of its own
+    cause: Span | None = None                           # of the trace that it is part of; None: of none
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,6 +179,7 @@ class Inference:
         parts: what it waits for in its turn, as an ensemble does.
         blocked_by: tells what keeps it from being submitted: one of these is to end first.
         backlog: of its responses; whoever answers is to wait until it is clear. None: it always is.
+        span: what is written down of it; None: it is not traced.
     """
 
     request: InferenceRequest
@@ -195,6 +198,7 @@ class Inference:
     parts: list[Inference] = field(default_factory=list, repr=False)
     blocked_by: Callable[[], Sequence[Inference]] = field(default=tuple, repr=False)
     backlog: Backlog | None = field(default=None, repr=False)
+    span: Span | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _ended: bool = field(default=False, init=False)
     _cancelled: bool = field(default=False, init=False)

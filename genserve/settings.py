@@ -44,6 +44,11 @@ class ServerSettings:
     metrics_host: str = ""                  # empty: `host`
     metrics_port: int = 8002
 
+    # What is told of it.
+    trace_config: tuple[str, ...] = ()      # "SETTING=VALUE" or "MODE,SETTING=VALUE"
+    metrics_config: tuple[str, ...] = ()    # "SETTING=VALUE"
+    allow_cpu_metrics: bool = True
+
     # To whom, and how much.
     server_id: str = "genserve"             # what the KServe protocols call the server
     api_key: str | None = None              # printable ASCII; None: open to whoever reaches the port

@@ -264,6 +264,32 @@ def serve(
     metrics_port: Annotated[
         int, _flag("--metrics-port", help="0 takes a free port.", panel=_PLACE, **_PORTS)
     ] = _DEFAULTS.metrics_port,
+    trace_config: Annotated[
+        list[str],
+        _flag(
+            "--trace-config",
+            help="triton,file=PATH, level=TIMESTAMPS, level=TENSORS, rate=N, count=N or "
+            "triton,log-frequency=N: record every Nth KServe request; may be given again.",
+            panel=_CLIENTS,
+        ),
+    ] = list(_DEFAULTS.trace_config),  # noqa: B006  # typer copies it
+    metrics_config: Annotated[
+        list[str],
+        _flag(
+            "--metrics-config",
+            help="counter_latencies=false or histogram_latencies=true: which latencies /metrics tells; "
+            "may be given again.",
+            panel=_CLIENTS,
+        ),
+    ] = list(_DEFAULTS.metrics_config),  # noqa: B006  # typer copies it
+    allow_cpu_metrics: Annotated[
+        bool,
+        _flag(
+            "--allow-cpu-metrics/--no-allow-cpu-metrics",
+            help="Tell of the machine's processors and memory in /metrics.",
+            panel=_CLIENTS,
+        ),
+    ] = _DEFAULTS.allow_cpu_metrics,
     server_id: Annotated[
         str, _flag("--id", help="The server's name in the metadata of KServe.", panel=_CLIENTS)
     ] = _DEFAULTS.server_id,
@@ -451,6 +477,9 @@ def serve(
         allow_metrics=allow_metrics,
         metrics_host=metrics_address,
         metrics_port=metrics_port,
+        trace_config=tuple(trace_config),
+        metrics_config=tuple(metrics_config),
+        allow_cpu_metrics=allow_cpu_metrics,
         server_id=server_id,
         api_key=os.environ.get("GENSERVE_API_KEY") or None,
         allowed_hosts=tuple(allowed_host),

@@ -1,19 +1,18 @@
-"""Trace settings: Triton's settings of request traces, for the server and for single models.
-
-No file can be named over the network, so tracing cannot be switched on there: Triton refuses it with the
-same text when it was started without `--trace-config`. The settings that need no file are kept and shown.
-"""
+"""Trace settings: which requests are traced, for the server and for single models, as Triton sets it."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
-from genserve.errors import InferenceError, Status
+from genserve.errors import GenserveError, InferenceError, Status
 from genserve.kserve.leading_number import leading_number
+from genserve.tracing import Trace, TraceFile
 
-__all__ = ["TraceSettings", "Value"]
+__all__ = ["TraceSettings", "Value", "read_trace_config"]
 
 Value: TypeAlias = str | Sequence[str]
 
@@ -26,20 +25,46 @@ _DEFAULTS: Mapping[str, Value] = {
     "trace_mode": "triton",
 }
 _MAX = 2**32 - 1
+_LEVELS = ("TIMESTAMPS", "TENSORS")
+_INVALID = "Attempting to set invalid trace setting :"
 
 
 class TraceSettings:
-    """The settings of one server. Safe from any thread."""
+    """The settings of one server, and the traces that they ask for. Safe from any thread.
 
-    def __init__(self) -> None:
+    Attributes:
+        enabled: whether any request may be traced; nothing else is looked at where none is.
+    """
+
+    def __init__(self, given: Mapping[str, Value] | None = None) -> None:
+        """Begin with the settings of the server's start, of `values`; what is not given is as by default.
+
+        Raises:
+            InferenceError: a level without a file, or with a rate of 0.
+            GenserveError: the folder of `trace_file` cannot be written to.
+        """
         self._lock = threading.Lock()
+        self._start = {**_DEFAULTS, **(given or {})}
         self._server: dict[str, Value] = {}
         self._models: dict[str, dict[str, Value]] = {}
+        path = Path(str(self._start["trace_file"]))
+        if path.name and not os.access(path.parent, os.W_OK):
+            raise GenserveError(
+                f"traces cannot be written to {path}: its folder is not there, or not to be written to",
+                remedy="name another with --trace-config triton,file=PATH",
+            )
+        self._file = TraceFile(path) if path.name else None
+        self._samplers = {"": self._checked_sampler(self._start)}  # by model; "": of the others
+        self.enabled = self._samplers[""].traces
 
     def values(self, model: str = "") -> dict[str, Value]:
-        """Return all settings of the server, or those that hold for a model, in Triton's order."""
+        """Return all settings of the server, or those that hold for a model, in Triton's order.
+
+        `trace_count` is how many traces are still to come.
+        """
         with self._lock:
-            return {**_DEFAULTS, **self._server, **self._models.get(model, {})}
+            sampler = self._samplers.get(model) or self._samplers[""]
+            return {**self._merged(model), "trace_count": str(sampler.count)}
 
     def update(self, changes: Mapping[str, Value | None], *, model: str = "") -> dict[str, Value]:
         """Change settings of the server or of one model, and return all that hold now.
@@ -51,20 +76,113 @@ class TraceSettings:
 
         Raises:
             InferenceError: UNSUPPORTED, the file; INVALID_ARG, a number that is none, a level that needs a
-                file. Nothing was changed.
+                file or a rate. Nothing was changed.
         """
         if "trace_file" in changes:
             text = "trace file location can not be updated through network protocol"
             raise InferenceError(text, status=Status.UNSUPPORTED)
         known = {name: _checked(name, value) for name, value in changes.items() if name in _SETTABLE}
+        if known.get("trace_level") == []:
+            del known["trace_level"]
         with self._lock:
-            own = self._models.setdefault(model, {}) if model else self._server
-            for name, value in known.items():
-                if value is None:
-                    own.pop(name, None)
-                else:
-                    own[name] = value
+            own = self._models.get(model, {}) if model else self._server
+            changed = {name: value for name, value in {**own, **known}.items() if value is not None}
+            if model:
+                self._set(self._server, {**self._models, model: changed}, known=known, at=model)
+            else:
+                self._set(changed, self._models, known=known, at="")
         return self.values(model)
+
+    def sample(self, model: str) -> Trace | None:
+        """Return the trace of a request to a model that has just arrived; None: it is not traced."""
+        if not self.enabled:
+            return None
+        with self._lock:
+            return (self._samplers.get(model) or self._samplers[""]).next()
+
+    def close(self) -> None:
+        """Write the traces that have ended; blocks."""
+        if self._file is not None:
+            self._file.close()
+
+    def _set(
+        self,
+        server: dict[str, Value],
+        models: Mapping[str, dict[str, Value]],
+        *,
+        known: Container[str],
+        at: str,
+    ) -> None:
+        """Let other settings hold, of which those `known` have just changed at a model; "": at the server.
+
+        Requests are counted anew then, but what is left of a count is still all that is left.
+        """
+        owns = {"": server, **{name: own for name, own in models.items() if own}}
+        samplers = dict.fromkeys(owns, self._samplers[""]) | self._samplers
+        for name, own in owns.items():
+            if name == at or not at:
+                values = {**self._start, **server, **own}
+                if "trace_count" not in known or (name != at and "trace_count" in own):
+                    values["trace_count"] = str(samplers[name].count)
+                samplers[name] = self._checked_sampler(values)
+        self._server = server
+        self._models = {name: own for name, own in owns.items() if name}
+        self._samplers = {name: samplers[name] for name in owns}
+        self.enabled = any(sampler.traces for sampler in self._samplers.values())
+
+    def _merged(self, model: str) -> dict[str, Value]:
+        return {**self._start, **self._server, **self._models.get(model, {})}
+
+    def _checked_sampler(self, values: Mapping[str, Value]) -> _Sampler:
+        if values["trace_level"] != ["OFF"]:
+            if values["trace_rate"] == "0":
+                raise InferenceError(f"{_INVALID}sample rate must be non-zero")
+            if self._file is None:
+                raise InferenceError(
+                    f"{_INVALID}trace file name is not given",
+                    remedy="start the server with --trace-config triton,file=PATH",
+                )
+        return _Sampler(values, self._file)
+
+
+class _Sampler:
+    """Picks the requests that some settings want traced; whoever calls it holds a lock."""
+
+    def __init__(self, values: Mapping[str, Value], file: TraceFile | None) -> None:
+        self.count = int(str(values["trace_count"]))    # still to come; -1: no end
+        self.traces = values["trace_level"] != ["OFF"]
+        self._levels = values["trace_level"]
+        self._rate = int(str(values["trace_rate"]))
+        # So many to a numbered file; 0: all to the file itself.
+        self._num_per_file = int(str(values["log_frequency"])) or max(self.count, 0)
+        self._file = file
+        self._num_requests = 0
+        self._num_in_file = 0
+        self._path: Path | None = None
+        self._lock = threading.Lock()
+
+    def next(self) -> Trace | None:
+        """Count a request, and return its trace, if it is the turn of one."""
+        if not self.traces or not self.count:
+            return None
+        self._num_requests += 1
+        if self._num_requests % self._rate:
+            return None
+        self.count -= self.count > 0
+        return Trace(
+            has_timestamps="TIMESTAMPS" in self._levels,
+            has_tensors="TENSORS" in self._levels,
+            on_end=self._write,
+        )
+
+    def _write(self, trace: Trace) -> None:
+        assert self._file is not None
+        with self._lock:
+            if self._path is None or self._num_in_file == self._num_per_file > 0:
+                self._path = self._file.numbered() if self._num_per_file else self._file.path
+                self._num_in_file = 0
+            self._num_in_file += 1
+            self._file.put(trace, self._path)
 
 
 def _checked(name: str, value: Value | None) -> Value | None:
@@ -81,9 +199,7 @@ def _level(levels: Sequence[str]) -> Value:
         if len(levels) > 1:
             raise InferenceError("Expect only one trace level 'OFF' is specified")
         return ["OFF"]
-    if {"TIMESTAMPS", "TENSORS"} & set(levels):
-        raise InferenceError("Attempting to set invalid trace setting :trace file name is not given")
-    return ["OFF"]  # what Triton makes of levels that it does not know
+    return [level for level in _LEVELS if level in levels]  # Triton passes over those that it does not know
 
 
 def _number(name: str, text: str) -> str:
@@ -100,3 +216,55 @@ def _number(name: str, text: str) -> str:
 
 
 _SETTABLE = frozenset({"trace_level", "trace_rate", "trace_count", "log_frequency"})
+
+# The protocol's names of the settings of `--trace-config`.
+_FLAGS: Mapping[str, str] = {
+    "level": "trace_level",
+    "rate": "trace_rate",
+    "count": "trace_count",
+    "triton,file": "trace_file",
+    "triton,log-frequency": "log_frequency",
+}
+# tritonserver's words, of which the older ones are from when there was one level.
+_LEVEL_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("off", "false"), "OFF"),
+    **dict.fromkeys(("timestamps", "true", "on", "min", "max"), "TIMESTAMPS"),
+    "tensors": "TENSORS",
+}
+
+
+def read_trace_config(words: Sequence[str]) -> dict[str, Value]:
+    """Return what `--trace-config` was given: SETTING=VALUE, or MODE,SETTING=VALUE; the last of a name holds.
+
+    Levels add up, but OFF is off.
+
+    Raises:
+        GenserveError: a setting, a mode or a value that there is not; says which there are.
+    """
+    given: dict[str, Value] = {}
+    levels: list[str] = []
+    for word in words:
+        name, is_given, value = word.partition("=")
+        if name == "mode" and value.lower() == "triton":
+            continue
+        if name.startswith("opentelemetry,") or name == "mode":
+            raise _no_such(word, "traces are written to files alone: the only mode is triton")
+        if name not in _FLAGS or not is_given or not value:
+            raise _no_such(word, "there are " + ", ".join(f"{flag}=" for flag in _FLAGS))
+        if name == "level":
+            levels.append(_LEVEL_WORDS.get(value.lower(), ""))
+            if not levels[-1]:
+                raise _no_such(word, "a level is OFF, TIMESTAMPS or TENSORS")
+        elif name == "triton,file":
+            given["trace_file"] = value
+        elif value.removeprefix("-").isdecimal():
+            given[_FLAGS[name]] = _number(_FLAGS[name], value)
+        else:
+            raise _no_such(word, "it takes a whole number")
+    if levels:
+        given["trace_level"] = ["OFF"] if "OFF" in levels else _level(levels)
+    return given
+
+
+def _no_such(word: str, remedy: str) -> GenserveError:
+    return GenserveError(f"--trace-config {word} means nothing here", remedy=remedy)

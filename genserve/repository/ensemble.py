@@ -85,6 +85,8 @@ class Ensemble:
                 remedy=error.message,
             ) from error
         inference.started_ns = time.monotonic_ns()
+        if inference.span is not None:
+            inference.span.computes = False
         inference.when_ended(self._executed)
         run = _Run(inference, config=self._config, steps=steps, door=self._door)
         inference.when_cancelled(run.cancel)
@@ -349,6 +351,7 @@ class _Run:
             flags=asked.flags,
             priority=asked.priority,
             timeout_us=asked.timeout_us,
+            cause=self._inference.span,
         )
 
         def on_response(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse

@@ -16,6 +16,7 @@ from genserve.repository.admission import Admission
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.upload import Upload
 from genserve.statistics import ModelStatistics
+from genserve.tracing import Span
 
 __all__ = ["Runner", "Served"]
 
@@ -130,6 +131,8 @@ class Served:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._pending.add(inference)
+        if request.cause is not None:
+            _trace(inference, request.cause)
         if self._reshapes_inputs:
             inference.inputs = self._admission.reshaped(request.inputs)
         if self._reshapes_outputs:
@@ -143,6 +146,8 @@ class Served:
             if inference.ended:
                 return  # this version was closed meanwhile, and has told it
             self._leave(inference)  # what is refused is not counted
+            if inference.span is not None:
+                inference.span.close(started_ns=0)
             if isinstance(error, Closed):  # not to be asked again elsewhere, as what was never taken is
                 raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
             raise
@@ -200,6 +205,30 @@ class Served:
             answer(response and self._admission.reshaped_response(response), final)
 
         inference.on_response = reshape
+
+
+def _trace(inference: Inference, cause: Span) -> None:
+    """Have it written down what becomes of an inference."""
+    request, answer = inference.request, inference.on_response
+    span = cause.open(
+        model=inference.model_name,
+        version=inference.model_version,
+        request_id=request.id,
+        inputs=request.inputs.values(),
+        at_ns=inference.submitted_ns,
+    )
+    if span is None:
+        return
+    inference.span = span
+
+    def note(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+        if response is not None:
+            span.answered(() if response.error is not None else response.outputs)
+        if final:
+            span.close(started_ns=inference.started_ns)
+        answer(response, final)
+
+    inference.on_response = note
 
 
 def _unloaded(model: str) -> InferenceError:

@@ -215,6 +215,7 @@ class Server(uvicorn.Server):
         if self._loading is not None:
             await _wait("loading the models", self._loading, until=end)
         await _wait("closing the models", self._close_repository(), until=end)
+        await event_loop.run_in_executor(None, self.services.trace_settings.close)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
 

@@ -19,7 +19,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.kserve.log_settings import LogSettings
 from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.shared_memory import SharedMemory
-from genserve.kserve.trace_settings import TraceSettings
+from genserve.kserve.trace_settings import TraceSettings, read_trace_config
 from genserve.metrics import Metrics
 from genserve.public_text import add_repositories
 from genserve.repository.repository import Repository
@@ -59,7 +59,7 @@ class Services:
     metrics: Metrics
     draining: bool = False                                  # set once, when the server is told to stop
     shared_memory: SharedMemory = field(init=False)
-    trace_settings: TraceSettings = field(default_factory=TraceSettings)
+    trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
     _limiters: WeakKeyDictionary[GenerationEnsemble, _Limiters] = field(default_factory=WeakKeyDictionary)
@@ -70,6 +70,7 @@ class Services:
         backends = self.settings.backend_directory
         add_repositories([*self.settings.model_repository, *([backends] if backends else [])])
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
+        self.trace_settings = TraceSettings(read_trace_config(self.settings.trace_config))
         self.readiness = Readiness(self.repository)
         self.log_settings = LogSettings(verbose_level=self.settings.log_verbose)
 

@@ -75,8 +75,9 @@ class WritingThread:
 
 
 def portable_inference(inference: Inference) -> InferenceRequest:
-    """Return the request with the inputs that the model gets."""
-    return replace(portable_request(inference.request), inputs=_portable_tensors(inference.inputs))
+    """Return the request with the inputs that the model gets, and what it may cause in its turn."""
+    inputs = _portable_tensors(inference.inputs)
+    return replace(portable_request(inference.request), inputs=inputs, cause=inference.span)
 
 
 def portable_request(request: InferenceRequest) -> InferenceRequest:

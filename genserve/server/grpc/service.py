@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -21,6 +22,7 @@ from genserve.server.grpc.infer_request import GrpcRequest, read_request
 from genserve.server.grpc.infer_response import write_response
 from genserve.server.grpc.stream import InferStream
 from genserve.server.services import Services
+from genserve.tracing import Trace
 from genserve.version import __version__
 
 __all__ = ["Service"]
@@ -88,17 +90,19 @@ class Service(Administration):
     @method
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """Run a model that gives one response; cancelled when the client leaves."""
-        asked, running = await self._submit(request, context, streams=False)
-        with running:
-            response = await running.single()
-        if response.error is not None:
-            raise response.error
-        return await write_response(response, request=asked, inference=running.inference)
+        trace = self._sampled(request)
+        if trace is None:
+            return await self._infer(request, context)
+        context.add_done_callback(lambda _context: _close(trace))
+        try:
+            return await self._infer(request, context, trace=trace)
+        finally:
+            trace.note("GRPC_SEND_START")
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         """Run many requests, of any models; cancelled when the client leaves."""
         stream = InferStream(
-            lambda request: self._submit(request, context, streams=True),
+            lambda request: self._submit_of_stream(request, context),
             ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
         )
         try:
@@ -107,8 +111,33 @@ class Service(Administration):
         except GenserveError as error:
             await abort(context, error)
 
+    async def _infer(self, request: Any, context: Any, *, trace: Trace | None = None) -> Any:
+        asked, running = await self._submit(request, context, streams=False, trace=trace)
+        with running:
+            response = await running.single()
+        if response.error is not None:
+            raise response.error
+        return await write_response(response, request=asked, inference=running.inference)
+
+    async def _submit_of_stream(self, message: Any, context: Any) -> tuple[GrpcRequest, RunningInference]:
+        trace = self._sampled(message)
+        try:
+            return await self._submit(message, context, streams=True, trace=trace)
+        except BaseException:
+            if trace is not None:
+                trace.close()
+            raise
+
+    def _sampled(self, message: Any) -> Trace | None:
+        """Return the trace of a request that was just read; None: it is not traced."""
+        trace = self._services.trace_settings.sample(message.model_name)
+        if trace is not None:
+            trace.note("GRPC_WAITREAD_START")  # it was read before anybody here was asked
+            trace.note("GRPC_WAITREAD_END")
+        return trace
+
     async def _submit(
-        self, message: Any, context: Any, *, streams: bool
+        self, message: Any, context: Any, *, streams: bool, trace: Trace | None
     ) -> tuple[GrpcRequest, RunningInference]:
         if self._services.draining:
             remedy = "try again on another server"
@@ -128,6 +157,8 @@ class Service(Administration):
             shared_memory=self._services.shared_memory,
             headers=self._headers(context),
         )
+        if trace is not None:
+            request = replace(request, inference=replace(request.inference, cause=trace.root))
         return request, RunningInference(request.inference, door=self._models, outbox=self._outbox)
 
     def _find(self, name: str, version: str) -> ServedModel:
@@ -140,6 +171,11 @@ class Service(Administration):
         return {
             name: value for name, value in metadata if isinstance(value, str) and self._forwarded.search(name)
         }
+
+
+def _close(trace: Trace) -> None:
+    trace.note("GRPC_SEND_END")
+    trace.close()
 
 
 def _reading(message: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from tritonclient.grpc import service_pb2
 
@@ -16,6 +16,7 @@ from genserve.kserve.running_inference import RunningInference
 from genserve.public_text import public_error
 from genserve.server.grpc.infer_request import GrpcRequest
 from genserve.server.grpc.infer_response import empty_response, write_response
+from genserve.tracing import Span
 
 __all__ = ["InferStream", "Submit"]
 
@@ -23,6 +24,12 @@ __all__ = ["InferStream", "Submit"]
 Submit: TypeAlias = Callable[[Any], Awaitable[tuple[GrpcRequest, RunningInference]]]
 
 _FINAL = "triton_final_response"
+
+
+class _Outgoing(NamedTuple):
+    message: Any            # None: there is no more to send, and only the trace to close
+    cause: Span | None      # None: it is not traced
+    final: bool
 
 
 class InferStream:
@@ -45,7 +52,8 @@ class InferStream:
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_turn: asyncio.Task[None] | None = None       # of the models that give one response
         # Messages; the error that ends the stream; None after the last.
-        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[_Outgoing | GenserveError | None] = asyncio.Queue()
+        self._traced: set[Span] = set()     # whose last message is still to be sent
 
     async def answers(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Give the `ModelStreamInferResponse` messages; whatever ends this cancels what still runs.
@@ -55,13 +63,24 @@ class InferStream:
         """
         reading = asyncio.create_task(self._read_all(messages))
         try:
-            while (message := await self._outgoing.get()) is not None:
-                if isinstance(message, GenserveError):
-                    raise message
-                yield message
+            while (outgoing := await self._outgoing.get()) is not None:
+                if isinstance(outgoing, GenserveError):
+                    raise outgoing
+                if outgoing.cause is None:
+                    yield outgoing.message
+                    continue
+                if outgoing.message is not None:
+                    outgoing.cause.note("GRPC_SEND_START")
+                    yield outgoing.message
+                    outgoing.cause.note("GRPC_SEND_END")
+                if outgoing.final:
+                    self._traced.discard(outgoing.cause)
+                    _close(outgoing.cause)
         finally:
             for task in (reading, *self._tasks):
                 task.cancel()
+            for cause in self._traced:
+                _close(cause)
 
     async def _read_all(self, messages: AsyncIterator[Any]) -> None:
         end: GenserveError | None = None
@@ -82,10 +101,13 @@ class InferStream:
             refused = failure(error, doing=f"a request to model '{message.model_name}'")
             self._take_turn(partial(_refusal, message, refused))
             return
+        cause = request.inference.cause
+        if cause is not None:
+            self._traced.add(cause)
         if request.model.config.decoupled:
             task = self._start(self._forward(request, running))
         else:
-            task = self._take_turn(partial(self._single, request, running))
+            task = self._take_turn(partial(self._single, request, running), cause=cause)
         # However it ends: a task may be cancelled before it has begun.
         task.add_done_callback(lambda _: running.close())
 
@@ -95,27 +117,37 @@ class InferStream:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _take_turn(self, answer: Callable[[], Awaitable[Any]]) -> asyncio.Task[None]:
-        self._last_turn = self._start(self._put_after(self._last_turn, answer))
+    def _take_turn(
+        self, answer: Callable[[], Awaitable[Any]], *, cause: Span | None = None
+    ) -> asyncio.Task[None]:
+        self._last_turn = self._start(self._put_after(self._last_turn, answer, cause=cause))
         return self._last_turn
 
     async def _put_after(
-        self, turn: asyncio.Task[None] | None, answer: Callable[[], Awaitable[Any]]
+        self, turn: asyncio.Task[None] | None, answer: Callable[[], Awaitable[Any]], *, cause: Span | None
     ) -> None:
         message = await answer()
         if turn is not None:
             await asyncio.wait({turn})
-        self._outgoing.put_nowait(message)
+        self._put(message, cause=cause, final=True)
+
+    def _put(self, message: Any, *, cause: Span | None, final: bool) -> None:
+        ends = isinstance(message, GenserveError)
+        self._outgoing.put_nowait(message if ends else _Outgoing(message, cause, final))
 
     async def _single(self, request: GrpcRequest, running: RunningInference) -> Any:
         return await self._message(await running.single(), request, running, final=True)
 
     async def _forward(self, request: GrpcRequest, running: RunningInference) -> None:
+        cause = request.inference.cause
         final = False
         while not final:
             response, final = await running.responses.next()
+            message = None
             if response is not None or request.empty_final_response:
-                self._outgoing.put_nowait(await self._message(response, request, running, final=final))
+                message = await self._message(response, request, running, final=final)
+            if message is not None or cause is not None:
+                self._put(message, cause=cause, final=final)
 
     async def _message(
         self,
@@ -136,6 +168,11 @@ class InferStream:
             return error
         message.parameters[_FINAL].bool_param = final
         return _stream_message(message, error)
+
+
+def _close(cause: Span) -> None:
+    if cause.trace is not None:
+        cause.trace.close()
 
 
 async def _refusal(message: Any, error: GenserveError) -> Any:

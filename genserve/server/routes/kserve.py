@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import InferenceError, Status
 from genserve.kserve.failure import failure
@@ -56,6 +56,7 @@ Handler = Callable[[Call], Awaitable[ASGIApp]]
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
 _REGION = r"(?:/region/(?P<region>[^/]+))?"
+_TRACED: frozenset[Handler] = frozenset({infer, generate, generate_stream})
 # Each with the part of the protocol that it is; the first that matches answers. `infer` is asked most.
 _ROUTES: tuple[tuple[re.Pattern[str], str, Mapping[str, Handler]], ...] = tuple(
     (re.compile(path), part, handlers)
@@ -143,7 +144,10 @@ class KServe:
                     if handler is None:
                         return message_answer("Method Not Allowed", status_code=405)
                     names = found.groupdict("")
-                    return await handler(Call(self._services, scope=scope, receive=receive, names=names))
+                    call = Call(self._services, scope=scope, receive=receive, names=names)
+                    if self._services.trace_settings.enabled and handler in _TRACED:
+                        return await self._traced(handler, call)
+                    return await handler(call)
             return message_answer("Not Found", status_code=404)
         except ClientLeft:
             raise
@@ -151,4 +155,38 @@ class KServe:
             # By the server, which has waited long enough for it.
             return error_answer(InferenceError("the server has stopped", status=Status.UNAVAILABLE))
         except Exception as error:
-            return error_answer(failure(error, doing=f"a request to {scope['path']}"))
+            return _failed(error, scope["path"])
+
+    async def _traced(self, handler: Handler, call: Call) -> ASGIApp:
+        """Answer a request to a model that is traced, if it is."""
+        call.trace = trace = self._services.trace_settings.sample(call.model)
+        if trace is None:
+            return await handler(call)
+        trace.note("HTTP_RECV_START")
+        try:
+            answer = await handler(call)
+        except (ClientLeft, asyncio.CancelledError):
+            trace.close()
+            raise
+        except Exception as error:
+            answer = _failed(error, f"model '{call.model}'")
+
+        async def send_traced(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_noted(message: Message) -> None:
+                if message["type"] != "http.response.body":
+                    await send(message)
+                    return
+                trace.note("HTTP_SEND_START")
+                await send(message)
+                trace.note("HTTP_SEND_END")
+
+            try:
+                await answer(scope, receive, send_noted)
+            finally:
+                trace.close()
+
+        return send_traced
+
+
+def _failed(error: Exception, asked: str) -> ASGIApp:
+    return error_answer(failure(error, doing=f"a request to {asked}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ from genserve.public_text import public_error
 from genserve.server.beside import beside
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
+from genserve.tracing import Trace
 
 __all__ = [
     "Answer",
@@ -51,15 +53,17 @@ class Call:
     Attributes:
         services: of the server.
         names: what the path says: model, version, region, repository; "" where it does not.
+        trace: of it; None: it is not traced.
     """
 
-    __slots__ = ("_receive", "_scope", "names", "services")
+    __slots__ = ("_receive", "_scope", "names", "services", "trace")
 
     def __init__(
         self, services: Services, *, scope: Scope, receive: Receive, names: Mapping[str, str]
     ) -> None:
         self.services = services
         self.names = names
+        self.trace: Trace | None = None
         self._scope = scope
         self._receive = receive
 
@@ -115,6 +119,8 @@ class Call:
             size += len(chunk)
             if size > limit:
                 raise too_large(int(self.header(b"content-length") or size), limit=limit)
+        if self.trace is not None:
+            self.trace.note("HTTP_RECV_END")
         return memoryview(bytearray().join(chunks))[padding:]
 
     async def json(self) -> Any:
@@ -127,6 +133,8 @@ class Call:
         if self.services.draining:
             text = "Server is stopping, new inference requests are not accepted"
             raise InferenceError(text, status=Status.UNAVAILABLE, remedy="try again on another server")
+        if self.trace is not None:
+            request = replace(request, cause=self.trace.root)
         return WatchedInference(
             request,
             door=self.services.repository,

@@ -24,6 +24,7 @@ from genserve.backends.python.pb_utils.tensor import Tensor
 from genserve.backends.python.pb_utils.text_argument import text_argument
 from genserve.errors import InferenceError
 from genserve.inference import CURRENT_EXECUTOR, Door, Executor, Inference, RequestFlags
+from genserve.tracing import Span
 
 __all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
 
@@ -46,10 +47,21 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace that a request belongs to."""
+    """The trace that a request belongs to; what is asked of other models with it is recorded too."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self) -> None:
+        self._span: Span | None = None
+
+    @classmethod
+    def _of(cls, span: Span | None) -> InferenceTrace:
+        self = cls()
+        self._span = span
+        return self
 
     def get_context(self) -> str | None:
-        """The OpenTelemetry context, as JSON; None: it is not traced."""
+        """The OpenTelemetry context, as JSON; always None: traces are recorded in files alone."""
         return None
 
 
@@ -118,6 +130,7 @@ class InferenceRequest:
             correlation_id=correlation_id,
             flags=RequestFlags(flags) if flags else RequestFlags.NONE,
             timeout_us=timeout,
+            cause=None if trace is None else trace._span,
         )
         self._requested = self._asked.requested_outputs
         self._flags = flags
@@ -182,7 +195,9 @@ class InferenceRequest:
 
     def trace(self) -> InferenceTrace:
         """The trace it belongs to."""
-        return self._trace or InferenceTrace()
+        if self._trace is not None or self._inference is None:
+            return self._trace or InferenceTrace()
+        return InferenceTrace._of(self._inference.span or self._asked.cause)
 
     def is_cancelled(self) -> bool:
         """Whether the client has left."""

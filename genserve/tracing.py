@@ -1,0 +1,276 @@
+"""Tracing: what is written down of single requests, in the JSON of Triton's traces."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import orjson
+
+from genserve.data_type import DataType
+from genserve.tensor import Tensor
+
+__all__ = ["Span", "Trace", "TraceFile"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNWRITTEN = 10_000     # traces; a disk that cannot keep up loses the ones after these
+_IDS = itertools.count(1)
+_OPEN: WeakValueDictionary[int, Span] = WeakValueDictionary()
+
+
+class Trace:
+    """One request of a client that is traced, with all that it asks of other models in its turn.
+
+    It is over when its protocol has called `close` and every model has ended what it was asked. Its methods
+    are safe from any thread. Times are those of `time.monotonic_ns()`, as Triton's are of the steady clock.
+
+    Attributes:
+        root: what the model does that the client has asked.
+    """
+
+    __slots__ = ("_lock", "_num_open", "_on_end", "_spans", "has_tensors", "has_timestamps", "root")
+
+    def __init__(
+        self, *, has_timestamps: bool, has_tensors: bool, on_end: Callable[[Trace], None]
+    ) -> None:
+        """Begin a trace.
+
+        Args:
+            has_timestamps: with the level TIMESTAMPS.
+            has_tensors: with the level TENSORS.
+            on_end: called once, when it is over; not for a request that no model has accepted.
+        """
+        self.has_timestamps = has_timestamps
+        self.has_tensors = has_tensors
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._num_open = 1  # the protocol's
+        self._spans: list[Span] = []
+        self.root = Span(self)
+
+    def note(self, name: str) -> None:
+        """Note that something happens now, at the protocol."""
+        self.root.note(name)
+
+    def close(self) -> None:
+        """Note that the protocol, or a model, is done with it."""
+        with self._lock:
+            self._num_open -= 1
+            is_over = not self._num_open
+        if is_over and self._spans:
+            self._on_end(self)
+
+    def to_json(self) -> bytes:
+        """Return its events, without the brackets of the list that they are to stand in."""
+        events = [event for span in self._spans for event in span.events()]
+        return orjson.dumps(events)[1:-1]
+
+    def _add(self, span: Span) -> bool:
+        """Add what a model begins to do; False: the trace is over."""
+        with self._lock:
+            if not self._num_open:
+                return False
+            self._num_open += 1
+            self._spans.append(span)
+            return True
+
+
+class Span:
+    """What one model does for a traced request.
+
+    In the process of a model it is known by its id alone, and becomes itself again on the way back.
+
+    Attributes:
+        id: in the file; unique in one run of a server.
+        computes: a model computes; of an ensemble, only its steps do.
+        trace: that it is part of; None: it is known by its id alone.
+    """
+
+    __slots__ = ("__weakref__", "_head", "_notes", "_parent", "computes", "id", "trace")
+
+    def __init__(self, trace: Trace | None, *, id: int = 0, parent: Span | None = None) -> None:  # noqa: A002
+        self.id = id or next(_IDS)
+        self.computes = True
+        self.trace = trace
+        self._parent = parent
+        self._head: dict[str, Any] = {}
+        self._notes: list[tuple[str, int | Tensor]] = []
+
+    def open(
+        self, *, model: str, version: int, request_id: str, inputs: Iterable[Tensor], at_ns: int
+    ) -> Span | None:
+        """Begin what a model does: for the client, or if that has begun already, for the model of this span.
+
+        Args:
+            model: its name.
+            version: of the model.
+            request_id: empty: it has none.
+            inputs: that it gets.
+            at_ns: when it was asked.
+
+        Returns:
+            What is to be closed; None: the trace is over, and nothing more is written down.
+        """
+        if self.trace is None:
+            return None
+        span = Span(self.trace, parent=self) if self._head else self
+        head = {"id": span.id, "model_name": model, "model_version": version}
+        if request_id:
+            head["request_id"] = request_id
+        if span._parent is not None:
+            head["parent_id"] = span._parent.id
+        span._head = head
+        if not self.trace._add(span):
+            return None
+        _OPEN[span.id] = span
+        span.note("REQUEST_START", at_ns)
+        span.note("QUEUE_START", at_ns)
+        span._note_tensors("TENSOR_QUEUE_INPUT", inputs)
+        return span
+
+    def note(self, name: str, at_ns: int = 0) -> None:
+        """Note that something happens; 0: now."""
+        if self.trace is not None and self.trace.has_timestamps:
+            self._notes.append((name, at_ns or time.monotonic_ns()))
+
+    def answered(self, outputs: Iterable[Tensor]) -> None:
+        """Note a response."""
+        if self._parent is None:
+            self.note("INFER_RESPONSE_COMPLETE")
+        self._note_tensors("TENSOR_BACKEND_OUTPUT", outputs)
+
+    def close(self, *, started_ns: int) -> None:
+        """Note the end; `started_ns`: when the model began to compute, 0: never.
+
+        As in the statistics, inputs and outputs are handed over in no time.
+        """
+        assert self.trace is not None  # or it would not have been opened
+        now_ns = time.monotonic_ns()
+        if started_ns and self.computes:
+            self.note("COMPUTE_START", started_ns)
+            self.note("COMPUTE_INPUT_END", started_ns)
+            self.note("COMPUTE_OUTPUT_START", now_ns)
+            self.note("COMPUTE_END", now_ns)
+        self.note("REQUEST_END", now_ns)
+        self.trace.close()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield what was noted, as the file has it."""
+        yield self._head
+        for name, what in self._notes:
+            if isinstance(what, int):
+                yield {"id": self.id, "timestamps": [{"name": name, "ns": what}]}
+            else:
+                yield {"id": self.id, "activity": name, "tensor": _tensor_json(what)}
+
+    def _note_tensors(self, activity: str, tensors: Iterable[Tensor]) -> None:
+        if self.trace is None or not self.trace.has_tensors:
+            return
+        for tensor in tensors:  # a copy: whoever made it may write into it again
+            copy = Tensor(tensor.name, np.array(tensor.array), data_type=tensor.data_type)
+            self._notes.append((activity, copy))
+
+    def __reduce__(self) -> tuple[Callable[[int], Span], tuple[int]]:
+        return _span_of, (self.id,)
+
+
+def _span_of(id: int) -> Span:  # noqa: A002
+    return _OPEN.get(id) or Span(None, id=id)
+
+
+def _tensor_json(tensor: Tensor) -> dict[str, str]:
+    return {
+        "name": tensor.name,
+        "data": ",".join(_elements(tensor)),
+        "shape": ",".join(map(str, tensor.shape)),
+        "dtype": tensor.data_type.name,
+    }
+
+
+def _elements(tensor: Tensor) -> Iterator[str]:
+    array = tensor.array.reshape(-1)
+    match tensor.data_type:
+        case DataType.BYTES:
+            for element in array:
+                text = element if isinstance(element, str) else bytes(element).decode(errors="replace")
+                yield '"' + text.replace('"', '""') + '"'  # as CSV, which Triton's tool reads it as
+        case DataType.BF16:
+            yield from map(str, (array.astype(np.uint32) << 16).view(np.float32))
+        case DataType.BOOL:
+            yield from map(str, array.astype(np.uint8))
+        case _:
+            yield from map(str, array)
+
+
+class TraceFile:
+    """The files of one server's traces, written on a thread; each is whole JSON after each trace.
+
+    Attributes:
+        path: where traces go; those in numbered files go to PATH.0, PATH.1, ...
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._num_numbered = 0
+        self._begun: set[Path] = set()
+        self._waiting: Queue[tuple[Trace, Path] | None] = Queue(_MAX_UNWRITTEN)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def numbered(self) -> Path:
+        """Return the path of the next numbered file."""
+        with self._lock:
+            number = self._num_numbered
+            self._num_numbered += 1
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+    def put(self, trace: Trace, path: Path) -> None:
+        """Have a trace written to a file; from any thread, and without waiting."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="traces", daemon=True)
+                self._thread.start()
+        try:
+            self._waiting.put_nowait((trace, path))
+        except Full:
+            self._fail("traces are lost: the disk does not keep up")
+
+    def close(self) -> None:
+        """Write what waits; blocks."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join()
+
+    def _write_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            trace, path = item
+            try:
+                self._write(trace.to_json(), path)
+            except OSError as error:
+                self._fail(f"a trace could not be written to {path}: {error.strerror}")
+
+    def _write(self, text: bytes, path: Path) -> None:
+        is_new = path not in self._begun
+        with path.open("wb" if is_new else "r+b") as file:
+            if not is_new:
+                file.seek(-1, os.SEEK_END)  # over the bracket
+            file.write((b"[" if is_new else b",") + text + b"]")
+        self._begun.add(path)
+
+    def _fail(self, text: str) -> None:
+        if not self._has_failed:
+            logger.error("%s; this is said once", text)
+        self._has_failed = True
