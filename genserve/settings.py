@@ -48,6 +48,7 @@ class ServerSettings:
     trace_config: tuple[str, ...] = ()      # "SETTING=VALUE" or "MODE,SETTING=VALUE"
     metrics_config: tuple[str, ...] = ()    # "SETTING=VALUE"
     allow_cpu_metrics: bool = True
+    metrics_interval_s: float = 2.0         # over which the use of the processors is measured, at the least
 
     # To whom, and how much.
     server_id: str = "genserve"             # what the KServe protocols call the server

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +15,7 @@ from enum import StrEnum
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Inference
 
-__all__ = ["BatchStatistics", "FailureReason", "Measured", "ModelStatistics"]
+__all__ = ["BatchStatistics", "FailureReason", "LatencyHistogram", "Measured", "ModelStatistics"]
 
 
 class FailureReason(StrEnum):
@@ -54,6 +57,31 @@ class BatchStatistics:
         return Measured(self.compute_infer.count)
 
 
+class LatencyHistogram:
+    """How many durations were at most so long; safe from any thread."""
+
+    def __init__(self, bounds_ms: Sequence[float]) -> None:
+        """Begin with none; `bounds_ms`: of the buckets, ascending, milliseconds."""
+        self._bounds_ms = tuple(bounds_ms)
+        self._counts = [0] * (len(self._bounds_ms) + 1)
+        self._sum_ms = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, ns: int) -> None:
+        """Count a duration."""
+        ms = ns / 1e6
+        bucket = bisect_left(self._bounds_ms, ms)
+        with self._lock:
+            self._counts[bucket] += 1
+            self._sum_ms += ms
+
+    def read(self) -> tuple[list[tuple[float, int]], float]:
+        """Return how many were at most as long as each bound, infinity at last, and the sum of all, ms."""
+        with self._lock:
+            counts, sum_ms = itertools.accumulate(self._counts), self._sum_ms
+            return list(zip((*self._bounds_ms, math.inf), counts, strict=True)), sum_ms
+
+
 class ModelStatistics:
     """Counts of one version of a model; its methods are safe from any thread.
 
@@ -64,6 +92,7 @@ class ModelStatistics:
         success, fail, queue, compute_input, compute_infer, compute_output, cache_hit, cache_miss.
         batches: by the number of rows of the executed batch.
         failures: requests that failed, by reason.
+        first_response: from the request to the first response; None: it is not measured.
     """
 
     def __init__(self) -> None:
@@ -78,6 +107,7 @@ class ModelStatistics:
         self.cache_hit = Measured()
         self.cache_miss = Measured()
         self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
+        self.first_response: LatencyHistogram | None = None
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
 
     @property

@@ -96,11 +96,12 @@ class Span:
         trace: that it is part of; None: it is known by its id alone.
     """
 
-    __slots__ = ("__weakref__", "_head", "_notes", "_parent", "computes", "id", "trace")
+    __slots__ = ("__weakref__", "_has_token", "_head", "_notes", "_parent", "computes", "id", "trace")
 
     def __init__(self, trace: Trace | None, *, id: int = 0, parent: Span | None = None) -> None:  # noqa: A002
         self.id = id or next(_IDS)
         self.computes = True
+        self._has_token = False
         self.trace = trace
         self._parent = parent
         self._head: dict[str, Any] = {}
@@ -142,6 +143,12 @@ class Span:
         """Note that something happens; 0: now."""
         if self.trace is not None and self.trace.has_timestamps:
             self._notes.append((name, at_ns or time.monotonic_ns()))
+
+    def note_first_token(self) -> None:
+        """Note the first token of a text, as an activity of our own; later calls do nothing."""
+        if not self._has_token:
+            self._has_token = True
+            self.note("FIRST_TOKEN")
 
     def answered(self, outputs: Iterable[Tensor]) -> None:
         """Note a response."""
@@ -263,7 +270,8 @@ class TraceFile:
                 self._fail(f"a trace could not be written to {path}: {error.strerror}")
 
     def _write(self, text: bytes, path: Path) -> None:
-        is_new = path not in self._begun
+        # Whoever takes the file away, or empties it, gets the next traces in a new one.
+        is_new = path not in self._begun or not path.exists() or not path.stat().st_size
         with path.open("wb" if is_new else "r+b") as file:
             if not is_new:
                 file.seek(-1, os.SEEK_END)  # over the bracket

@@ -290,6 +290,19 @@ def serve(
             panel=_CLIENTS,
         ),
     ] = _DEFAULTS.allow_cpu_metrics,
+    allow_gpu_metrics: Annotated[
+        bool,
+        _flag("--allow-gpu-metrics/--no-allow-gpu-metrics", help="There are none.", panel=_CLIENTS),
+    ] = False,
+    metrics_interval_ms: Annotated[
+        float,
+        _flag(
+            "--metrics-interval-ms",
+            help="The least time over which the use of processors is measured, milliseconds.",
+            panel=_CLIENTS,
+            min=0,
+        ),
+    ] = _DEFAULTS.metrics_interval_s * 1000,
     server_id: Annotated[
         str, _flag("--id", help="The server's name in the metadata of KServe.", panel=_CLIENTS)
     ] = _DEFAULTS.server_id,
@@ -424,6 +437,10 @@ def serve(
     Flags have tritonserver's names where they mean the same; switches may be written --switch=false.
     Set GENSERVE_API_KEY to ask clients for a key; addresses that other machines reach need one.
     """
+    if allow_gpu_metrics:
+        raise typer.BadParameter(
+            "there are no metrics of GPUs; NVIDIA's dcgm-exporter has them", param_hint="--allow-gpu-metrics"
+        )
     # What is imported stays: 86,000 objects. To look through them for garbage takes a twentieth of the start,
     # and holds up every answer for 0.1 s at each full collection later, such as that after an unload.
     gc.disable()
@@ -480,6 +497,7 @@ def serve(
         trace_config=tuple(trace_config),
         metrics_config=tuple(metrics_config),
         allow_cpu_metrics=allow_cpu_metrics,
+        metrics_interval_s=metrics_interval_ms / 1000,
         server_id=server_id,
         api_key=os.environ.get("GENSERVE_API_KEY") or None,
         allowed_hosts=tuple(allowed_host),

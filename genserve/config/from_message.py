@@ -6,6 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.config.model_config import (
+    FIRST_RESPONSE,
+    FIRST_RESPONSE_BUCKETS_MS,
     AllVersions,
     BatchInput,
     BatchOutput,
@@ -61,9 +63,18 @@ def model_config(message: Any, *, name: str) -> ModelConfig:
         warmups=tuple(map(_warmup, message.model_warmup)),
         response_cache=message.response_cache.enable,
         metric_tags=MappingProxyType(dict(message.metric_tags)),
+        first_response_buckets_ms=_first_response_buckets(message),
         parameters=MappingProxyType({key: value.string_value for key, value in message.parameters.items()}),
         message=message,
     )
+
+
+def _first_response_buckets(message: Any) -> tuple[float, ...]:
+    buckets = FIRST_RESPONSE_BUCKETS_MS
+    for control in message.model_metrics.metric_control:
+        if control.metric_identifier.family == FIRST_RESPONSE:
+            buckets = tuple(control.histogram_options.buckets)
+    return buckets
 
 
 def enum_name(message: Any, field: str) -> str:

@@ -20,7 +20,7 @@ _HONOURED = {
         "name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "batch_input",
         "batch_output", "optimization", "dynamic_batching", "sequence_batching", "ensemble_scheduling",
         "instance_group", "default_model_filename", "metric_tags", "parameters", "model_warmup",
-        "model_transaction_policy", "response_cache",
+        "model_transaction_policy", "response_cache", "model_metrics",
     },
     "input": {
         "name", "data_type", "dims", "reshape", "allow_ragged_batch", "optional",
@@ -43,7 +43,6 @@ _WARNINGS = {
     "runtime": "the backend's own runtime is used",
     "cc_model_filenames": "`default_model_filename` is loaded on every device",
     "model_operations": "no libraries of operators are loaded",
-    "model_metrics": "histograms have genserve's own buckets",
     "input.format": "dimensions are taken in the order of `dims`",
     "optimization.priority": "all models run with one priority",
     "optimization.cuda": "no CUDA graphs are captured",

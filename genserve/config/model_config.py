@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "FIRST_RESPONSE",
+    "FIRST_RESPONSE_BUCKETS_MS",
     "AllVersions",
     "BatchInput",
     "BatchOutput",
@@ -30,6 +32,9 @@ __all__ = [
     "WarmupInput",
     "WarmupSample",
 ]
+
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"     # the metric whose buckets a config may say
+FIRST_RESPONSE_BUCKETS_MS: tuple[float, ...] = (100.0, 500.0, 2000.0, 5000.0)     # Triton's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +261,7 @@ class ModelConfig:
     warmups: tuple[WarmupSample, ...] = ()
     response_cache: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)
+    first_response_buckets_ms: tuple[float, ...] = FIRST_RESPONSE_BUCKETS_MS    # of a histogram
     parameters: Mapping[str, str] = field(default_factory=dict)
     message: Any = field(default=None, repr=False, compare=False)
 

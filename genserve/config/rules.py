@@ -5,8 +5,10 @@ Where Triton has words for a fault, the message has the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from genserve.config.fault import Fault, nearest
 from genserve.config.from_message import enum_name
 from genserve.config.honoured import unhonoured_fields
 from genserve.config.judged import JudgedConfig
+from genserve.config.model_config import FIRST_RESPONSE
 from genserve.config.parameter_rules import parameters
 from genserve.config.places import Places
 from genserve.config.sequence_rules import sequences
@@ -72,9 +75,28 @@ def config_faults(
         _instance_groups,
         _accelerators,
         warmups,
+        _metrics,
         _unhonoured,
     )
     return tuple(fault for rule in rules for fault in rule(config))
+
+
+def _metrics(config: JudgedConfig) -> Iterator[Fault]:
+    for index, control in enumerate(config.message.model_metrics.metric_control):
+        path = f"model_metrics.metric_control[{index}]"
+        family, buckets = control.metric_identifier.family, list(control.histogram_options.buckets)
+        if family != FIRST_RESPONSE:
+            yield config.warning(
+                f"{path}.metric_identifier.family",
+                f"Metric family '{family}' in 'metric_identifier' is not a customizable metric",
+                remedy=f"the one that is: {FIRST_RESPONSE}",
+            )
+        elif any(not low < high for low, high in pairwise([-math.inf, *buckets, math.inf])):
+            yield config.error(
+                f"{path}.histogram_options.buckets",
+                f"the buckets of '{family}' are not ascending numbers of milliseconds",
+                remedy="write for example `buckets: [ 100, 500, 2000 ]`",
+            )
 
 
 def _name(config: JudgedConfig) -> Iterator[Fault]:

@@ -71,6 +71,7 @@ class Loader:
             labels=output_labels(config, model.path),
             upload=upload,
             load_s=time.monotonic() - started_s,
+            histogram_latencies=self.options.histogram_latencies,
         )
 
     def _config_of(self, step: EnsembleStep) -> ModelConfig:

@@ -36,5 +36,6 @@ class RepositoryOptions:
     load_threads: int = 4                   # models that load at the same time
     exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code
     max_queue: int = 256                    # requests that may wait for a slot of a generation model
+    histogram_latencies: bool = False       # the time to the first response is measured
     rate_limiter: bool = False              # instances share the resources that their groups name
     resources: tuple[Capacity, ...] = ()    # of the rate limiter; empty: what one instance needs at most

@@ -15,7 +15,7 @@ from genserve.inference import Inference, InferenceResponse
 from genserve.repository.admission import Admission
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.upload import Upload
-from genserve.statistics import ModelStatistics
+from genserve.statistics import LatencyHistogram, ModelStatistics
 from genserve.tracing import Span
 
 __all__ = ["Runner", "Served"]
@@ -67,6 +67,7 @@ class Served:
         labels: Mapping[str, Sequence[str]] | None = None,
         upload: Upload | None = None,
         load_s: float = 0.0,
+        histogram_latencies: bool = False,
     ) -> None:
         """Serve by a runner.
 
@@ -79,10 +80,13 @@ class Served:
             labels: of the classes, by output name.
             upload: the folder that the model is from, which lasts as long as this.
             load_s: how long the load took.
+            histogram_latencies: the time to the first response is measured.
         """
         self.config = config
         self.version = version
         self.statistics = statistics
+        if histogram_latencies:
+            statistics.first_response = LatencyHistogram(config.first_response_buckets_ms)
         self.load_s = load_s
         self.labels = labels or {}
         self.runner = runner
@@ -131,6 +135,8 @@ class Served:
             if self._closing:
                 raise Closed(f"model '{self.name}' is being unloaded")
             self._pending.add(inference)
+        if self.statistics.first_response is not None:
+            _time_first_response(inference, self.statistics.first_response)
         if request.cause is not None:
             _trace(inference, request.cause)
         if self._reshapes_inputs:
@@ -205,6 +211,17 @@ class Served:
             answer(response and self._admission.reshaped_response(response), final)
 
         inference.on_response = reshape
+
+
+def _time_first_response(inference: Inference, histogram: LatencyHistogram) -> None:
+    answer = inference.on_response
+
+    def time_first(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+        if response is not None and inference.num_responses == 1:
+            histogram.observe(time.monotonic_ns() - inference.submitted_ns)
+        answer(response, final)
+
+    inference.on_response = time_first
 
 
 def _trace(inference: Inference, cause: Span) -> None:

@@ -66,7 +66,7 @@ def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics:
         close=loop.close,
     )
     load_s = time.monotonic() - started_s
-    return _served(entry, runner, statistics, load_s=load_s, placement=placement)
+    return _served(entry, runner, statistics, load_s=load_s, options=options, placement=placement)
 
 
 def load_generation(
@@ -102,9 +102,9 @@ def load_generation(
         statistics=of_logits,
     )
     return [
-        _served(entry, generation, of_text, load_s=load_s),
-        _served(stages["logits"], logits, of_logits, load_s=load_s, placement=placement),
-        _served(stages["decoder"], _Inside(ensemble), ModelStatistics(), load_s=load_s),
+        _served(entry, generation, of_text, load_s=load_s, options=options),
+        _served(stages["logits"], logits, of_logits, load_s=load_s, options=options, placement=placement),
+        _served(stages["decoder"], _Inside(ensemble), ModelStatistics(), load_s=load_s, options=options),
     ]
 
 
@@ -272,6 +272,7 @@ def _served(
     statistics: ModelStatistics,
     *,
     load_s: float,
+    options: RepositoryOptions,
     placement: Placement = ON_CPU,
 ) -> Served:
     """Serve by the version of a model that its policy and its step name; an ensemble needs no folder."""
@@ -286,4 +287,5 @@ def _served(
         statistics=statistics,
         labels=output_labels(config, entry.path),
         load_s=load_s,
+        histogram_latencies=options.histogram_latencies,
     )

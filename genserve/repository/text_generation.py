@@ -193,6 +193,8 @@ class _Answer:
                 self._take(sequence, content)
 
     def _take(self, sequence: TokenSequence, delta: Delta) -> None:
+        if self._inference.span is not None:
+            self._inference.span.note_first_token()
         if delta.finish_reason is not None:
             self._open.discard(sequence)
         if self._streaming:

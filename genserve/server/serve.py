@@ -28,7 +28,7 @@ from genserve.server.access import AccessControl, require_safe_addresses
 from genserve.server.address import address_of
 from genserve.server.app import create_app
 from genserve.server.daemon_thread import start_daemon
-from genserve.server.metrics import CpuCollector, InferenceCollector
+from genserve.server.metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.server_info import ServerInfo
 from genserve.server.services import Services
@@ -94,6 +94,7 @@ class Server(uvicorn.Server):
         require_safe_addresses(settings)
         self._ssl_context = context = ssl_context(settings)
         metrics = Metrics()
+        metrics_config = read_metrics_config(settings.metrics_config)
         self.services = Services(
             settings=settings,
             repository=Repository(
@@ -101,8 +102,13 @@ class Server(uvicorn.Server):
             ),
             metrics=metrics,
         )
-        metrics.registry.register(InferenceCollector(self.services.repository))
-        metrics.registry.register(CpuCollector())
+        metrics.registry.register(
+            InferenceCollector(
+                self.services.repository, latency_counters=metrics_config["counter_latencies"]
+            )
+        )
+        if settings.allow_cpu_metrics:
+            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_s))
         super().__init__(
             uvicorn.Config(
                 create_app(self.services),
@@ -276,6 +282,7 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
         load_threads=settings.load_threads,
         exit_timeout_s=settings.drain_s,
         max_queue=settings.max_queue,
+        histogram_latencies=read_metrics_config(settings.metrics_config)["histogram_latencies"],
         rate_limiter=settings.rate_limit,
         resources=tuple(map(_capacity, settings.rate_limit_resources)),
     )
