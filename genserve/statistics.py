@@ -21,7 +21,7 @@ __all__ = ["BatchStatistics", "FailureReason", "LatencyHistogram", "Measured", "
 class FailureReason(StrEnum):
     """Why a request failed; the label of `nv_inference_request_failure`."""
 
-    REJECTED = "REJECTED"       # in the queue: full, or timed out
+    REJECTED = "REJECTED"       # timed out in the queue; what a full one refuses is not counted, as in Triton
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"         # the model
     OTHER = "OTHER"             # a step of an ensemble

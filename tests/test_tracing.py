@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +129,11 @@ def test_a_request_over_http_leaves_its_times_and_tensors(repository, tmp_path):
 
 
 def test_a_request_over_grpc_leaves_the_times_of_grpc(repository, tmp_path):
-    with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
-        with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-            client.infer("add_sub", numbers(triton_grpc))
+    with (
+        serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server,
+        triton_grpc.InferenceServerClient(server.grpc_url) as client,
+    ):
+        client.infer("add_sub", numbers(triton_grpc))
     [trace] = traces(tmp_path / "t.json").values()
     begun = ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START", "QUEUE_START"]
     assert in_order(trace.names, *begun, *COMPUTED)
@@ -226,8 +230,8 @@ def test_with_a_log_frequency_so_many_traces_are_in_each_file(repository, tmp_pa
 
 
 @pytest.fixture(params=["http", "grpc"])
-def settings(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def settings(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def test_what_clients_set_takes_effect_while_the_server_runs(repository, tmp_path, settings):
@@ -259,6 +263,40 @@ def test_a_text_leaves_the_time_of_its_first_token(tiny_repository, tmp_path):
     [trace] = traces(tmp_path / "t.json").values()
     assert in_order(trace.names, "REQUEST_START", "COMPUTE_START", "FIRST_TOKEN", "COMPUTE_END")
     assert trace.names.count("FIRST_TOKEN") == 1
+
+
+def test_whoever_takes_the_file_away_gets_the_next_traces_in_a_new_one(repository, tmp_path):
+    with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
+        add(server, request_id="old")
+        wait_for(tmp_path / "t.json").rename(tmp_path / "old.json")
+        add(server, request_id="new")
+    for name, file in (("old", "old.json"), ("new", "t.json")):
+        assert [trace.head["request_id"] for trace in traces(tmp_path / file).values()] == [name]
+
+
+def test_a_file_cannot_be_cut_short_by_a_killed_server(repository, tmp_path):
+    file = tmp_path / "t.json"
+    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}"]
+    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", f"--trace-config=triton,file={file}"]
+    command += ["--trace-config=level=TIMESTAMPS", "--trace-config=rate=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            while "Ready at" not in (line := process.stdout.readline()):
+                assert process.poll() is None
+            asked = {"inputs": [{"name": "X", "shape": [1], "datatype": "BYTES", "data": ["a"]}]}
+            url = f"{line.split()[2]}/v2/models/identity_string/infer"
+            assert httpx2.post(url, json=asked).status_code == 200
+            wait_for(file)
+        finally:
+            process.kill()
+    assert len(traces(file)) == 1
+
+
+def wait_for(file: Path) -> Path:
+    """Return it once it has something in it; whoever runs the tests ends what never happens."""
+    while not (file.exists() and file.stat().st_size):
+        time.sleep(0.01)
+    return file
 
 
 def test_a_file_that_cannot_be_written_does_not_stop_answers(repository, tmp_path, caplog):

@@ -13,6 +13,37 @@ from genserve.errors import GenserveError, RepositoryError
 from genserve.settings import ServerSettings
 
 
+def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (
+        "--trace-config triton,file=/t.json --trace-config=level=TIMESTAMPS --trace-config rate=1 "
+        "--metrics-config=counter_latencies=false --metrics-config histogram_latencies=true "
+        "--allow-cpu-metrics=false --allow-gpu-metrics=false --metrics-interval-ms=500"
+    )
+    assert settings_of(monkeypatch, *words.split()) == ServerSettings(
+        trace_config=("triton,file=/t.json", "level=TIMESTAMPS", "rate=1"),
+        metrics_config=("counter_latencies=false", "histogram_latencies=true"),
+        allow_cpu_metrics=False,
+        metrics_interval_s=0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--trace-config=mode=opentelemetry", "the only mode is triton"),
+        ("--trace-config=level=TIMESTAMPS", "trace file name is not given"),
+        ("--metrics-config=summary_latencies=true", "there are no summaries"),
+        ("--allow-gpu-metrics=true", "there are no metrics of GPUs"),
+    ],
+)
+def test_traces_and_metrics_that_there_are_not_are_refused_at_the_start(
+    tmp_path: Path, flag: str, text: str
+) -> None:
+    result = CliRunner().invoke(app, ["serve", "--model-repository", str(tmp_path), flag])
+    assert result.exit_code != 0
+    assert text in f"{result.exception} {result.output}"
+
+
 def test_without_a_repository_there_is_an_error() -> None:
     result = CliRunner().invoke(app, ["serve", "--model-repository", "/nowhere"])
     assert isinstance(result.exception, RepositoryError)

@@ -14,6 +14,18 @@ ONNX = 'backend: "onnxruntime"\n'
 PYTHON = 'backend: "python"\n'
 
 CASES: dict[str, tuple[str, list[str]]] = {
+    "buckets that do not ascend": (
+        PYTHON + 'model_metrics { metric_control {\n  metric_identifier '
+        '{ family: "nv_inference_first_response_histogram_ms" }\n'
+        "  histogram_options { buckets: [ 5, 5 ] } } }",
+        ["4:23: error: the buckets of 'nv_inference_first_response_histogram_ms' are not ascending numbers "
+         "of milliseconds; write for example `buckets: [ 100, 500, 2000 ]`"],
+    ),
+    "buckets of a metric without them": (
+        PYTHON + 'model_metrics { metric_control { metric_identifier { family: "nv_other" } } }',
+        ["2:54: warning: Metric family 'nv_other' in 'metric_identifier' is not a customizable metric; the "
+         "one that is: nv_inference_first_response_histogram_ms"],
+    ),
     "another name": (
         PYTHON + 'name: "other"',
         ["2:1: error: unexpected directory name 'm' for model 'other', directory name must equal "

@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from genserve.errors import InferenceError, Status
-from genserve.kserve.trace_settings import TraceSettings
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.kserve.trace_settings import TraceSettings, read_trace_config
+
+
+@pytest.fixture
+def with_file(tmp_path: Path) -> TraceSettings:
+    return TraceSettings({"trace_file": str(tmp_path / "t.json"), "trace_rate": "1"})
+
+
+def num_traced(settings: TraceSettings, *, model: str = "m", of: int = 6) -> int:
+    return sum(settings.sample(model) is not None for _ in range(of))
 
 
 def test_a_models_settings_lie_over_the_servers() -> None:
@@ -48,3 +59,88 @@ def test_the_file_is_not_for_clients() -> None:
 
 def test_levels_that_nobody_knows_are_off() -> None:
     assert TraceSettings().update({"trace_level": ["FOO"]})["trace_level"] == ["OFF"]
+
+
+def test_nothing_is_traced_without_a_level(with_file) -> None:
+    assert num_traced(with_file) == 0
+    assert not with_file.enabled
+    with_file.update({"trace_level": ["TIMESTAMPS"]}, model="m")
+    assert with_file.enabled
+    assert (num_traced(with_file), num_traced(with_file, model="other")) == (6, 0)
+
+
+def test_levels_add_up_and_unknown_ones_change_nothing(with_file) -> None:
+    both = ["TIMESTAMPS", "TENSORS"]
+    assert with_file.update({"trace_level": ["TENSORS", "FOO", "TIMESTAMPS"]})["trace_level"] == both
+    assert with_file.update({"trace_level": ["FOO"]})["trace_level"] == both
+    trace = with_file.sample("m")
+    assert trace is not None
+    assert (trace.has_timestamps, trace.has_tensors) == (True, True)
+
+
+def test_what_is_left_of_a_count_is_told_and_outlives_other_changes(with_file) -> None:
+    with_file.update({"trace_level": ["TIMESTAMPS"], "trace_count": "4"})
+    assert num_traced(with_file, of=2) == 2
+    assert with_file.values()["trace_count"] == "2"
+    assert with_file.update({"trace_rate": "2"})["trace_count"] == "2"
+    assert with_file.update({"log_frequency": "7"}, model="m")["trace_count"] == "2"
+    assert num_traced(with_file, of=10) == 2
+    assert num_traced(with_file, model="other", of=10) == 2
+    assert with_file.update({"trace_count": "1"})["trace_count"] == "1"
+    assert with_file.update({"trace_count": None}, model="")["trace_count"] == "-1"
+
+
+def test_a_count_of_a_models_own_is_not_changed_with_the_servers(with_file) -> None:
+    with_file.update({"trace_level": ["TIMESTAMPS"]})
+    with_file.update({"trace_count": "3"}, model="m")
+    assert num_traced(with_file, of=1) == 1
+    with_file.update({"trace_count": "9"})
+    assert (with_file.values("m")["trace_count"], with_file.values()["trace_count"]) == ("2", "9")
+
+
+def test_a_rate_of_zero_is_refused_where_something_is_traced(with_file) -> None:
+    assert with_file.update({"trace_rate": "0"})["trace_rate"] == "0"
+    with pytest.raises(InferenceError, match="setting :sample rate must be non-zero"):
+        with_file.update({"trace_level": ["TIMESTAMPS"]})
+    assert with_file.values()["trace_level"] == ["OFF"]
+
+
+def test_a_file_in_no_folder_is_refused_at_the_start(tmp_path) -> None:
+    with pytest.raises(GenserveError, match="its folder is not there") as caught:
+        TraceSettings({"trace_file": str(tmp_path / "none" / "t.json")})
+    assert "--trace-config triton,file=" in caught.value.remedy
+
+
+def test_the_flag_is_read_as_tritonserver_reads_it() -> None:
+    words = ("triton,file=/t.json", "triton,log-frequency=50", "rate=100", "count=-1", "mode=triton")
+    assert read_trace_config((*words, "level=min", "level=tensors")) == {
+        "trace_file": "/t.json",
+        "log_frequency": "50",
+        "trace_rate": "100",
+        "trace_count": "-1",
+        "trace_level": ["TIMESTAMPS", "TENSORS"],
+    }
+    assert read_trace_config(("level=TIMESTAMPS", "level=off"))["trace_level"] == ["OFF"]
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("mode=opentelemetry", "the only mode is triton"),
+        ("opentelemetry,url=localhost", "the only mode is triton"),
+        ("file=/t.json", "there are level=, rate=, count=, triton,file=, triton,log-frequency="),
+        ("rate", "there are level="),
+        ("triton,file=", "there are level="),
+        ("level=TENSOR", "a level is OFF, TIMESTAMPS or TENSORS"),
+        ("rate=often", "a whole number"),
+    ],
+)
+def test_what_the_flag_cannot_do_is_refused_by_name(word: str, remedy: str) -> None:
+    with pytest.raises(GenserveError, match=word) as caught:
+        read_trace_config((word,))
+    assert remedy in caught.value.remedy
+
+
+def test_a_level_without_a_file_is_refused_at_the_start() -> None:
+    with pytest.raises(InferenceError, match="trace file name is not given"):
+        TraceSettings(read_trace_config(("level=TIMESTAMPS",)))

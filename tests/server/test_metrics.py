@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,11 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceRequest
 from genserve.server.access import AccessControl
-from genserve.server.metrics import CpuCollector, InferenceCollector
+from genserve.server.metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.server.metrics_port import MetricsPort, _Handler
 from genserve.settings import ServerSettings
 from genserve.tensor import Tensor
 from tests.fakes.door import FakeDoor, fake_model
+from tests.live import LiveServer
+from tests.server.live_kserve import copy_models
 
 
 def broken(inference: Inference) -> None:
@@ -51,8 +56,12 @@ def run(door: FakeDoor, model: str, *, batch: int = 1) -> None:
 
 
 def text(door: FakeDoor) -> str:
+    return generate(InferenceCollector(door))
+
+
+def generate(collector: InferenceCollector) -> str:
     registry = CollectorRegistry()
-    registry.register(InferenceCollector(door))
+    registry.register(collector)
     return generate_latest(registry).decode()
 
 
@@ -108,14 +117,111 @@ def test_the_machine_is_measured():
     assert 0 < value(page, "nv_cpu_memory_used_bytes") < value(page, "nv_cpu_memory_total_bytes")
 
 
+def test_the_use_of_processors_is_measured_once_in_an_interval():
+    collector = CpuCollector(interval_s=3600)
+    first, second = ([metric.samples for metric in collector.collect()] for _ in range(2))
+    assert first == second
+
+
+def test_without_latency_counters_requests_are_still_counted(door):
+    run(door, "tagged")
+    page = generate(InferenceCollector(door, latency_counters=False))
+    assert value(page, "nv_inference_request_success", _team="a", model="tagged", version="1") == 1
+    assert "_duration_us" not in page
+    assert "nv_inference_queue_duration_us" in text(door)
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("summary_latencies=true", "histogram_latencies=true"),
+        ("summary_quantiles=0.5:0.05", "histogram_latencies=true"),
+        ("gauge_latencies=true", "counter_latencies=true|false and histogram_latencies=true|false"),
+        ("counter_latencies=no", "counter_latencies=true|false"),
+        ("counter_latencies", "counter_latencies=true|false"),
+    ],
+)
+def test_metrics_that_there_are_not_are_refused_by_name(word, remedy):
+    with pytest.raises(GenserveError) as caught:
+        read_metrics_config((word,))
+    assert word in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_what_is_by_default_may_be_said():
+    words = ("summary_latencies=false", "counter_latencies=true", "histogram_latencies=false")
+    assert read_metrics_config(words) == read_metrics_config(())
+
+
+HISTOGRAM = "nv_inference_first_response_histogram_ms"
+
+
+def test_the_time_to_the_first_response_is_a_histogram_with_the_configs_buckets(tmp_path):
+    copy_models(("fails", "pass", "repeat"), tmp_path)
+    with (tmp_path / "repeat" / "config.pbtxt").open("a") as config:
+        config.write(
+            "model_metrics { metric_control { "
+            f'metric_identifier {{ family: "{HISTOGRAM}" }} '
+            "histogram_options { buckets: [ 0.0001, 60000 ] } } }"
+        )
+    words = ("histogram_latencies=true", "counter_latencies=false")
+    with LiveServer(tmp_path, metrics_config=words, allow_cpu_metrics=False) as server:
+        models = f"{server.url}/v2/models"
+        assert httpx2.post(f"{models}/repeat/generate_stream", json={"N": 3}).status_code == 200
+        assert httpx2.post(f"{models}/fails/generate", json={"MODE": "raise"}).status_code == 400
+        page = httpx2.get(server.info.metrics_url).text
+    labels = {"model": "repeat", "version": "1"}
+    bounds = ("0.0001", "60000", "+Inf")
+    counts = [value(page, f"{HISTOGRAM}_bucket", **labels, le=bound) for bound in bounds]
+    assert counts == [0, 1, 1]      # of three responses, the first
+    assert value(page, f"{HISTOGRAM}_count", **labels) == 1
+    assert value(page, f"{HISTOGRAM}_sum", **labels) > 0
+    assert value(page, f"{HISTOGRAM}_count", model="fails", version="1") == 1
+    assert value(page, f"{HISTOGRAM}_bucket", model="pass", version="1", le="5000") == 0
+    assert "# TYPE nv_inference_first_response_histogram_ms histogram" in page
+    assert "nv_cpu" not in page
+    assert "_duration_us" not in page
+
+
+FAILED = {"BACKEND": 0, "CANCELED": 0, "OTHER": 0, "REJECTED": 0}
+
+
+def failures(page: str, model: str) -> dict[str, float]:
+    name = "nv_inference_request_failure"
+    return {reason: value(page, name, model=model, version="1", reason=reason) for reason in FAILED}
+
+
+def test_each_failed_request_is_counted_once_by_its_reason(tmp_path):
+    copy_models(("ensemble_fails", "fails", "identity_string", "queue_timed"), tmp_path)
+
+    def infer(model: str, **tensors: Any) -> int:
+        [(name, data)] = tensors.items()
+        kind, shape = ("BYTES", [1]) if isinstance(data[0], str) else ("INT32", [1, 1])
+        asked = {"inputs": [{"name": name, "datatype": kind, "shape": shape, "data": data}]}
+        return httpx2.post(f"{server.url}/v2/models/{model}/infer", json=asked, timeout=30).status_code
+
+    with LiveServer(tmp_path) as server:
+        assert infer("fails", MODE=["INTERNAL"]) == 500
+        assert infer("fails", MODE=["CANCELLED"]) == 400
+        assert infer("ensemble_fails", MODE=["raise"]) == 500
+        assert infer("fails", WRONG=["INTERNAL"]) == 400     # is not a request to the model yet
+        assert infer("nobody", MODE=["INTERNAL"]) == 404
+        with ThreadPoolExecutor() as pool:      # one runs, the other is too late when it could
+            told = list(pool.map(lambda _: infer("queue_timed", SLEEP_MS=[900]), range(2)))
+        assert sorted(told) == [200, 503]
+        page = httpx2.get(server.info.metrics_url).text
+    assert failures(page, "fails") == FAILED | {"BACKEND": 2, "CANCELED": 1}
+    assert failures(page, "ensemble_fails") == FAILED | {"OTHER": 1}
+    assert failures(page, "queue_timed") == FAILED | {"REJECTED": 1}
+    assert "nobody" not in page     # only models that are served are labels
+
+
 def open_port(render: Callable[[], bytes], *, port: int = 0) -> MetricsPort:
     host = "127.0.0.1"
     return MetricsPort(render, host=host, port=port, access=AccessControl(ServerSettings(), host=host))
 
 
 def test_the_metrics_port_answers_metrics_and_nothing_else():
-    import httpx2
-
     port = open_port(lambda: b"a 1\n")
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
