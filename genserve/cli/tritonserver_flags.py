@@ -69,15 +69,6 @@ REFUSED: dict[str, RefusedFlag] = {
     "--repoagent-directory": RefusedFlag(
         instead="repository agents are not run: change the files of a model before they are served"
     ),
-    "--allow-gpu-metrics": RefusedFlag(
-        instead="there are no nv_gpu_* metrics: run NVIDIA's dcgm-exporter beside the server", idle="false"
-    ),
-    "--allow-cpu-metrics": RefusedFlag(
-        instead="nv_cpu_* metrics are on every page of metrics; drop those in Prometheus", idle="true"
-    ),
-    "--metrics-interval-ms": RefusedFlag(
-        instead="metrics are read when they are asked for; set the interval in Prometheus"
-    ),
     "--allow-sagemaker": RefusedFlag(instead=_FACADE, idle="false"),
     "--sagemaker-port": RefusedFlag(instead=_FACADE),
     "--sagemaker-safe-port-range": RefusedFlag(instead=_FACADE),
