@@ -48,7 +48,7 @@ class Trace:
         Args:
             has_timestamps: with the level TIMESTAMPS.
             has_tensors: with the level TENSORS.
-            on_end: called once, when it is over; not for a request that no model has accepted.
+            on_end: called once, when it is over.
         """
         self.has_timestamps = has_timestamps
         self.has_tensors = has_tensors
@@ -67,8 +67,13 @@ class Trace:
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open
-        if is_over and self._spans:
+        if is_over:
             self._on_end(self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no model has accepted the request."""
+        return not self._spans
 
     def to_json(self) -> bytes:
         """Return its events, without the brackets of the list that they are to stand in."""

@@ -215,10 +215,19 @@ def test_every_nth_request_is_traced_so_often_as_there_is_a_count(repository, tm
         client = triton.InferenceServerClient(server.url.removeprefix("http://"))
         for number in range(1, 11):
             client.infer("add_sub", numbers(triton), request_id=str(number))
-        assert client.get_trace_settings()["trace_count"] == "0"
+        told = client.get_trace_settings()
+        assert (told["trace_count"], told["trace_file"]) == ("0", "t.json")
         client.close()
     assert not (tmp_path / "t.json").exists()   # what has a count is in a numbered file, as with Triton
     assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["2", "4", "6"]
+
+
+def test_what_is_refused_does_not_use_up_the_count(repository, tmp_path):
+    with serving(repository, tmp_path / "t.json", "level=TIMESTAMPS", "rate=1", "count=1") as server:
+        for _ in range(3):
+            assert httpx2.post(f"{server.url}/v2/models/nobody/infer", json={}).status_code == 404
+        add(server, request_id="mine")
+    assert [trace.head["request_id"] for trace in traces(tmp_path / "t.json.0").values()] == ["mine"]
 
 
 def test_with_a_log_frequency_so_many_traces_are_in_each_file(repository, tmp_path):

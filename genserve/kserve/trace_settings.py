@@ -54,17 +54,19 @@ class TraceSettings:
                 remedy="name another with --trace-config triton,file=PATH",
             )
         self._file = TraceFile(path) if path.name else None
+        self._file_name = path.name     # the folder is not for clients
         self._samplers = {"": self._checked_sampler(self._start)}  # by model; "": of the others
         self.enabled = self._samplers[""].traces
 
     def values(self, model: str = "") -> dict[str, Value]:
         """Return all settings of the server, or those that hold for a model, in Triton's order.
 
-        `trace_count` is how many traces are still to come.
+        `trace_count` is how many traces are still to come, `trace_file` the name without its folder.
         """
         with self._lock:
             sampler = self._samplers.get(model) or self._samplers[""]
-            return {**self._merged(model), "trace_count": str(sampler.count)}
+            values = {**self._start, **self._server, **self._models.get(model, {})}
+            return {**values, "trace_count": str(sampler.count), "trace_file": self._file_name}
 
     def update(self, changes: Mapping[str, Value | None], *, model: str = "") -> dict[str, Value]:
         """Change settings of the server or of one model, and return all that hold now.
@@ -130,9 +132,6 @@ class TraceSettings:
         self._samplers = {name: samplers[name] for name in owns}
         self.enabled = any(sampler.traces for sampler in self._samplers.values())
 
-    def _merged(self, model: str) -> dict[str, Value]:
-        return {**self._start, **self._server, **self._models.get(model, {})}
-
     def _checked_sampler(self, values: Mapping[str, Value]) -> _Sampler:
         if values["trace_level"] != ["OFF"]:
             if values["trace_rate"] == "0":
@@ -146,10 +145,11 @@ class TraceSettings:
 
 
 class _Sampler:
-    """Picks the requests that some settings want traced; whoever calls it holds a lock."""
+    """Picks the requests that some settings want traced. Safe from any thread."""
 
     def __init__(self, values: Mapping[str, Value], file: TraceFile | None) -> None:
         self.count = int(str(values["trace_count"]))    # still to come; -1: no end
+        self._has_count = self.count > 0
         self.traces = values["trace_level"] != ["OFF"]
         self._levels = values["trace_level"]
         self._rate = int(str(values["trace_rate"]))
@@ -163,12 +163,13 @@ class _Sampler:
 
     def next(self) -> Trace | None:
         """Count a request, and return its trace, if it is the turn of one."""
-        if not self.traces or not self.count:
-            return None
-        self._num_requests += 1
-        if self._num_requests % self._rate:
-            return None
-        self.count -= self.count > 0
+        with self._lock:
+            if not self.traces or not self.count:
+                return None
+            self._num_requests += 1
+            if self._num_requests % self._rate:
+                return None
+            self.count -= self._has_count
         return Trace(
             has_timestamps="TIMESTAMPS" in self._levels,
             has_tensors="TENSORS" in self._levels,
@@ -178,6 +179,9 @@ class _Sampler:
     def _write(self, trace: Trace) -> None:
         assert self._file is not None
         with self._lock:
+            if trace.is_empty:  # a request that was refused does not use up the count
+                self.count += self._has_count
+                return
             if self._path is None or self._num_in_file == self._num_per_file > 0:
                 self._path = self._file.numbered() if self._num_per_file else self._file.path
                 self._num_in_file = 0
