@@ -86,6 +86,8 @@ class TraceSettings:
         known = {name: _checked(name, value) for name, value in changes.items() if name in _SETTABLE}
         if known.get("trace_level") == []:
             del known["trace_level"]
+        if not known:   # so the clients of gRPC ask what holds
+            return self.values(model)
         with self._lock:
             own = self._models.get(model, {}) if model else self._server
             changed = {name: value for name, value in {**own, **known}.items() if value is not None}

@@ -144,3 +144,10 @@ def test_what_the_flag_cannot_do_is_refused_by_name(word: str, remedy: str) -> N
 def test_a_level_without_a_file_is_refused_at_the_start() -> None:
     with pytest.raises(InferenceError, match="trace file name is not given"):
         TraceSettings(read_trace_config(("level=TIMESTAMPS",)))
+
+
+def test_to_ask_what_holds_does_not_begin_to_count_anew(with_file) -> None:
+    with_file.update({"trace_level": ["TIMESTAMPS"], "trace_rate": "2"})
+    assert num_traced(with_file, of=1) == 0
+    with_file.update({})
+    assert num_traced(with_file, of=1) == 1
