@@ -290,10 +290,6 @@ def serve(
             panel=_CLIENTS,
         ),
     ] = _DEFAULTS.allow_cpu_metrics,
-    allow_gpu_metrics: Annotated[
-        bool,
-        _flag("--allow-gpu-metrics/--no-allow-gpu-metrics", help="There are none.", panel=_CLIENTS),
-    ] = False,
     metrics_interval_ms: Annotated[
         float,
         _flag(
@@ -437,10 +433,6 @@ def serve(
     Flags have tritonserver's names where they mean the same; switches may be written --switch=false.
     Set GENSERVE_API_KEY to ask clients for a key; addresses that other machines reach need one.
     """
-    if allow_gpu_metrics:
-        raise typer.BadParameter(
-            "there are no metrics of GPUs; NVIDIA's dcgm-exporter has them", param_hint="--allow-gpu-metrics"
-        )
     # What is imported stays: 86,000 objects. To look through them for garbage takes a twentieth of the start,
     # and holds up every answer for 0.1 s at each full collection later, such as that after an unload.
     gc.disable()

@@ -69,6 +69,9 @@ REFUSED: dict[str, RefusedFlag] = {
     "--repoagent-directory": RefusedFlag(
         instead="repository agents are not run: change the files of a model before they are served"
     ),
+    "--allow-gpu-metrics": RefusedFlag(
+        instead="there are no nv_gpu_* metrics: run NVIDIA's dcgm-exporter beside the server", idle="false"
+    ),
     "--allow-sagemaker": RefusedFlag(instead=_FACADE, idle="false"),
     "--sagemaker-port": RefusedFlag(instead=_FACADE),
     "--sagemaker-safe-port-range": RefusedFlag(instead=_FACADE),

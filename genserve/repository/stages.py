@@ -224,7 +224,8 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
                 statistics=statistics,
                 close=loop.close,
             )
-            served = _served(entry, stage, statistics, load_s=0.0, placement=placement)
+            options = RepositoryOptions()  # of metrics that nobody reads
+            served = _served(entry, stage, statistics, load_s=0.0, options=options, placement=placement)
             try:
                 run_warmups(partial(_submit, served), [replace(batch, count=1)])
             finally:

@@ -33,7 +33,7 @@ def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pyte
         ("--trace-config=mode=opentelemetry", "the only mode is triton"),
         ("--trace-config=level=TIMESTAMPS", "trace file name is not given"),
         ("--metrics-config=summary_latencies=true", "there are no summaries"),
-        ("--allow-gpu-metrics=true", "there are no metrics of GPUs"),
+        ("--allow-gpu-metrics=true", "there are no nv_gpu_* metrics"),
     ],
 )
 def test_traces_and_metrics_that_there_are_not_are_refused_at_the_start(
