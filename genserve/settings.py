@@ -69,4 +69,11 @@ class ServerSettings:
     http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
     max_body_bytes: int = 8 * 2**20         # of one request; to check it stalls the event loop, 20 ms per MB
     drain_s: float = 30.0                   # how long answers may go on after SIGTERM
-    log_verbose: int = 0                    # 0: models, and what they say; 1: also the ends of answers
+
+    # The log; by all but the file it may be changed while the server runs.
+    log_file: Path | None = None            # None: stderr
+    log_format: str = "default"             # or "ISO8601"
+    log_info: bool = True                   # lines of this class; so for the next two
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose: int = 0                    # above 0 also what is of no class: inferences, verbose models

@@ -20,8 +20,8 @@ _DEFAULTS = ServerSettings()
 _PORTS: dict[str, Any] = {"min": 0, "max": 65535}
 _COMPRESSION_LEVELS = ("none", "low", "medium", "high")     # gRPC knows them by number
 # The headings of `--help`.
-_MODELS, _PLACE, _GRPC, _ACCESS, _CLIENTS = (
-    "Models", "Ports", "Connections of gRPC", "Access", "Clients and log",
+_MODELS, _PLACE, _GRPC, _ACCESS, _CLIENTS, _LOG = (
+    "Models", "Ports", "Connections of gRPC", "Access", "Clients", "Log",
 )  # fmt: skip
 
 
@@ -422,11 +422,33 @@ def serve(
         int,
         _flag(
             "--log-verbose",
-            help="1 logs the ends of answers too, and what models log as verbose.",
-            panel=_CLIENTS,
+            help="1 logs inferences and probes too, why requests are refused, and what models log as such.",
+            panel=_LOG,
             min=0,
         ),
     ] = _DEFAULTS.log_verbose,
+    log_info: Annotated[
+        bool, _flag("--log-info/--no-log-info", help="Log requests, loads and unloads.", panel=_LOG)
+    ] = _DEFAULTS.log_info,
+    log_warning: Annotated[
+        bool,
+        _flag(
+            "--log-warning/--no-log-warning",
+            help="Log warnings, and requests that are refused or fail.",
+            panel=_LOG,
+        ),
+    ] = _DEFAULTS.log_warning,
+    log_error: Annotated[
+        bool, _flag("--log-error/--no-log-error", help="Log errors.", panel=_LOG)
+    ] = _DEFAULTS.log_error,
+    log_format: Annotated[
+        Literal["default", "ISO8601"],
+        _flag("--log-format", help="ISO8601 writes universal time.", panel=_LOG),
+    ] = "default",
+    log_file: Annotated[
+        Path | None,
+        _flag("--log-file", help="Append the log to this file, not to stderr.", panel=_LOG),
+    ] = _DEFAULTS.log_file,
 ) -> None:
     """Serve the models of a repository over HTTP and gRPC.
 
@@ -507,6 +529,11 @@ def serve(
         grpc_header_forward_pattern=_pattern(grpc_header_forward_pattern),
         http_max_input_size=http_max_input_size,
         drain_s=drain_s,
+        log_file=log_file,
+        log_format=log_format,
+        log_info=log_info,
+        log_warning=log_warning,
+        log_error=log_error,
         log_verbose=log_verbose,
     )
     run_server(settings, on_ready=print_card, on_stuck=_cut_off)

@@ -45,7 +45,6 @@ class _Ticket:
 
     outbox: Outbox
     submitted_s: float
-    first_token_s: float | None = None
 
 
 class EngineLoop:
@@ -311,8 +310,8 @@ class EngineLoop:
             self._end(sequence)
             return
         self._metrics.generated(len(content.token_ids))
-        if ticket.first_token_s is None and content.token_ids:
-            ticket.first_token_s = now
+        if sequence.first_token_s is None and content.token_ids:
+            sequence.first_token_s = now
             self._metrics.first_token(
                 seconds=now - ticket.submitted_s,
                 prompt_tokens=sequence.num_prompt_tokens,
@@ -324,7 +323,7 @@ class EngineLoop:
             self._metrics.request_finished(
                 content.finish_reason,
                 seconds=seconds,
-                decode_seconds=now - (ticket.first_token_s or now),
+                decode_seconds=now - (sequence.first_token_s or now),
                 new_tokens=num_tokens,
             )
             self._end(sequence)

@@ -71,6 +71,7 @@ class TokenSequence:
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
+        first_token_s: when its first token was there, `time.monotonic()`; None: it has none.
         begins_thought: whether the answer begins within a thought, since the prompt leaves one open.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
@@ -98,6 +99,7 @@ class TokenSequence:
         "begins_thought",
         "deadline_s",
         "finish_reason",
+        "first_token_s",
         "fresh_rules",
         "grammar",
         "logit_rules",
@@ -149,6 +151,7 @@ class TokenSequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
         self.deadline_s = deadline_s
+        self.first_token_s: float | None = None
         self.begins_thought = begins_thought
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)

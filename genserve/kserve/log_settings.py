@@ -4,45 +4,71 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from genserve.errors import InferenceError, Status
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.log import LOG_FORMATS, FloodFilter, LineFormatter, open_log
+from genserve.settings import ServerSettings
 
-__all__ = ["LOG_FORMATS", "LogSettings"]
-
-# The format of a line and of its time, by Triton's names.
-LOG_FORMATS = {
-    "default": ("%(asctime)s %(levelname)s %(name)s: %(message)s", None),
-    "ISO8601": ("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"),
-}
+__all__ = ["LogSettings"]
 
 
 class LogSettings:
-    """The settings of one server, with Triton's names and defaults. Safe from any thread.
+    """The settings of one server, with Triton's names. Safe from any thread.
 
-    They act on the logger `genserve`, from the start: the least severe class that is on decides what is
-    written. A format acts on the handlers of the root logger, once it is asked for.
+    Each class of lines is on or off by itself: errors, warnings, information, and with a verbose level
+    above 0 everything else. They act on the logger `genserve` from the start, and on the lines of all
+    loggers while `written` lasts.
     """
 
-    def __init__(self, *, verbose_level: int = 0) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
+        """Raises GenserveError: there is no such format."""
+        if settings.log_format not in LOG_FORMATS:
+            raise GenserveError(
+                f"there is no log format {settings.log_format!r}",
+                remedy=f"give --log-format one of: {', '.join(LOG_FORMATS)}",
+            )
         self._lock = threading.Lock()
+        self._handler: logging.Handler | None = None
         self._values: dict[str, Any] = {
-            "log_file": "",
-            "log_info": True,
-            "log_warning": True,
-            "log_error": True,
-            "log_verbose_level": verbose_level,
-            "log_format": "default",
+            "log_file": str(settings.log_file or ""),
+            "log_info": settings.log_info,
+            "log_warning": settings.log_warning,
+            "log_error": settings.log_error,
+            "log_verbose_level": settings.log_verbose,
+            "log_format": settings.log_format,
         }
-        _set_level(self._values)
+        self._apply()
 
     @property
     def values(self) -> dict[str, Any]:
         """All settings, by name, in Triton's order."""
         with self._lock:
             return dict(self._values)
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Write what all loggers of the process say to the log file, or to stderr without one.
+
+        Raises:
+            GenserveError: the file cannot be written.
+        """
+        handler = open_log(self._values["log_file"])
+        flood = FloodFilter(handler)
+        handler.addFilter(self._is_on)
+        handler.addFilter(flood)
+        with self._lock:
+            self._handler = handler
+            self._apply()
+        logging.getLogger().addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(handler)
+            flood.close()
+            handler.close()
 
     def update(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Change settings and return all of them; unknown names are passed over, as Triton does.
@@ -65,29 +91,28 @@ class LogSettings:
             )
         with self._lock:
             self._values |= {name: value for name, value in changes.items() if name in self._values}
-            _set_level(self._values)
-            if "log_format" in changes:
-                _set_format(wanted)
+            self._apply()
             return dict(self._values)
 
+    def _apply(self) -> None:
+        levels = {
+            logging.DEBUG: self._values["log_verbose_level"],
+            logging.INFO: self._values["log_info"],
+            logging.WARNING: self._values["log_warning"],
+            logging.ERROR: self._values["log_error"],
+        }
+        # What nobody reads is not even made; a class between two that are on is dropped by the handler.
+        lowest = min((level for level, is_on in levels.items() if is_on), default=logging.CRITICAL + 1)
+        logging.getLogger("genserve").setLevel(lowest)
+        if self._handler is not None:
+            self._handler.setFormatter(LineFormatter(self._values["log_format"]))
 
-def _set_level(values: Mapping[str, Any]) -> None:
-    logging.getLogger("genserve").setLevel(_level(values))
-
-
-def _set_format(name: str) -> None:
-    formatter = logging.Formatter(*LOG_FORMATS[name])
-    if name == "ISO8601":
-        formatter.converter = time.gmtime  # which is what its Z says
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(formatter)
-
-
-def _level(values: Mapping[str, Any]) -> int:
-    if values["log_verbose_level"]:
-        return logging.DEBUG
-    if values["log_info"]:
-        return logging.INFO
-    if values["log_warning"]:
-        return logging.WARNING
-    return logging.ERROR if values["log_error"] else logging.CRITICAL + 1
+    def _is_on(self, record: logging.LogRecord) -> bool:
+        """Whether the class of a record is on."""
+        if record.levelno >= logging.ERROR:
+            name = "log_error"
+        elif record.levelno >= logging.WARNING:
+            name = "log_warning"
+        else:
+            name = "log_info" if record.levelno >= logging.INFO else "log_verbose_level"
+        return bool(self._values[name])

@@ -119,7 +119,11 @@ class ModelControl:
                     refuse_code(entry, is_uploaded=upload is not None)
             except RepositoryError as error:
                 raise not_polled(name, remedy=str(error)) from error
-        self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
+        try:
+            self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
+        except GenserveError as error:
+            _log_not_loaded(name, error)
+            raise
         self._asked.add(name)
         self._follow_steps()
 
@@ -205,6 +209,7 @@ class ModelControl:
         except GenserveError as error:
             cause = error.__cause__  # names file and line
             self.errors[name] = cause if isinstance(cause, ConfigError) else error
+            _log_not_loaded(name, self.errors[name])
 
     def _load_with_steps(
         self, asked: ModelEntry, *, is_brought: bool = False, upload: Upload | None = None
@@ -219,6 +224,7 @@ class ModelControl:
         entries = {**self.entries, asked.name: asked}
         entry = entries.get(stage_owners(self.chains).get(asked.name, ""), asked)
         trace = self._trace(entry)
+        started_s = time.monotonic()
         with self._lock_of(entry.name):
             together = (entry.name, *self._brought.get(entry.name, ()))
             is_as_loaded = self._traces.get(entry.name) == trace and all(map(self._versions.of, together))
@@ -232,7 +238,7 @@ class ModelControl:
                 old = self._versions.put(name, [served for served in fresh if served.name == name])
                 self._retire(old, timeout_s=self._options.exit_timeout_s)
             self._brought[entry.name] = names - {entry.name}
-            logger.info("model %s is ready", entry.name)
+            _log_loaded(entry.name, fresh, seconds=time.monotonic() - started_s)
             self._traces[entry.name] = None if is_brought else trace
             self._brought_ensembles.pop(entry.name, None)
             if is_brought and asked.is_ensemble:
@@ -334,6 +340,8 @@ class ModelControl:
         keys = [(served.name, served.version) for served in old]
         self._note_gone(keys, ModelState.UNLOADING)
 
+        started_s = time.monotonic()
+
         def close() -> None:
             until_s = time.monotonic() + (self._options.exit_timeout_s if timeout_s is None else timeout_s)
             while old:
@@ -344,7 +352,8 @@ class ModelControl:
             if not self._closed:
                 gc.collect()  # a model's weights are often in a cycle with it
             self._note_gone(keys, ModelState.UNAVAILABLE, reason="unloaded")
-            logger.info("unloaded: %s", ", ".join(f"{name} version {version}" for name, version in keys))
+            text = ", ".join(f"{name} version {version}" for name, version in keys)
+            logger.info("unloaded in %.1f s: %s", time.monotonic() - started_s, text)
             self._retiring.discard(thread)
 
         if old:
@@ -369,6 +378,15 @@ class ModelControl:
 
     def _lock_of(self, name: str) -> threading.RLock:
         return self._locks.setdefault(name, threading.RLock())
+
+
+def _log_loaded(name: str, fresh: Iterable[Served], *, seconds: float) -> None:
+    versions = ", ".join(str(served.version) for served in fresh if served.name == name)
+    logger.info("model %s version %s is ready, loaded in %.1f s", name, versions, seconds)
+
+
+def _log_not_loaded(name: str, error: GenserveError) -> None:
+    logger.error("model %s is not loaded: %s", name, error)
 
 
 def _refuse_unusable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:

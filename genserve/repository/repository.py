@@ -54,7 +54,6 @@ class Repository:
             RepositoryError: a root is not a folder.
         """
         self.options = options or RepositoryOptions()
-        self._roots = tuple(roots)
         self._versions = Versions()
         cache_bytes = self.options.cache_bytes
         loader = Loader(
@@ -66,7 +65,7 @@ class Repository:
             rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
         self._control = ModelControl(
-            self._roots, options=self.options, versions=self._versions, loader=loader
+            roots, options=self.options, versions=self._versions, loader=loader
         )
         self._wanted: list[str] | None = None       # None: `start` has not been called
         self._started = False
@@ -257,10 +256,9 @@ class Repository:
                 logger.exception("polling the repository failed")
 
     def _not_found(self, name: str) -> ModelNotFound:
-        roots = ", ".join(str(root) for root in self._roots)
         known = ", ".join(self.generation_names) or "none"
         return ModelNotFound(
-            f"there is no model {name!r}", remedy=f"models in {roots}: {known}", field="model"
+            f"there is no model {name!r}", remedy=f"models that generate text: {known}", field="model"
         )
 
 

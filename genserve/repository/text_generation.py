@@ -14,6 +14,7 @@ from genserve.errors import Closed, GenserveError, InferenceError, InvalidReques
 from genserve.generation.loop import Parcel
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse, Parameter
+from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.request import Delta
 from genserve.sampling.params import SamplingOptions, SamplingParams, sampling_params
 from genserve.sampling.refused_methods import without_refused_methods
@@ -107,7 +108,7 @@ class TextGeneration:
             self._num_preparing += inference.batch_size
         workers = self._compiler if "guided_decoding_guide" in inference.inputs else self._workers
         try:
-            workers.submit(self._open, inference)
+            workers.submit(self._open, inference, CURRENT_REQUEST.get())
         except RuntimeError:
             self._prepared(inference)
             raise Closed(f"model '{self.ensemble.name}' is being unloaded") from None
@@ -118,10 +119,12 @@ class TextGeneration:
         self._compiler.shutdown(cancel_futures=False)
         self.ensemble.close()
 
-    def _open(self, inference: Inference) -> None:
+    def _open(self, inference: Inference, request: LoggedRequest | None) -> None:
+        CURRENT_REQUEST.set(request)
         try:
             self._prepare(inference)
         finally:
+            CURRENT_REQUEST.set(None)   # or the worker would keep its answers
             self._prepared(inference)
 
     def _prepared(self, inference: Inference) -> None:
@@ -144,6 +147,9 @@ class TextGeneration:
             )
             inference.when_ended(self._statistics.executed_alone)
             answer.submit()
+            if request := CURRENT_REQUEST.get():
+                request.answers = sequences
+                request.prompt_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
             inference.when_cancelled(answer.cancel)
         except Exception as error:
             inference.fail(InferenceError.of(error))

@@ -11,9 +11,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.errors import GenserveError, Unauthenticated
+from genserve.log import fail_request
 from genserve.server.access import AccessControl
+from genserve.server.access_log import AccessLog
 from genserve.server.faults import add_fault_handlers, fault_answer, http_status
-from genserve.server.request_id import RequestId
 from genserve.server.restrictions import check_restriction, parse_restrictions
 from genserve.server.routes import health, openai, openai_completions, reference, tgi
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
@@ -55,11 +56,11 @@ class _App(FastAPI):
         self._access = AccessControl(settings, host=settings.host)
         self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services)
-        self._others: ASGIApp = RequestId(super().__call__)
-        self._entrance: ASGIApp = self._admit
+        self._others: ASGIApp = super().__call__
+        self._entrance: ASGIApp = AccessLog(self._admit)
         if settings.allowed_origins:
             self._entrance = CORSMiddleware(
-                self._admit,
+                self._entrance,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
@@ -89,9 +90,10 @@ class _App(FastAPI):
 
 def _refusal(error: GenserveError, *, path: str) -> ASGIApp:
     if is_kserve(path):
+        fail_request(error)
         challenge = [(b"www-authenticate", b"Bearer")] if isinstance(error, Unauthenticated) else []
         return Answer(orjson.dumps(error_json(error)), status_code=http_status(error), headers=challenge)
-    return RequestId(fault_answer(error, path=path))
+    return fault_answer(error, path=path)
 
 
 def _part_of_others(scope: Scope) -> str:

@@ -26,6 +26,7 @@ from genserve.errors import (
     Unauthenticated,
     UnsupportedMediaType,
 )
+from genserve.log import fail_request
 from genserve.public_text import public_error
 from genserve.server.body import BodyTooLarge
 
@@ -148,7 +149,8 @@ def _answer(request: Request, error: GenserveError) -> JSONResponse:
 
 
 def _in_dialect(error: GenserveError, *, path: str) -> tuple[dict[str, Any], int]:
-    """Return the body and the status of the path's dialect."""
+    """Return the body and the status of the path's dialect; the log is told."""
+    fail_request(error)
     if path.startswith("/v1/"):
         return openai_error(error), http_status(error)
     return tgi_error(error), _lookup(_TGI, error)[0]

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,6 @@ from prometheus_client import generate_latest
 
 from genserve.config.backend_config import BackendConfig
 from genserve.errors import GenserveError, RepositoryError
-from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
@@ -66,14 +66,17 @@ def serve(
         RepositoryError: there is no repository, or no model in it, or (with `exit_on_error`) one of its
             models could not be loaded.
         ModelNotFound: `load_model` names a model that is not there.
-        GenserveError: a port is taken, or open to other machines without a key; or the certificate cannot
-            be used.
+        GenserveError: a port is taken, or open to other machines without a key; or the certificate or the log
+            file cannot be used.
     """
-    logging.basicConfig(
-        level=logging.INFO if settings.log_verbose else logging.WARNING,
-        format=LOG_FORMATS["default"][0],
-    )
-    Server(settings, on_ready=on_ready, on_stuck=on_stuck).serve_until_stopped()
+    server = Server(settings, on_ready=on_ready, on_stuck=on_stuck)
+    with server.services.log_settings.written():
+        try:
+            server.serve_until_stopped()
+        except GenserveError as error:
+            if settings.log_file:   # else whoever prints the error writes it to the same place
+                logger.error("%s", error)   # noqa: TRY400  # it is no bug: the traceback says nothing
+            raise
 
 
 class Server(uvicorn.Server):
@@ -176,6 +179,7 @@ class Server(uvicorn.Server):
         except Exception as error:
             self._fail(error)
         else:
+            _log_listening(info)
             self._loading = asyncio.create_task(self._load(info))
 
     @property
@@ -211,6 +215,7 @@ class Server(uvicorn.Server):
         """Refuse new work, let what runs end until the drain is over, then close the models."""
         self.services.draining = True
         drain_s = self.services.settings.drain_s
+        logger.info("stopping: requests that run may go on for %g s", 0 if self.force_exit else drain_s)
         self._expect_end(drain_s + _FAREWELL_S)
         event_loop = asyncio.get_running_loop()
         end = event_loop.time() + drain_s + _FAREWELL_S
@@ -224,6 +229,7 @@ class Server(uvicorn.Server):
         await event_loop.run_in_executor(None, self.services.trace_settings.close)
         if self._metrics_port is not None:
             await event_loop.run_in_executor(None, self._metrics_port.close)
+        logger.info("stopped")
 
     def _close_repository(self) -> asyncio.Future[None]:
         """Begin to close the models, if that has not begun."""
@@ -244,12 +250,14 @@ class Server(uvicorn.Server):
 
     async def _load(self, info: ServerInfo) -> None:
         settings, repository = self.services.settings, self.services.repository
+        started_s = time.monotonic()
         try:
             await start_daemon(lambda: repository.start(_wanted(settings)), name="load")
             _check_started(settings, repository)
         except Exception as error:
             self._fail(error)
             return
+        logger.info("ready: the models were loaded in %.1f s", time.monotonic() - started_s)
         if self._on_ready is not None:
             self._on_ready(info.filled(repository))
 
@@ -309,7 +317,6 @@ def _check_started(settings: ServerSettings, repository: Repository) -> None:
     for error in repository.errors.values():
         if settings.exit_on_error:
             raise error
-        logger.error("%s", error)
     if not repository.index() and settings.model_control_mode == ControlMode.NONE:
         raise _nothing_to_load(settings)
 
@@ -333,6 +340,12 @@ def _bind(settings: ServerSettings) -> socket.socket:
             if is_taken
             else "choose an address of this machine with --host: 127.0.0.1, ::1, or 0.0.0.0 for all",
         ) from error
+
+
+def _log_listening(info: ServerInfo) -> None:
+    grpc = f", gRPC at {info.grpc_address}" if info.grpc_address else ""
+    metrics = f", metrics at {info.metrics_url}" if info.metrics_url else ""
+    logger.info("listening at %s%s%s", info.url, grpc, metrics)
 
 
 def _nothing_to_load(settings: ServerSettings) -> RepositoryError:

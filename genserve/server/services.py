@@ -20,6 +20,7 @@ from genserve.kserve.log_settings import LogSettings
 from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings, read_trace_config
+from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.metrics import Metrics
 from genserve.public_text import add_repositories
 from genserve.repository.repository import Repository
@@ -72,7 +73,7 @@ class Services:
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
         self.trace_settings = TraceSettings(read_trace_config(self.settings.trace_config))
         self.readiness = Readiness(self.repository)
-        self.log_settings = LogSettings(verbose_level=self.settings.log_verbose)
+        self.log_settings = LogSettings(self.settings)
 
     async def is_ready(self) -> bool:
         """Whether requests are taken, and every model that was to be loaded answers.
@@ -105,7 +106,10 @@ class Services:
         """
         if self.draining:
             raise Overloaded("the server is stopping", retry_after_s=5, remedy="try again on another server")
+        request = CURRENT_REQUEST.get() or LoggedRequest(id="")
+        request.model = model or ""
         ensemble = self.repository.get(model)
+        request.model = ensemble.name
         if params.best_of > n:
             n, params = params.best_of, replace(params, logprobs=True)
         name = "best_of" if params.best_of > 1 else "n"
@@ -124,6 +128,7 @@ class Services:
             if self.repository.get(model) is ensemble:
                 raise
             return await self.open(model, prompts, params, n=n)  # another has taken its place meanwhile
+        request.answers, request.prompt_tokens = sequences, sum(map(len, prompt_ids))
         return Open(
             model=ensemble,
             stream=stream,

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from genserve.errors import GenserveError
 from genserve.generation.streams import AsyncStream
+from genserve.log import fail_request
 from genserve.request import Delta
 
 __all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
@@ -79,6 +80,7 @@ async def _events(stream: AsyncStream, frames: Frames) -> AsyncIterator[bytes]:
             if chunk := b"".join(map(frames.delta, deltas)):
                 yield chunk
     except GenserveError as error:
+        fail_request(error)
         yield frames.error(error)
     if last := frames.end():
         yield last

@@ -81,6 +81,7 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         "--rate-limit=execution_count --rate-limit-resource=R1:4 --model-load-thread-count=2 --id=mine "
         "--exit-timeout-secs=5 --log-verbose=1 --repository-poll-secs=3 --allow-client-shm=true "
         "--http-header-forward-pattern=x-.* --http-address=0.0.0.0 --grpc-address=127.0.0.1 "
+        "--log-info=false --log-warning=true --log-error=false --log-format=ISO8601 --log-file=/var/log/x "
         "--backend-config=onnxruntime,default-max-batch-size=8 --backend-config=python,thread-pool-size=8 "
         "--grpc-infer-response-compression-level=medium --reuse-http-port=true "
         "--reuse-grpc-port=1 --grpc-keepalive-time=60000 "
@@ -107,6 +108,10 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         server_id="mine",
         drain_s=5,
         log_verbose=1,
+        log_info=False,
+        log_error=False,
+        log_format="ISO8601",
+        log_file=Path("/var/log/x"),
         repository_poll_s=3,
         allow_client_shm=True,
         http_header_forward_pattern="x-.*",
@@ -128,7 +133,13 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "flag", ["--cache-config=redis,host=x", "--grpc-header-forward-pattern=(", "--model-control-mode=x"]
+    "flag",
+    [
+        "--cache-config=redis,host=x",
+        "--grpc-header-forward-pattern=(",
+        "--model-control-mode=x",
+        "--log-format=x",
+    ],
 )
 def test_a_flag_that_means_nothing_is_wrong_usage(flag: str) -> None:
     assert CliRunner().invoke(app, ["serve", flag]).exit_code == 2

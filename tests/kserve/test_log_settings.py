@@ -1,71 +1,116 @@
 from __future__ import annotations
 
-import io
 import logging
-import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from genserve.errors import InferenceError
+from genserve.errors import GenserveError, InferenceError
 from genserve.kserve.log_settings import LogSettings
+from genserve.settings import ServerSettings
 
 
 @pytest.fixture(autouse=True)
-def logger() -> Iterator[logging.Logger]:
+def _level() -> Iterator[None]:
     logger = logging.getLogger("genserve")
-    handlers = {handler: handler.formatter for handler in logging.getLogger().handlers}
     level = logger.level
-    yield logger
+    yield
     logger.setLevel(level)
-    for handler, formatter in handlers.items():
-        handler.setFormatter(formatter)
+
+
+def log_settings(**settings: Any) -> LogSettings:
+    return LogSettings(ServerSettings(**settings))
+
+
+def log_one_of_each() -> None:
+    logger = logging.getLogger("genserve.some.module")
+    for word in ("debug", "info", "warning", "error", "critical"):
+        getattr(logger, word)(f"a line: {word}")
+
+
+ALL = ["debug", "info", "warning", "error", "critical"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "level"),
+    ("changes", "words"),
     [
-        ({"log_verbose_level": 1}, logging.DEBUG),
-        ({"log_info": True}, logging.INFO),
-        ({"log_info": False}, logging.WARNING),
-        ({"log_info": False, "log_warning": False}, logging.ERROR),
-        ({"log_info": False, "log_warning": False, "log_error": False}, logging.CRITICAL + 1),
+        ({}, ALL[1:]),
+        ({"log_verbose_level": 1}, ALL),
+        ({"log_info": False}, ALL[2:]),
+        ({"log_warning": False}, ["info", "error", "critical"]),
+        ({"log_error": False}, ["info", "warning"]),
+        ({"log_verbose_level": 2, "log_info": False, "log_error": False}, ["debug", "warning"]),
+        ({"log_info": False, "log_warning": False, "log_error": False}, []),
     ],
 )
-def test_the_least_severe_class_that_is_on_decides(logger, changes: dict[str, object], level: int) -> None:
-    settings = LogSettings()
-    assert settings.update(changes).items() >= changes.items()
-    assert logger.getEffectiveLevel() == level
+@pytest.mark.parametrize("from_start", [True, False])
+def test_each_class_of_lines_is_on_or_off_by_itself(
+    tmp_path: Path, changes: dict[str, object], words: list[str], from_start: bool
+) -> None:
+    file = tmp_path / "log"
+    flags = {name.replace("verbose_level", "verbose"): value for name, value in changes.items()}
+    settings = log_settings(log_file=file, **(flags if from_start else {}))
+    with settings.written():
+        if not from_start:
+            assert settings.update(changes).items() >= changes.items()
+        log_one_of_each()
+    assert settings.values.items() >= changes.items()
+    assert [line.rpartition(" ")[2] for line in file.read_text().splitlines()] == words
 
 
-@pytest.mark.parametrize(("verbose", "level"), [(0, logging.INFO), (1, logging.DEBUG)])
-def test_from_the_start_what_they_say_is_so(logger, verbose: int, level: int) -> None:
-    logger.setLevel(logging.CRITICAL)
-    settings = LogSettings(verbose_level=verbose)
-    assert settings.values["log_info"]
-    assert settings.values["log_verbose_level"] == verbose
-    assert logger.getEffectiveLevel() == level
+def test_what_is_shown_is_what_the_server_was_started_with(tmp_path: Path) -> None:
+    settings = log_settings(log_file=tmp_path / "log", log_format="ISO8601", log_warning=False, log_verbose=3)
+    assert settings.values == {
+        "log_file": str(tmp_path / "log"),
+        "log_info": True,
+        "log_warning": False,
+        "log_error": True,
+        "log_verbose_level": 3,
+        "log_format": "ISO8601",
+    }
 
 
-def test_iso_8601_is_universal_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = logging.StreamHandler(io.StringIO())
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
-    LogSettings().update({"log_format": "ISO8601"})
-    record = logging.makeLogRecord({"created": 0.0, "msecs": 0.0, "msg": "x", "name": "n"})
-    assert handler.format(record).startswith("1970-01-01T00:00:00.000Z ")
-    monkeypatch.undo()
-    time.tzset()
+def test_a_format_is_changed_for_the_lines_that_follow(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    settings = log_settings(log_file=file)
+    with settings.written():
+        logging.getLogger("genserve").info("first")
+        settings.update({"log_format": "ISO8601"})
+        logging.getLogger("genserve").info("second")
+    first, second = file.read_text().splitlines()
+    assert "T" not in first.split("INFO")[0]
+    assert second.split()[0][10::13] == "TZ"        # 2026-01-01T00:00:00.000Z
+
+
+def test_after_the_end_nothing_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with log_settings(log_file=file).written():
+        pass
+    logging.getLogger("genserve").error("too late")
+    assert file.read_text() == ""
+
+
+@pytest.mark.parametrize("place", ["missing/log", ""])
+def test_a_file_that_cannot_be_written_is_an_error_that_names_the_flag(tmp_path: Path, place: str) -> None:
+    settings = log_settings(log_file=tmp_path / place)
+    with pytest.raises(GenserveError, match=r"cannot write the log to .*--log-file"), settings.written():
+        pass
+
+
+def test_a_format_that_there_is_not_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(GenserveError, match="--log-format"):
+        log_settings(log_format="xml")
 
 
 def test_unknown_names_change_nothing() -> None:
-    assert LogSettings().update({"colour": "red"}) == LogSettings().values
+    assert log_settings().update({"colour": "red"}) == log_settings().values
 
 
 @pytest.mark.parametrize("changes", [{"log_format": "xml"}, {"log_file": "/tmp/x"}])
 def test_what_cannot_be_is_refused_and_nothing_is_changed(changes: dict[str, object]) -> None:
-    settings = LogSettings()
+    settings = log_settings()
     with pytest.raises(InferenceError):
         settings.update({"log_info": False, **changes})
     assert settings.values["log_info"] is True

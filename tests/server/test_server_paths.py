@@ -281,7 +281,7 @@ def test_no_answer_names_a_folder_of_the_server_or_shows_a_traceback(told: Told)
         "old/config.pbtxt:1:10",
         "External data path escapes model directory",
         "shape '[7]' is invalid",
-        "models in the model repository: ",
+        "models that generate text: ",
     ],
 )
 def test_what_a_client_can_use_is_told_all_the_same(told: Told, words: str) -> None:

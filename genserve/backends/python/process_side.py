@@ -28,6 +28,7 @@ __all__ = ["ModelSetup", "run_model"]
 
 logger = logging.getLogger(__name__)
 
+_TRACEBACKS = logging.Formatter()
 _ENDS_WITHIN_S = 30.0  # once the server is gone
 
 # The requests of a batch: the number of each, and whether there is to be room for each response to it.
@@ -44,13 +45,15 @@ class ModelSetup:
     iterative: bool
 
 
-def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host, log_level: int) -> None:
+def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host) -> None:
     """Be the process: the model runs on the main thread."""
     multiprocessing.current_process().daemon = False  # the model may start processes itself
     for told_to_all in (signal.SIGINT, signal.SIGHUP):  # by a terminal; the server says when to stop
         signal.signal(told_to_all, signal.SIG_IGN)
     channel = Channel(pipe)
-    logging.basicConfig(handlers=[_LogHandler(channel)], level=log_level, format="%(message)s")
+    logging.basicConfig(handlers=[_LogHandler(channel)])
+    # The server drops what nobody wants to read: its settings may change.
+    logging.getLogger("genserve").setLevel(logging.DEBUG)
     elsewhere = _Elsewhere(channel)
     host.door = elsewhere.door
     host.families = RemoteFamilies(elsewhere.door.measure)
@@ -214,11 +217,12 @@ class _RemoteDoor(Door):
 
 
 class _LogHandler(logging.Handler):
-    """Lets the server log what is logged in the process."""
+    """Lets the server log what is logged in the process: the message, and the traceback apart from it."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(("log", record.name, record.levelno, self.format(record)))
+        traceback = _TRACEBACKS.formatException(record.exc_info) if record.exc_info else ""
+        self._channel.send(("log", record.name, record.levelno, record.getMessage(), traceback))

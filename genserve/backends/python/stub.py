@@ -68,7 +68,7 @@ class Stub:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         host = replace(host, door=None, families=None, executor=None)
-        arguments = (there, setup, host, logging.getLogger().getEffectiveLevel())
+        arguments = (there, setup, host)
         self._process = context.Process(target=run_model, args=arguments, name=host.instance, daemon=True)
         self._process.start()
         there.close()
@@ -186,8 +186,12 @@ class Stub:
     def _on_ready(self, number: int, ready: bool) -> None:  # noqa: FBT001
         self._tell(number, ready)
 
-    def _on_log(self, name: str, level: int, text: str) -> None:
-        logging.getLogger(name).log(level, "%s", text)
+    def _on_log(self, name: str, level: int, text: str, traceback: str) -> None:
+        logger = logging.getLogger(name)
+        if logger.isEnabledFor(level):
+            record = logger.makeRecord(name, level, "", 0, "%s", (text,), None)
+            record.exc_text = traceback
+            logger.handle(record)
 
     def _on_call(self, number: int, request: InferenceRequest) -> None:
         """Ask another model for the process."""

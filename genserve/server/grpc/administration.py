@@ -11,18 +11,20 @@ from functools import wraps
 from typing import Any
 from urllib.parse import quote, unquote
 
+import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import GenserveError, InferenceError
 from genserve.kserve.failure import failure
-from genserve.kserve.log_settings import LOG_FORMATS
 from genserve.kserve.models import Models
 from genserve.kserve.refusal import cuda_region, refuse_cuda_region, refuse_repository, refuse_unknown_model
+from genserve.log import CURRENT_REQUEST, LOG_FORMATS, LoggedRequest
 from genserve.public_text import public_error, public_text
+from genserve.server.access_log import is_verbose, log_request
 from genserve.server.grpc.codes import status_code
 from genserve.server.services import Services
 
-__all__ = ["Administration", "abort", "method"]
+__all__ = ["Administration", "abort", "begin_request", "log_call", "method"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,13 @@ _REMEDY = "genserve-remedy"     # trailing metadata of an error
 _MAX_DETAILS = 4096
 _MAX_REMEDY = 1024
 _UNQUOTED = string.punctuation.replace("%", "") + " "
+# What changes the server is told at the default level; what is looked at, and inferences, are not.
+_NEWS = frozenset({
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+})
 _LOG_CHOICES = {bool: "bool_param", int: "uint32_param", str: "string_param"}
 _LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
 
@@ -61,12 +70,41 @@ def method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Cor
 
     @wraps(answer)
     async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
+        logged = begin_request(request)
         try:
-            return await answer(self, request, context)
+            response = await answer(self, request, context)
+        except asyncio.CancelledError:
+            log_call(logged, grpc.StatusCode.CANCELLED, context=context, method=answer.__name__)
+            raise
         except Exception as error:
-            await abort(context, failure(error, doing=answer.__name__))
+            failed = logged.error = failure(error, doing=answer.__name__)
+            log_call(logged, status_code(failed), context=context, method=answer.__name__)
+            await abort(context, failed)
+        else:
+            log_call(logged, grpc.StatusCode.OK, context=context, method=answer.__name__)
+            return response
 
     return answer_or_abort
+
+
+def begin_request(message: Any) -> LoggedRequest:
+    """Return the request that a message is, which the log tells of from here on."""
+    names_model = message.DESCRIPTOR.name.startswith("Model")
+    model = getattr(message, "model_name", "") or (getattr(message, "name", "") if names_model else "")
+    request = LoggedRequest(id=getattr(message, "id", ""), model=model)
+    CURRENT_REQUEST.set(request)
+    return request
+
+
+def log_call(request: LoggedRequest, code: grpc.StatusCode, *, context: Any, method: str) -> None:
+    """Log a request that has ended; see `log_request`."""
+    failed = code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
+    is_news = method in _NEWS
+    if failed or is_news or request.answers or is_verbose():
+        client = unquote(context.peer()).removeprefix("ipv4:").removeprefix("ipv6:")
+        log_request(
+            request, client=client, call=f"gRPC {method}", status=code.name, failed=failed, is_news=is_news
+        )
 
 
 class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated

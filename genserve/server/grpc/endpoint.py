@@ -8,7 +8,9 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from genserve.errors import GenserveError
+from genserve.log import LoggedRequest, quoted
 from genserve.server.address import address_of
+from genserve.server.grpc.administration import log_call
 from genserve.server.grpc.health import Health
 from genserve.server.grpc.key_check import KeyCheck, RestrictionCheck
 from genserve.server.grpc.service import Service
@@ -22,6 +24,20 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 2**31 - 1),
     ("grpc.max_send_message_length", 2**31 - 1),
 )
+
+
+class _Unknown(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
+    """Answers calls of methods that there are not as the library does, and logs them."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Return the handler of a method."""
+
+        async def refuse(request: Any, context: Any) -> None:
+            code, method = grpc.StatusCode.UNIMPLEMENTED, quoted(handler_call_details.method)
+            log_call(LoggedRequest(id=""), code, context=context, method=method)
+            await context.abort(code, "Method not found!")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 class GrpcEndpoint:
@@ -44,6 +60,7 @@ class GrpcEndpoint:
         service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
         self._server.add_generic_rpc_handlers((Health(services).handler,))
+        self._server.add_generic_rpc_handlers((_Unknown(),))     # asked after the others
 
     async def open(self, *, host: str, port: int) -> int:
         """Listen; return the port, which is a free one for port 0.

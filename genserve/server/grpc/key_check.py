@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 
 from genserve.api_key import bearer
+from genserve.log import LoggedRequest, quoted
+from genserve.server.grpc.administration import log_call
 from genserve.server.restrictions import Restrictions
 
 __all__ = ["KeyCheck", "RestrictionCheck"]
@@ -44,7 +46,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
         given = dict(call.invocation_metadata or ()).get("authorization", "")
         if handler is None or call.method.startswith(_OPEN) or self._knows(given):
             return handler
-        return _refusing(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+        return _refusing(call.method, grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
 
     def _knows(self, given: str | bytes) -> bool:
         return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected)
@@ -65,7 +67,7 @@ class RestrictionCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # unt
         if restriction.is_met_by(dict(call.invocation_metadata or ()).get(restriction.header)):
             return handler
         text = f"This protocol is restricted, expecting header '{restriction.header}'"
-        return _refusing(grpc.StatusCode.UNAVAILABLE, text)
+        return _refusing(call.method, grpc.StatusCode.UNAVAILABLE, text)
 
 
 def _part(method: str) -> str:
@@ -76,10 +78,11 @@ def _part(method: str) -> str:
     return "shared-memory" if "SharedMemory" in name else _PARTS.get(name, "")
 
 
-def _refusing(code: grpc.StatusCode, text: str) -> Any:
-    """Return a handler that ends every call with an error."""
+def _refusing(method: str, code: grpc.StatusCode, text: str) -> Any:
+    """Return a handler that logs every call of a method, and ends it with an error."""
 
     async def refuse(requests: Any, context: Any) -> None:
+        log_call(LoggedRequest(id=""), code, context=context, method=quoted(method.rpartition("/")[2]))
         await context.abort(code, text)
 
     # The kind that reads requests only when asked to: one may be of gigabytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -17,7 +18,7 @@ from genserve.kserve.models import ServedModel
 from genserve.kserve.running_inference import RunningInference
 from genserve.kserve.statistics import find_for_statistics, statistics_json
 from genserve.server.beside import ONE_BY_ONE, beside
-from genserve.server.grpc.administration import Administration, abort, method
+from genserve.server.grpc.administration import Administration, abort, log_call, method
 from genserve.server.grpc.infer_request import GrpcRequest, read_request
 from genserve.server.grpc.infer_response import write_response
 from genserve.server.grpc.stream import InferStream
@@ -103,6 +104,7 @@ class Service(Administration):
         """Run many requests, of any models; cancelled when the client leaves."""
         stream = InferStream(
             lambda request: self._submit_of_stream(request, context),
+            log=partial(log_call, context=context, method="ModelStreamInfer"),
             ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
         )
         try:

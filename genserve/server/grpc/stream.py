@@ -7,13 +7,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import grpc
 from tritonclient.grpc import service_pb2
 
 from genserve.errors import GenserveError
 from genserve.inference import InferenceResponse
 from genserve.kserve.failure import failure, text_of
 from genserve.kserve.running_inference import RunningInference
+from genserve.log import LoggedRequest, fail_request
 from genserve.public_text import public_error
+from genserve.server.grpc.administration import begin_request
+from genserve.server.grpc.codes import status_code
 from genserve.server.grpc.infer_request import GrpcRequest
 from genserve.server.grpc.infer_response import empty_response, write_response
 from genserve.tracing import Span
@@ -40,14 +44,18 @@ class InferStream:
     error of a model ends it.
     """
 
-    def __init__(self, submit: Submit, *, ends_at_error: bool) -> None:
+    def __init__(
+        self, submit: Submit, *, log: Callable[[LoggedRequest, grpc.StatusCode], None], ends_at_error: bool
+    ) -> None:
         """Begin a stream.
 
         Args:
             submit: may raise anything.
+            log: is told of each request once it has ended.
             ends_at_error: the client asked for `triton_grpc_error`.
         """
         self._submit = submit
+        self._log = log
         self._ends_at_error = ends_at_error
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_turn: asyncio.Task[None] | None = None       # of the models that give one response
@@ -95,10 +103,12 @@ class InferStream:
             self._outgoing.put_nowait(end)
 
     async def _begin(self, message: Any) -> None:
+        logged = begin_request(message)     # for the tasks that are made from here on
         try:
             request, running = await self._submit(message)
         except Exception as error:
-            refused = failure(error, doing=f"a request to model '{message.model_name}'")
+            refused = logged.error = failure(error, doing=f"a request to model '{message.model_name}'")
+            self._log(logged, status_code(refused))
             self._take_turn(partial(_refusal, message, refused))
             return
         cause = request.inference.cause
@@ -109,7 +119,12 @@ class InferStream:
         else:
             task = self._take_turn(partial(self._single, request, running), cause=cause)
         # However it ends: a task may be cancelled before it has begun.
-        task.add_done_callback(lambda _: running.close())
+        task.add_done_callback(partial(self._end, running, logged))
+
+    def _end(self, running: RunningInference, logged: LoggedRequest, task: asyncio.Task[None]) -> None:
+        running.close()
+        code = grpc.StatusCode.OK if logged.error is None else status_code(logged.error)
+        self._log(logged, grpc.StatusCode.CANCELLED if task.cancelled() else code)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -164,8 +179,10 @@ class InferStream:
                 message = await write_response(response, request=request, inference=running.inference)
             except Exception as unwritable:
                 error = failure(unwritable, doing=f"writing a response of model '{request.model.name}'")
-        if error is not None and self._ends_at_error:
-            return error
+        if error is not None:
+            fail_request(error)
+            if self._ends_at_error:
+                return error
         message.parameters[_FINAL].bool_param = final
         return _stream_message(message, error)
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import InferenceError, Status
 from genserve.kserve.failure import failure
+from genserve.log import CURRENT_REQUEST
 from genserve.server.routes.kserve_call import Call, error_answer, message_answer
 from genserve.server.routes.kserve_control import (
     log_settings,
@@ -144,6 +145,8 @@ class KServe:
                     if handler is None:
                         return message_answer("Method Not Allowed", status_code=405)
                     names = found.groupdict("")
+                    if request := CURRENT_REQUEST.get():
+                        request.model = names.get("model", "")
                     call = Call(self._services, scope=scope, receive=receive, names=names)
                     if self._services.trace_settings.enabled and handler in _TRACED:
                         return await self._traced(handler, call)

@@ -18,6 +18,7 @@ from genserve.kserve.json_document import read_json
 from genserve.kserve.model_version import read_version
 from genserve.kserve.outbox import ResponseOutbox
 from genserve.kserve.running_inference import RunningInference
+from genserve.log import fail_request
 from genserve.public_text import public_error
 from genserve.server.beside import beside
 from genserve.server.services import Services
@@ -209,7 +210,8 @@ def message_answer(message: str, *, status_code: int) -> Answer:
 
 
 def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
-    """Answer with an error, and the status of its code."""
+    """Answer with an error, and the status of its code; the log is told."""
+    fail_request(error)
     status_code = _HTTP_STATUS.get(status_of(error), 400)
     return Answer(orjson.dumps(error_json(error)), status_code=status_code, headers=headers)
 

@@ -11,6 +11,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.kserve.failure import failure
 from genserve.kserve.generate import event_of, generated, read_generate_body
+from genserve.log import fail_request
 from genserve.server.beside import ONE_BY_ONE, beside, work_of
 from genserve.server.routes.kserve_call import Answer, Call, WatchedInference, error_json
 
@@ -55,6 +56,7 @@ class EventStream:
                     await self._send_event(text, send, status=400 if failed else 200)
             except asyncio.CancelledError:
                 error = InferenceError("the server has stopped", status=Status.UNAVAILABLE)
+                fail_request(error)
                 await self._send_event(orjson.dumps(error_json(error)), send, status=503)
             if not self._started:
                 await send(_start_message(200))
@@ -81,6 +83,7 @@ async def _tell(response: InferenceResponse, inference: Inference) -> tuple[byte
         return await beside(work, generated, response, inference=inference), False
     except Exception as error:
         told = failure(error, doing=f"writing a response of model '{inference.model_name}'")
+        fail_request(told)
         return orjson.dumps(error_json(told)), True
 
 

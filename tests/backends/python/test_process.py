@@ -50,6 +50,29 @@ def test_a_model_runs_in_a_process_of_its_own(models, caplog):
     assert ("genserve.models.m", logging.INFO, "in it") in caplog.record_tuples
 
 
+def test_it_logs_at_the_level_that_the_server_has_now_and_tracebacks_stay_apart(models, caplog):
+    logger = logging.getLogger("genserve")
+    caplog.set_level(logging.WARNING)
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                pb_utils.Logger.log_verbose(f"verbose {tensor(requests[0]).as_numpy()[0]:.0f}")
+                raise ValueError("boom")
+        """,
+        PROCESS,
+    )
+    models.infer("m", floats(1)).wait()
+    with caplog.at_level(logging.DEBUG, logger=logger.name):
+        models.infer("m", floats(2)).wait()
+    said = [record.getMessage() for record in caplog.records if record.name == "genserve.models.m"]
+    assert said == ["verbose 2"]
+    failed = next(record for record in caplog.records if record.getMessage() == "model m failed")
+    assert failed.exc_text.startswith("Traceback")
+    assert failed.exc_text.endswith("ValueError: boom")
+
+
 def test_its_failures_are_those_of_any_model(models):
     models.add(
         "m",

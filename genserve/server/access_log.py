@@ -1,0 +1,148 @@
+"""Access log: one line for each request that has ended, and the id by which it went.
+
+What is refused or fails is a warning. Of what succeeds, generated text and what changes the server is
+information; inferences of other models and what is looked at over and over are told at a verbose level.
+No line has what was sent or answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from genserve.errors import GenserveError, InferenceError
+from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
+
+__all__ = ["AccessLog", "is_verbose", "log_request"]
+
+logger = logging.getLogger(__name__)
+
+# Anything else is not given back.
+_ID = re.compile(rb"[!-~]{1,128}")
+_ID_NAME = b"x-request-id"
+# Health checks, which fail as long as models are loaded, and say so to whoever asks.
+_PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies' logs use this number
+
+
+class AccessLog:
+    """ASGI middleware that logs each request, and tells the caller by which id it went: `X-Request-Id`.
+
+    The id is the request's own or made up, and stands in each line that is logged on the request's way.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, and write the header into its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given_id(scope) or _made_up_id()
+        request = LoggedRequest(id=request_id.decode())
+        CURRENT_REQUEST.set(request)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (_ID_NAME, request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except BaseException:
+            _log_http(request, scope, status=status or 500)
+            raise
+        # The routes of KServe send nothing to a client that has left.
+        _log_http(request, scope, status=status or _CLIENT_CLOSED_REQUEST)
+
+
+def _given_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == _ID_NAME:
+            return value if _ID.fullmatch(value) else b""
+    return b""
+
+
+def _made_up_id() -> bytes:
+    # A third of the cost of a UUID, for a number as unlikely to come twice.
+    return b"%032x" % random.getrandbits(128)
+
+
+def is_verbose() -> bool:
+    """Whether what is no news is logged too."""
+    return logger.isEnabledFor(logging.DEBUG)
+
+
+def log_request(
+    request: LoggedRequest, *, client: str, call: str, status: str, failed: bool, is_news: bool
+) -> None:
+    """Write the line of a request that has ended.
+
+    Args:
+        request: with what is known of it.
+        client: its address.
+        call: the method and the path, or the method of gRPC.
+        status: the number or the word that the client was told.
+        failed: whether it was refused, or failed.
+        is_news: whether a success of its kind is told at the default level; generated text is.
+    """
+    if failed:
+        level = logging.WARNING
+    elif is_news or request.answers:
+        level = logging.INFO
+    else:
+        level = logging.DEBUG
+    if not logger.isEnabledFor(level):
+        return
+    fields = {"model": quoted(request.model) if request.model else ""}
+    if request.answers:
+        first_token_s = request.first_token_s()
+        fields |= {
+            "prompt_tokens": str(request.prompt_tokens),
+            "completion_tokens": str(sum(answer.num_new_tokens for answer in request.answers)),
+            "ending": request.ending(),
+            "first_token_s": "" if first_token_s is None else f"{first_token_s:.3f}",
+        }
+    fields["seconds"] = f"{time.monotonic() - request.started_s:.3f}"
+    error = request.error
+    if error is not None:
+        fields["error"] = _code(error)
+        if is_verbose():    # it may quote what was sent
+            fields["message"] = quoted(error.message, limit=2048)
+    text = " ".join(f"{name}={value}" for name, value in fields.items() if value)
+    kind = (status, fields.get("error"))
+    logger.log(level, "%s %s %s %s", quoted(client), call, status, text, extra={"kind": kind})
+
+
+def _log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
+    path: str = scope["path"]
+    if path in _PROBES:
+        failed = is_news = False
+    else:
+        left = status == _CLIENT_CLOSED_REQUEST
+        failed = (status >= 400 and not left) or request.error is not None
+        is_news = left or not _is_quiet(path, method=scope["method"])
+    if failed or is_news or request.answers or is_verbose():
+        client = scope.get("client")
+        address = "-" if client is None else f"{client[0]}:{client[1]}"
+        call = f"{scope['method']} {quoted(path)}"
+        log_request(request, client=address, call=call, status=str(status), failed=failed, is_news=is_news)
+
+
+def _is_quiet(path: str, *, method: str) -> bool:
+    """Whether a success is told at a verbose level alone: inferences, and what is looked at over and over."""
+    if path.startswith("/v2"):
+        return path.endswith("/infer") or method == "GET"
+    return path == "/metrics"
+
+
+def _code(error: GenserveError) -> str:
+    return error.status.lower() if isinstance(error, InferenceError) else error.code

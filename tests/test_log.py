@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genserve.errors import InvalidRequest
+from genserve.log import (
+    CURRENT_REQUEST,
+    FloodFilter,
+    LineFormatter,
+    LoggedRequest,
+    escaped,
+    fail_request,
+    open_log,
+    quoted,
+)
+
+
+def record(message: str, *arguments: object, **more: Any) -> logging.LogRecord:
+    fields = {"name": "genserve.x", "levelno": logging.WARNING, "levelname": "WARNING", **more}
+    return logging.makeLogRecord({"msg": message, "args": arguments, **fields})
+
+
+@given(st.text())
+def test_whatever_a_message_holds_is_one_line_that_drives_no_terminal(text: str) -> None:
+    line = LineFormatter("default").format(record("%s", text))
+    assert len(line.splitlines()) == 1
+    assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in line)
+    line.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\nb\r\x1b[2J\x00", r"a\nb\r\x1b[2J\x00"),
+        ("\x85\x9b\u2028\u2029", r"\x85\x9b\u2028\u2029"),
+        ("\u202etxt.exe", r"\u202etxt.exe"),        # which would be shown backwards
+        ("\udcff", r"\udcff"),
+        ("größer, 大きい", "größer, 大きい"),
+        (r"\d+", r"\d+"),
+    ],
+)
+def test_what_is_no_plain_character_is_spelled_out(text: str, shown: str) -> None:
+    assert escaped(text) == shown
+
+
+def test_a_very_long_line_is_cut_and_says_by_how_much() -> None:
+    assert escaped("x" * 40_000).endswith("x... (7232 more characters)")
+
+
+def test_a_traceback_follows_in_indented_lines_and_cannot_begin_one() -> None:
+    try:
+        raise ValueError("first\n2026-01-01 00:00:00,000 INFO forged: \x1b[2J")
+    except ValueError:
+        text = LineFormatter("default").format(record("it failed", exc_info=sys.exc_info()))
+    first, *others = text.split("\n")
+    assert first.endswith("WARNING genserve.x: it failed")
+    assert all(line.startswith("    ") for line in others)
+    assert others[-2:] == ["    ValueError: first", r"    2026-01-01 00:00:00,000 INFO forged: \x1b[2J"]
+
+
+def test_iso_8601_is_universal_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    line = LineFormatter("ISO8601").format(record("x", created=0.0, msecs=0.0))
+    assert line == "1970-01-01T00:00:00.000Z WARNING genserve.x: x"
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("smollm2", "smollm2"),
+        ("/v2/models/a:1", "/v2/models/a:1"),
+        ("", '""'),
+        ("a 200 error=x", '"a 200 error=x"'),
+        ('a"b', r'"a\"b"'),
+        ("x" * 300, '"' + "x" * 256 + '..."'),
+    ],
+)
+def test_a_text_of_a_client_is_one_field(text: str, shown: str) -> None:
+    assert quoted(text) == shown
+
+
+def test_lines_say_which_request_they_are_about() -> None:
+    token = CURRENT_REQUEST.set(LoggedRequest(id="mine-1"))
+    try:
+        assert LineFormatter("default").format(record("x")).endswith("genserve.x: [mine-1] x")
+        error = InvalidRequest("no")
+        fail_request(error)
+        current = CURRENT_REQUEST.get()
+        assert current is not None
+        assert current.error is error
+    finally:
+        CURRENT_REQUEST.reset(token)
+    assert LineFormatter("default").format(record("x")).endswith("genserve.x: x")
+    fail_request(InvalidRequest("nobody's"))
+
+
+class TestFlood:
+    """A client that is refused over and over does not fill the disk."""
+
+    def written(self, *records: logging.LogRecord) -> list[str]:
+        stream = io.StringIO()
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        flood = FloodFilter(handler)
+        handler.addFilter(flood)
+        for one in records:
+            handler.handle(one)
+        flood.close()
+        return stream.getvalue().splitlines()
+
+    def test_of_one_kind_so_many_are_written_and_then_counted(self) -> None:
+        lines = self.written(*(record("bad %d", n, created=1000.0) for n in range(150)))
+        assert lines[:100] == [f"bad {n}" for n in range(100)]
+        assert lines[100:] == ["left out 50 like this one within 10 s: bad 149"]
+
+    def test_the_count_comes_before_the_next_stretch_which_is_fresh(self) -> None:
+        records = [record("bad %d", n, created=1000.0) for n in range(101)]
+        lines = self.written(*records, record("bad %d", 101, created=1010.0))
+        assert lines[100:] == ["left out 1 like this one within 10 s: bad 100", "bad 101"]
+
+    def test_other_kinds_are_not_held_back(self) -> None:
+        records = [record("%s", n, kind="401", created=1000.0) for n in range(101)]
+        lines = self.written(*records, record("%s", "x", kind="503", created=1000.0))
+        assert lines[-2:] == ["x", "left out 1 like this one within 10 s: 100"]
+
+    def test_what_is_no_warning_and_what_models_say_is_written(self) -> None:
+        info = {"levelno": logging.INFO, "created": 1000.0}
+        models = {"name": "genserve.models.m", "created": 1000.0}
+        assert len(self.written(*(record("x", **info) for _ in range(150)))) == 150
+        assert len(self.written(*(record("x", **models) for _ in range(150)))) == 150
+
+
+def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    handler = open_log(str(file))
+    handler.handle(record("before"))
+    file.rename(tmp_path / "log.1")
+    handler.handle(record("after"))
+    handler.close()
+    assert [(tmp_path / name).read_text() for name in ("log.1", "log")] == ["before\n", "after\n"]
+
+
+def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        handler = open_log(str(tmp_path / "log"))
+        handler.handle(record(word))
+        handler.close()
+    assert (tmp_path / "log").read_text() == "first\nsecond\n"
