@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--api", choices=APIS, default="chat")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--requests", dest="num_requests", type=int, default=4)
+    parser.add_argument("--answers", dest="num_answers", type=int, help="end with so many")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--shared-words", type=int, default=0)

@@ -27,13 +27,18 @@ class Ports:
     metrics: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running(Ports):
+    pid: int    # of the server
+
+
 @contextmanager
-def genserve_server(repository: Path) -> Iterator[Ports]:
+def genserve_server(repository: Path, *, flags: Sequence[str] = ()) -> Iterator[Running]:
     """`genserve serve` on free ports."""
     ports = _free_ports()
-    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}"]
-    with running([*command, *_flags(ports)], ready_url=_ready_url(ports)):
-        yield ports
+    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}", *flags]
+    with running([*command, *_flags(ports)], ready_url=_ready_url(ports)) as pid:
+        yield Running(http=ports.http, grpc=ports.grpc, metrics=ports.metrics, pid=pid)
 
 
 @contextmanager
@@ -64,14 +69,14 @@ def _flags(ports: Ports) -> list[str]:
 
 
 @contextmanager
-def running(command: Sequence[str], *, ready_url: str) -> Iterator[None]:
-    """A server of any kind; it is ready when `ready_url` answers with a status below 400."""
+def running(command: Sequence[str], *, ready_url: str) -> Iterator[int]:
+    """A server of any kind, its process id; it is ready when `ready_url` answers with a status below 400."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
         try:
             _wait(process, ready_url, log)
-            yield
+            yield process.pid
         finally:
             process.terminate()
             process.wait()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Work:
     prompt_words: int
     shared_words: int = 0   # at the beginning of every prompt
     seed: int = 0           # another seed, other texts
+    num_answers: int | None = None  # the load ends with so many; None: with all. Servers alone
 
 
 class Target(Protocol):
@@ -50,8 +52,16 @@ class _Server:
     """Asked over HTTP by `load.py`, a process of its own."""
 
     def __init__(
-        self, port: int, *, model: str, api: str, extra: Mapping[str, Any], keep_alive: bool = True
+        self,
+        port: int,
+        *,
+        model: str,
+        api: str,
+        extra: Mapping[str, Any],
+        keep_alive: bool = True,
+        pid: int | None = None,
     ) -> None:
+        self._pid = pid
         self._flags = [f"--port={port}", f"--model={model}", f"--api={api}", f"--extra={json.dumps(extra)}"]
         if not keep_alive:
             self._flags.append("--no-keep-alive")
@@ -65,7 +75,19 @@ class _Server:
             f"--shared-words={work.shared_words}",
             f"--seed={work.seed}",
         ]
-        return _run("load.py", *self._flags, *flags)
+        if work.num_answers is not None:
+            flags.append(f"--answers={work.num_answers}")
+        if self._pid is None:
+            return _run("load.py", *self._flags, *flags)
+        before_s = _cpu_s(self._pid)
+        measured = _run("load.py", *self._flags, *flags)
+        return measured | {"server_cpu_s": _cpu_s(self._pid) - before_s}
+
+
+def _cpu_s(pid: int) -> float:
+    """The processor time that a process has taken so far; Linux."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 class _EngineProcess:
@@ -115,10 +137,13 @@ def _run(script: str, *arguments: str) -> dict[str, Any]:
 
 
 @contextmanager
-def genserve(repository: Path, *, model: str) -> Iterator[Target]:
-    """`genserve serve` over HTTP."""
-    with genserve_server(repository) as ports:
-        yield _Server(ports.http, model=model, api="generate", extra={})
+def genserve(
+    repository: Path, *, model: str, api: str = "generate", flags: Sequence[str] = ()
+) -> Iterator[Target]:
+    """`genserve serve` over HTTP; where there is /proc, its processor time is `server_cpu_s`."""
+    with genserve_server(repository, flags=flags) as server:
+        pid = server.pid if Path("/proc/self/stat").exists() else None
+        yield _Server(server.http, model=model, api=api, extra={}, pid=pid)
 
 
 def bare_loop(repository: Path, *, model: str) -> Target:

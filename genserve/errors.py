@@ -8,7 +8,7 @@
     ├── UnsupportedMediaType      the body has a content type that is not taken
     ├── ModelNotFound             no such model, or no such version of it
     ├── ModelNotReady             the model is there and is not loaded, or its load failed
-    ├── Overloaded                the queue is full, or the server drains; try again later
+    ├── Overloaded                the queue of a generation model is full; try again later
     ├── ModelFailed               a model or a decoding loop raised, or answered nonsense
     ├── InferenceError            an inference by named tensors failed; Triton's code and text
     ├── RepositoryError           a model repository cannot be used as it stands
@@ -113,23 +113,33 @@ class ModelNotFound(GenserveError):
 
 
 class ModelNotReady(GenserveError):
-    """The model is in the repository and cannot serve now."""
+    """The model is in the repository and cannot serve now.
+
+    Attributes:
+        retry_after_s: a guess of when to come back; 0: nobody knows.
+    """
 
     code = "model_not_ready"
+
+    def __init__(
+        self, message: str, *, remedy: str = "", field: str | None = None, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message, remedy=remedy, field=field)
+        self.retry_after_s = retry_after_s
 
 
 class Overloaded(GenserveError):
     """The server refuses new work for the moment; nothing was done, a retry is safe.
 
     Attributes:
-        retry_after_s: a guess of when to come back, in whole seconds, at least 1.
+        retry_after_s: a guess of when to come back.
     """
 
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: int, remedy: str = "") -> None:
+    def __init__(self, message: str, *, retry_after_s: float, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
-        self.retry_after_s = max(1, retry_after_s)
+        self.retry_after_s = retry_after_s
 
 
 class ModelFailed(GenserveError):

@@ -86,6 +86,25 @@ class Metrics:
         self.waiting = Gauge(
             "genserve_num_requests_waiting", "Requests that wait for a slot.", model, registry=self.registry
         )
+        self.waiting_tokens = Gauge(
+            "genserve_num_prompt_tokens_waiting",
+            "Tokens of the prompts that wait for their first step.",
+            model,
+            registry=self.registry,
+        )
+        self.rejections = Counter(
+            "genserve_admission_rejections",
+            "Requests that were refused with status 429, by the limit that was reached.",
+            ("model", "reason"),
+            registry=self.registry,
+        )
+        self.queue_time = Histogram(
+            "genserve_request_queue_time_seconds",
+            "From admission to the first step.",
+            model,
+            buckets=_LATENCY_S,
+            registry=self.registry,
+        )
         self.step_seconds = Histogram(
             "genserve_step_seconds",
             "Duration of one step: plan, forward, pick, commit.",
@@ -151,6 +170,10 @@ class GenerationMetrics:
         self._cache_usage = metrics.cache_usage.labels(model)
         self._running = metrics.running.labels(model)
         self._waiting = metrics.waiting.labels(model)
+        self._waiting_tokens = metrics.waiting_tokens.labels(model)
+        self._rejections = metrics.rejections
+        self._queue_time = metrics.queue_time.labels(model)
+        self._model = model
         self._prefill_seconds = metrics.step_seconds.labels(model, "prefill")
         self._decode_seconds = metrics.step_seconds.labels(model, "decode")
         self._first_token = metrics.time_to_first_token.labels(model)
@@ -169,11 +192,20 @@ class GenerationMetrics:
             self._draft_tokens.inc(drafted)
             self._accepted_tokens.inc(accepted)
 
-    def occupancy(self, *, running: int, waiting: int, cache_usage: float) -> None:
+    def occupancy(self, *, running: int, waiting: int, waiting_tokens: int, cache_usage: float) -> None:
         """Report who holds a slot and who waits for one, and the share of the cache that the former hold."""
         self._cache_usage.set(cache_usage)
         self._running.set(running)
         self._waiting.set(waiting)
+        self._waiting_tokens.set(waiting_tokens)
+
+    def rejected(self, reason: str) -> None:
+        """Report a request that was refused; from any thread."""
+        self._rejections.labels(self._model, reason).inc()
+
+    def queued(self, seconds: float) -> None:
+        """Report how long a request has waited for its first step."""
+        self._queue_time.observe(seconds)
 
     def generated(self, count: int) -> None:
         """Report new tokens of one request."""

@@ -172,6 +172,27 @@ def serve(
         int,
         _flag("--max-queue", help="Requests that may wait, per generation model.", panel=_MODELS, min=0),
     ] = _DEFAULTS.max_queue,
+    max_queue_tokens: Annotated[
+        int | None,
+        _flag(
+            "--max-queue-tokens",
+            help="Tokens of the prompts that may wait, per generation model; 0: any number. By default 4 "
+            "times what the KV cache holds.",
+            panel=_MODELS,
+            min=0,
+            show_default=False,
+        ),
+    ] = _DEFAULTS.max_queue_tokens,
+    max_queue_wait_s: Annotated[
+        float,
+        _flag(
+            "--max-queue-wait-s",
+            help="How long a request may wait for its first step, seconds; 0: for ever. One that would wait "
+            "longer, or has, is refused with status 429.",
+            panel=_MODELS,
+            min=0,
+        ),
+    ] = _DEFAULTS.max_queue_wait_s,
     host: Annotated[
         str,
         _flag(
@@ -481,6 +502,8 @@ def serve(
         rate_limit=rate_limit != "off",
         rate_limit_resources=tuple(rate_limit_resource),
         max_queue=max_queue,
+        max_queue_tokens=max_queue_tokens,
+        max_queue_wait_s=max_queue_wait_s,
         host=host,
         http_port=http_port,
         reuse_http_port=reuse_http_port,

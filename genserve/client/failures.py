@@ -64,7 +64,7 @@ def error_of_reply(*, status: int, headers: Mapping[str, str], body: bytes, url:
 
     Args:
         status: 300 or above.
-        headers: looked up in lower case; `retry-after` in seconds is honoured.
+        headers: looked up in lower case; `retry-after-ms` and `retry-after` in seconds are honoured.
         body: JSON in TGI's or OpenAI's shape, or anything else.
         url: named in the message if the body does not say what is wrong.
     """
@@ -73,23 +73,33 @@ def error_of_reply(*, status: int, headers: Mapping[str, str], body: bytes, url:
     except ValueError:
         payload = None
     reply = payload if isinstance(payload, dict) and "error" in payload else {}
-    return _error(reply, status=status, retry_after=headers.get("retry-after", ""), url=url)
+    return _error(reply, status=status, retry_after_s=_retry_after_s(headers), url=url)
 
 
 def error_of_event(payload: Mapping[str, Any]) -> GenserveError:
     """Return what an event with the key `error`, in the middle of a stream, means."""
-    return _error(payload, status=500, retry_after="", url="the stream")
+    return _error(payload, status=500, retry_after_s=0, url="the stream")
 
 
-def _error(payload: Mapping[str, Any], *, status: int, retry_after: str, url: str) -> GenserveError:
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return what the server asks for, by OpenAI's exact header before HTTP's; 0 if it says nothing."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        text = headers.get(name, "")
+        if text.isascii() and text.isdigit():
+            return int(text) * unit_s
+    return 0
+
+
+def _error(payload: Mapping[str, Any], *, status: int, retry_after_s: float, url: str) -> GenserveError:
     inner = payload.get("error")
     said = inner if isinstance(inner, dict) else {**payload, "message": inner}
     kind = _kind(said, status=status)
     message = str(said.get("message") or f"{url} answered with status {status}")
     remedy = str(said.get("remedy") or _REMEDIES.get(status, ""))
     if kind is Overloaded:
-        seconds = int(retry_after) if retry_after.isascii() and retry_after.isdigit() else 1
-        return Overloaded(message, retry_after_s=seconds, remedy=remedy)
+        return Overloaded(message, retry_after_s=retry_after_s or 1, remedy=remedy)
+    if kind is ModelNotReady:
+        return ModelNotReady(message, retry_after_s=retry_after_s, remedy=remedy)
     return kind(message, remedy=remedy, field=said.get("field") or said.get("param"))
 
 

@@ -2,11 +2,12 @@
 
 The client may share its cores with the server that it measures, so it does as little as can be: one thread,
 one selector, no HTTP library, and no JSON is parsed while answers stream. Each connection sends its next
-request when its answer is complete.
+request when its answer is complete; one that was refused with status 429 is sent again when the server says.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import random
@@ -29,6 +30,9 @@ _TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.M
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')
 _NEW_TOKENS = re.compile(rb'"(?:completion_tokens|generated_tokens)": ?(\d+)')
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
+_REFUSED = b"HTTP/1.1 429 "
+_RETRY_AFTER_MS = re.compile(rb"^retry-after-ms: *(\d+)", re.MULTILINE | re.IGNORECASE)
+_CONTENT_LENGTH = re.compile(rb"^content-length: *(\d+)", re.MULTILINE | re.IGNORECASE)
 
 _WORDS = """
     time year people way day man thing woman life child world school state family student group country
@@ -56,6 +60,7 @@ class Load:
     api_key: str = ""       # sent as a bearer token; empty: none
     extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of the body
     keep_alive: bool = True  # or a new connection for each request: some servers end them after a stream
+    num_answers: int | None = None  # the load ends with so many of them, whoever still waits; None: with all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +73,7 @@ class Measured:
     new_tokens: list[int] = field(default_factory=list)             # likewise
     first_text_s: list[float] = field(default_factory=list)         # per request: sent to first text
     gaps_s: list[float] = field(default_factory=list)               # between texts; 0 if they came together
+    refused_s: list[float] = field(default_factory=list)            # per refusal: sent to refused
 
 
 def run(load: Load) -> Measured:
@@ -86,50 +92,71 @@ def run(load: Load) -> Measured:
             stack.callback(connection.close)
             selector.register(connection.socket, selectors.EVENT_READ, connection)
             connection.send(request)
-        while selector.get_map():
-            for key, _ in selector.select():
+        away: list[tuple[float, int, _Connection]] = []     # those that were refused, by when they come back
+        while (selector.get_map() or away) and not _enough(measured, load):
+            timeout_s = max(0.0, away[0][0] - time.perf_counter()) if away else None
+            for key, _ in selector.select(timeout_s):
                 connection = key.data
                 if not connection.receive():
                     continue
                 selector.unregister(connection.socket)
+                if connection.retry_after_s is not None:
+                    back_s = time.perf_counter() + connection.retry_after_s
+                    heapq.heappush(away, (back_s, id(connection), connection))
+                    continue
                 following = next(requests, None)
                 if following is None:
                     continue
-                if not load.keep_alive:
-                    connection.reopen()
+                connection.send(following, anew=not load.keep_alive)
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
-                connection.send(following)
+            while away and away[0][0] <= time.perf_counter():
+                connection = heapq.heappop(away)[2]
+                # A server may close a connection that is idle for so long.
+                connection.send(connection.request, anew=True)
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
         measured.elapsed_s = time.perf_counter() - started_s
         measured.cpu_s = time.process_time() - cpu_started_s
     return measured
 
 
+def _enough(measured: Measured, load: Load) -> bool:
+    return load.num_answers is not None and len(measured.new_tokens) >= load.num_answers
+
+
 class _Connection:
-    """A connection and the answer that streams over it."""
+    """A connection and the answer that streams over it.
+
+    Attributes:
+        request: the one that was sent last.
+        retry_after_s: after how long to send it again; None: it was not refused.
+    """
 
     def __init__(self, address: tuple[str, int], measured: Measured) -> None:
         self._address = address
         self.socket = _connect(address)
+        self.request = b""
+        self.retry_after_s: float | None = None
         self._measured = measured
         self._sent_s = 0.0
         self._last_text_s: float | None = None
         self._line = b""        # not ended yet
         self._end = b""         # the last bytes so far
 
-    def reopen(self) -> None:
-        self.socket.close()
-        self.socket = _connect(self._address)
-
     def close(self) -> None:
         self.socket.close()
 
-    def send(self, request: bytes) -> None:
+    def send(self, request: bytes, *, anew: bool = False) -> None:
+        """Send a request, over a new connection if it is wanted."""
+        if anew:
+            self.socket.close()
+            self.socket = _connect(self._address)
+        self.request, self.retry_after_s = request, None
         self._line = self._end = b""
         self._sent_s, self._last_text_s = time.perf_counter(), None
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Read what is there; returns whether the answer is complete."""
+        """Read what is there; returns whether the answer is complete, or a refusal."""
         data = self.socket.recv(1 << 16)
         now_s = time.perf_counter()
         lines, newline, self._line = (self._line + data).rpartition(b"\n")
@@ -139,10 +166,23 @@ class _Connection:
         if self._end.endswith(_LAST_CHUNK):
             self._note_end()
             return True
-        refused = lines.startswith(b"HTTP/1.1 ") and not lines.startswith(b"HTTP/1.1 200 ")
-        if refused or not data:
+        if data and self._end.startswith(_REFUSED):
+            return self._note_refusal(now_s)
+        failed = lines.startswith(b"HTTP/1.1 ") and not lines.startswith(b"HTTP/1.1 200 ")
+        if failed or not data:
             raise Unreachable(f"the server did not answer: {(lines + newline + self._line)!r}")
         return False
+
+    def _note_refusal(self, now_s: float) -> bool:
+        """Keep when to come back, once the refusal is complete; it is short enough to be whole in `_end`."""
+        head, _, body = self._end.partition(b"\r\n\r\n")
+        length = _CONTENT_LENGTH.search(head)
+        if length is None or len(body) < int(length[1]):
+            return False
+        asked = _RETRY_AFTER_MS.search(head)
+        self.retry_after_s = int(asked[1]) / 1000 if asked else 1.0
+        self._measured.refused_s.append(now_s - self._sent_s)
+        return True
 
     def _note_text(self, now_s: float) -> None:
         if self._last_text_s is None:

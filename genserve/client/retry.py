@@ -29,7 +29,7 @@ def retry_wait_s(failure: GenserveError, *, attempt: int, max_retries: int, chan
     if attempt >= max_retries or not _may_pass(failure):
         return None
     backoff_s = _FIRST_WAIT_S * (1 << attempt) * (0.5 + chance / 2)
-    asked_s = failure.retry_after_s if isinstance(failure, Overloaded) else 0
+    asked_s = failure.retry_after_s if isinstance(failure, (Overloaded, ModelNotReady)) else 0
     if asked_s > _LONGEST_WAIT_S:
         return None
     return max(backoff_s, asked_s + chance / 2)

@@ -37,6 +37,8 @@ class StepResult:
     advanced: tuple[TokenSequence, ...]                 # each has a delta to take; some have finished
     answered: tuple[tuple[LogitsRequest, LogitsArray], ...]   # a row each, the receiver's own
     failed: dict[Occupant, GenserveError]               # these have left without finishing
+    begun: tuple[TokenSequence | LogitsRequest, ...]    # these have left the waiting line
+    full: bool                                          # before it ended, somebody waited without a place
     num_prompt_tokens: int                              # tokens that a prefill ran; 0: it was a decode
     num_preempted: int                                  # so many had to leave their slots and wait again
     num_drafted: int                                    # tokens that a draft proposed
@@ -176,6 +178,7 @@ class Engine:
         plan = self._roster.plan(self._step_started_s)
         if plan is None:
             return None
+        full = self._roster.full
         try:
             logits, rows = self._forward(plan)
         except Exception:
@@ -184,7 +187,7 @@ class Engine:
             outcome = Outcome(failed=dict.fromkeys(_answering(plan.sequences), failure))
         else:
             outcome = self._commits.run(plan, logits, rows)
-        return self._leave(plan, outcome)
+        return self._leave(plan, outcome, full=full)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where slots and loops disagree; for tests."""
@@ -206,7 +209,7 @@ class Engine:
         note_computed(plan)
         return logits, rows
 
-    def _leave(self, plan: StepPlan, outcome: Outcome) -> StepResult:
+    def _leave(self, plan: StepPlan, outcome: Outcome, *, full: bool) -> StepResult:
         """Let go of those that failed, and park what those have computed that finished or are answered."""
         failed, now_s = outcome.failed, self.clock()
         late = self._end_late(now_s, failed)
@@ -225,6 +228,8 @@ class Engine:
             advanced=(*advanced, *(s for s in late if s not in advanced and s not in failed)),
             answered=tuple(outcome.answered),
             failed=failed,
+            begun=tuple(_answering(self._roster.begun)),
+            full=full,
             num_prompt_tokens=prompt_tokens,
             num_preempted=self._roster.num_preempted,
             num_drafted=outcome.num_drafted,
@@ -245,7 +250,7 @@ class Engine:
         return late
 
 
-def _answering(occupants: Iterable[Occupant]) -> Iterator[Occupant]:
+def _answering(occupants: Iterable[Occupant]) -> Iterator[TokenSequence | LogitsRequest]:
     """Replace beams by the answers of their search."""
     for occupant in occupants:
         if isinstance(occupant, Beam):

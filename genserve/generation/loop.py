@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, Overloaded
+from genserve.generation.admission_control import AdmissionControl, QueueLimits, Reason
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.logits_request import LogitsRequest
@@ -40,11 +40,22 @@ class Outbox(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
+class _Request:
+    """Token sequences that were submitted together."""
+
+    submitted_s: float      # by the engine's clock
+    begun: bool = False     # one of them has had its first step
+
+
+@dataclass(slots=True, kw_only=True)
 class _Ticket:
     """What the loop knows of a token sequence that has not ended."""
 
+    request: _Request
     outbox: Outbox
     submitted_s: float
+    num_slots: int          # that it counts for, of a beam search the first for all beams beyond the answers
+    num_tokens: int         # of its prompt; of a beam search only the first has them
 
 
 class EngineLoop:
@@ -56,26 +67,25 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Engine, *, name: str, num_slots: int, max_waiting: int, metrics: GenerationMetrics
+        self, engine: Engine, *, name: str, num_slots: int, limits: QueueLimits, metrics: GenerationMetrics
     ) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._capacity = num_slots + max_waiting
         lock = threading.RLock()
         self._changed = threading.Condition(lock)   # the thread waits for it
         self._idle = threading.Condition(lock)
         # Guarded by the conditions.
-        self._arriving: list[tuple[TokenSequence, Outbox] | LogitsRequest] = []
+        self._admission = AdmissionControl(num_slots=num_slots, limits=limits, metrics=metrics)
+        self._arriving: list[tuple[TokenSequence, _Ticket] | LogitsRequest] = []
+        self._waiting: dict[TokenSequence, _Ticket] = {}    # for their first step, as they came
         self._num_awaited = 1               # arrivals for which the thread is worth waking
         self._cancelled: set[Occupant] = set()
-        self._num_accepted = 0
         self._closing = False
         self._failure: GenserveError | None = None
         # The thread's own.
         self._tickets: dict[TokenSequence, _Ticket] = {}
         self._unanswered: set[LogitsRequest] = set()
         self._decode_s = 0.0                # of the last decode step
-        self._ended_s: deque[float] = deque(maxlen=64)
         self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
@@ -92,13 +102,16 @@ class EngineLoop:
 
     @property
     def num_accepted(self) -> int:
-        """Token sequences and logits requests not ended, those that wait for a slot included."""
-        return self._num_accepted
+        """Token sequences and logits requests not ended, those that wait for a slot included.
+
+        A beam search counts as many as it has beams.
+        """
+        return self._admission.num_accepted
 
     @property
     def capacity(self) -> int:
         """How many may run and wait together."""
-        return self._capacity
+        return self._admission.capacity
 
     @property
     def now_s(self) -> float:
@@ -120,45 +133,59 @@ class EngineLoop:
         Raises:
             Closed: the loop was closed.
             ModelNotReady: its thread has died.
-            Overloaded: as many as may wait are waiting.
+            Overloaded: as much as may wait is waiting, or they would wait too long.
+
+        Sequences of which none has had its first step within the limit end with Overloaded, too.
         """
-        self._accept([(sequence, outbox) for sequence in sequences])
+        request = _Request(submitted_s=self._engine.clock())
+        arrivals = [(sequence, _ticket(sequence, request, outbox)) for sequence in sequences]
+        with self._changed:
+            self._check_open()
+            self._admission.check(
+                sum(ticket.num_slots for _, ticket in arrivals),
+                num_tokens=sum(ticket.num_tokens for _, ticket in arrivals),
+                priority=sequences[0].priority,
+                now_s=request.submitted_s,
+            )
+            for sequence, ticket in arrivals:
+                self._admission.num_accepted += ticket.num_slots
+                self._admission.wait(
+                    ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
+                )
+                self._waiting[sequence] = ticket
+            self._arrive(arrivals)
 
     def submit_logits(self, requests: Sequence[LogitsRequest]) -> None:
         """Accept logits requests, all of them or none; raises what `submit` raises.
 
         Requests that come at the same pace share their steps. One that begins with what an earlier
-        one has computed goes on there.
+        one has computed goes on there. Any may be the next token of a loop that has long begun: so of the
+        limits only the one on requests is for them.
         """
         now_s = self._engine.clock()
         for request in requests:
             request.submitted_s = now_s
-        self._accept(requests)
-
-    def _accept(self, arrivals: Sequence[tuple[TokenSequence, Outbox] | LogitsRequest]) -> None:
         with self._changed:
-            if self._failure is not None:
-                raise ModelNotReady(self._failure.message)
-            if self._closing:
-                raise Closed("the model is being unloaded or the server stops")
-            self._check_room(len(arrivals))
-            self._num_accepted += len(arrivals)
-            self._arriving.extend(arrivals)
-            if len(self._arriving) >= self._num_awaited:
-                self._changed.notify()
+            self._check_open()
+            self._admission.check_count(len(requests), now_s=now_s)
+            self._admission.num_accepted += len(requests)
+            self._arrive(requests)
 
-    def check_room(self, count: int) -> None:
-        """Raise what `submit` would raise if so many came now; for work that precedes `submit`."""
+    def check_room(self, count: int, *, priority: int = 0) -> None:
+        """Raise what `submit` would raise if so many short prompts came now; for work that precedes it."""
         with self._changed:
-            self._check_room(count)
+            self._admission.check(count, num_tokens=0, priority=priority, now_s=self._engine.clock())
 
-    def _check_room(self, count: int) -> None:
-        if self._num_accepted + count > self._capacity:
-            raise Overloaded(
-                f"{self._num_accepted} requests are running or waiting, the limit is {self._capacity}",
-                retry_after_s=self._retry_after_s(),
-                remedy="try again later, or raise --max-queue",
-            )
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise ModelNotReady(self._failure.message)
+        if self._closing:
+            raise Closed("the model is being unloaded or the server stops")
+
+    def _arrive(self, arrivals: Sequence[tuple[TokenSequence, _Ticket] | LogitsRequest]) -> None:
+        self._arriving.extend(arrivals)
+        if len(self._arriving) >= self._num_awaited:
+            self._changed.notify()
 
     def cancel(self, occupant: Occupant) -> None:
         """Drop a token sequence or a logits request before the next step; fine if it has ended already.
@@ -172,7 +199,7 @@ class EngineLoop:
     def drain(self, *, timeout_s: float) -> None:
         """Wait until all that was accepted has ended, or for so long; what comes meanwhile is accepted."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._num_accepted, timeout_s)
+            self._idle.wait_for(lambda: not self._admission.num_accepted, timeout_s)
 
     def close(self) -> None:
         """End everything with `Closed`, and the thread; a second call does nothing."""
@@ -186,7 +213,9 @@ class EngineLoop:
             while self._wait_for_work():
                 self._take_arrivals()
                 self._gather()
-                if not self._step():
+                stepped = self._step()
+                self._refuse_overdue()
+                if not stepped:
                     self._wait_for_change(self._engine.held_s)
                 self._report_occupancy()
             self._end_all(Closed("the server stopped before the answer was complete"))
@@ -209,14 +238,13 @@ class EngineLoop:
         with self._changed:
             arriving, self._arriving = self._arriving, []
             cancelled, self._cancelled = self._cancelled, set()
-        now = time.monotonic()
         for arrival in arriving:
             if isinstance(arrival, LogitsRequest):
                 self._unanswered.add(arrival)
                 self._engine.add(arrival)
             else:
-                sequence, outbox = arrival
-                self._tickets[sequence] = _Ticket(outbox=outbox, submitted_s=now)
+                sequence, ticket = arrival
+                self._tickets[sequence] = ticket
                 self._engine.add(sequence)
         cancelled.update(*(s.beams.answers for s in cancelled if isinstance(s, TokenSequence) and s.beams))
         cancelled &= self._tickets.keys() | self._unanswered
@@ -254,6 +282,7 @@ class EngineLoop:
         self._metrics.occupancy(
             running=self._engine.num_running,
             waiting=self._engine.num_waiting,
+            waiting_tokens=self._admission.num_tokens,
             cache_usage=self._engine.cache_usage,
         )
 
@@ -265,6 +294,7 @@ class EngineLoop:
             return not (self._tickets or self._unanswered)
         self._num_steps += 1
         now = time.monotonic()
+        self._note_begun(result, seconds=now - started_s, now=now)
         if not result.num_prompt_tokens:
             self._decode_s = now - started_s
         self._metrics.step(
@@ -280,6 +310,55 @@ class EngineLoop:
             if isinstance(occupant, LogitsRequest):
                 self._answer(occupant, error)
         return True
+
+    def _note_begun(self, result: StepResult, *, seconds: float, now: float) -> None:
+        with self._changed:
+            self._admission.note_step(
+                seconds,
+                num_begun=len(result.begun),
+                full=result.full,
+                num_waiting=self._engine.num_waiting,
+            )
+            for occupant in result.begun:
+                if isinstance(occupant, TokenSequence) and (ticket := self._leave_queue(occupant)):
+                    ticket.request.begun = True
+                    self._metrics.queued(now - seconds - ticket.submitted_s)
+
+    def _leave_queue(self, sequence: TokenSequence) -> _Ticket | None:
+        """Take a sequence out of those that wait for their first step, if it does."""
+        ticket = self._waiting.pop(sequence, None)
+        if ticket is not None:
+            self._admission.begin(
+                ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
+            )
+        return ticket
+
+    def _refuse_overdue(self) -> None:
+        """End the requests that have waited too long, and did not begin with this step either."""
+        limit_s = self._admission.limits.max_wait_s
+        if limit_s is None or not self._waiting:
+            return
+        now_s = self._engine.clock()
+        overdue: list[Parcel] = []
+        refused: dict[int, Overloaded] = {}     # by request
+        with self._changed:
+            for sequence, ticket in self._waiting.items():
+                request = ticket.request
+                if now_s - request.submitted_s <= limit_s or sequence not in self._tickets:
+                    break
+                if request.begun:
+                    continue
+                if id(request) not in refused:
+                    refused[id(request)] = self._admission.refusal(
+                        Reason.QUEUE_TIMEOUT,
+                        f"the request has waited for {limit_s:g} s, which is the limit",
+                        remedy="try again later, or raise --max-queue-wait-s",
+                        now_s=now_s,
+                    )
+                overdue.append((sequence, refused[id(request)]))
+        if overdue:
+            self._engine.remove(sequence for sequence, _ in overdue)
+            self._hand_over(overdue, now=time.monotonic())
 
     def _parcels(self, result: StepResult) -> list[Parcel]:
         parcels: list[Parcel] = [(s, e) for s, e in result.failed.items() if isinstance(s, TokenSequence)]
@@ -306,7 +385,8 @@ class EngineLoop:
         self, sequence: TokenSequence, content: Delta | GenserveError, ticket: _Ticket, *, now: float
     ) -> None:
         if isinstance(content, GenserveError):
-            self._metrics.request_failed()
+            if not isinstance(content, Overloaded):     # which is counted where it is made
+                self._metrics.request_failed()
             self._end(sequence)
             return
         self._metrics.generated(len(content.token_ids))
@@ -338,14 +418,15 @@ class EngineLoop:
             logger.exception("the receiver of logits failed")
 
     def _end(self, occupant: Occupant) -> None:
-        if isinstance(occupant, LogitsRequest):
-            self._unanswered.remove(occupant)
-        elif isinstance(occupant, TokenSequence):
-            del self._tickets[occupant]
-        self._ended_s.append(time.monotonic())
+        num_slots = 1
         with self._idle:
-            self._num_accepted -= 1
-            if not self._num_accepted:
+            if isinstance(occupant, LogitsRequest):
+                self._unanswered.remove(occupant)
+            elif isinstance(occupant, TokenSequence):
+                num_slots = self._tickets.pop(occupant).num_slots
+                self._leave_queue(occupant)
+            self._admission.num_accepted -= num_slots
+            if not self._admission.num_accepted:
                 self._idle.notify_all()
 
     def _end_all(self, error: GenserveError) -> None:
@@ -356,10 +437,18 @@ class EngineLoop:
         for request in tuple(self._unanswered):
             self._answer(request, error)
 
-    def _retry_after_s(self) -> int:
-        """Guess when a place becomes free, from how often one did lately."""
-        ended = list(self._ended_s)
-        if len(ended) < 2:
-            return 1
-        seconds_per_ending = (ended[-1] - ended[0]) / (len(ended) - 1)
-        return min(60, math.ceil(seconds_per_ending))
+
+def _ticket(sequence: TokenSequence, request: _Request, outbox: Outbox) -> _Ticket:
+    num_slots, num_tokens = 1, sequence.num_prompt_tokens
+    if sequence.beams is not None:
+        # The beams share one prompt, and there may be more of them than answers.
+        first = sequence is sequence.beams.answers[0]
+        num_slots = len(sequence.beams.beams) - len(sequence.beams.answers) + 1 if first else 1
+        num_tokens = num_tokens if first else 0
+    return _Ticket(
+        request=request,
+        outbox=outbox,
+        submitted_s=time.monotonic(),
+        num_slots=num_slots,
+        num_tokens=num_tokens,
+    )

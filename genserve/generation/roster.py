@@ -26,6 +26,7 @@ class Roster:
 
     Attributes:
         num_preempted: how many had to leave their slots and wait again, by the last `plan`.
+        begun: those that left the line for a slot, by the last `plan`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Roster:
     ) -> None:
         """Begin with an empty line; see `Engine`."""
         self.num_preempted = 0
+        self.begun: list[Occupant] = []
         self._slots = slots
         self._budget = budget
         self._prefix_cache = prefix_cache
@@ -46,6 +48,14 @@ class Roster:
     def num_waiting(self) -> int:
         """How many wait for a slot."""
         return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether somebody waits, and the first of them finds no slot or no memory."""
+        if not self._waiting:
+            return False
+        head = self._waiting[0]
+        return not self._room().fits(head.num_slots, longest=len(head.token_ids))
 
     def add(self, occupant: Occupant) -> None:
         """Put it into the line, or where all but the last of its tokens are known."""
@@ -65,6 +75,7 @@ class Roster:
         """Choose the next forward, and give its sequences slots and memory; None: nothing can be done."""
         self._now_s = now_s
         self.num_preempted = 0
+        self.begun = []
         while True:
             self._pack()
             self._admit_with_prefixes()
@@ -72,11 +83,7 @@ class Roster:
             plan = plan_step(
                 self._slots.running,
                 waiting=list(islice(self._waiting, self._slots.num_slots)),
-                room=Room(
-                    slots=self._slots.room,
-                    tokens=self._slots.room_tokens,
-                    headed_for=self._slots.memory.headed_for,
-                ),
+                room=self._room(),
                 last_prefill=self._last_prefill,
                 num_prefilled=self._num_prefilled,
                 budget=self._budget,
@@ -87,12 +94,20 @@ class Roster:
             if isinstance(plan, Prefill) and plan.admits:
                 for sequence in plan.sequences:
                     self._waiting.remove(sequence)
+                self.begun += plan.sequences
                 self._slots.take(plan.sequences, now_s=self._now_s)
             if self._slots.hold(self._lengths(plan)):
                 break
             self._preempt(self._slots.youngest)
         self._note(plan)
         return self._with_drafts(plan) if isinstance(plan, Decode) else plan
+
+    def _room(self) -> Room:
+        return Room(
+            slots=self._slots.room,
+            tokens=self._slots.room_tokens,
+            headed_for=self._slots.memory.headed_for,
+        )
 
     def _with_drafts(self, decode: Decode) -> Decode | Verify:
         """Return a verification in the place of a decode where that is likely to be faster, and has room."""
@@ -188,6 +203,7 @@ class Roster:
         if not self._slots.reuse(occupant, prefix, now_s=self._now_s):
             return False
         self._waiting.remove(occupant)
+        self.begun.append(occupant)
         if not isinstance(occupant, LogitsRequest) and not occupant.preempted:
             occupant.num_cached_tokens = prefix.length
         self._pack()

@@ -122,15 +122,31 @@ class AsyncStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    async def first(self) -> None:
+        """Wait for the first delta, which is still there to be read.
+
+        Raises:
+            GenserveError: the request ended before it had one.
+        """
+        await self._arrival()
+        sequence, content = self._arrived[0]
+        if isinstance(content, GenserveError):
+            self._end(sequence)
+            self.close()
+            raise content
+
+    async def _arrival(self) -> None:
+        while not self._arrived:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> list[Delta]:
         if not self._choices:
             raise StopAsyncIteration
-        while not self._arrived:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        await self._arrival()
         deltas: list[Delta] = []
         while self._arrived:
             sequence, content = self._arrived[0]

@@ -18,6 +18,7 @@ from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.from_message import model_config
 from genserve.config.normalise import normalise
 from genserve.errors import InferenceError, Status
+from genserve.generation.admission_control import QueueLimits
 from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
 from genserve.generation.loop import EngineLoop
@@ -41,6 +42,9 @@ from genserve.statistics import ModelStatistics
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["load_generation", "load_logits_stage"]
+
+# Prompts of so many full KV caches may wait by default.
+_CACHES_IN_QUEUE = 4
 
 
 def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics: Metrics) -> Served:
@@ -212,7 +216,7 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
                 engine,
                 name=f"warmup-{entry.name}",
                 num_slots=logits.num_slots,
-                max_waiting=len(batch.requests),
+                limits=QueueLimits(max_requests=len(batch.requests)),
                 metrics=Metrics().for_model(entry.name),
             )
             statistics = ModelStatistics()
@@ -262,8 +266,19 @@ def _start(
         ),
         name=entry.name,
         num_slots=logits.num_slots,
-        max_waiting=options.max_queue,
+        limits=_queue_limits(options, max_cached_tokens=logits.max_cached_tokens),
         metrics=metrics.for_model(entry.name),
+    )
+
+
+def _queue_limits(options: RepositoryOptions, *, max_cached_tokens: int) -> QueueLimits:
+    max_tokens = options.max_queue_tokens
+    if max_tokens is None:
+        max_tokens = _CACHES_IN_QUEUE * max_cached_tokens
+    return QueueLimits(
+        max_requests=options.max_queue,
+        max_tokens=max_tokens or None,
+        max_wait_s=options.max_queue_wait_s or None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,15 @@ from genserve.log import fail_request
 from genserve.public_text import public_error
 from genserve.server.body import BodyTooLarge
 
-__all__ = ["add_fault_handlers", "fault_answer", "http_status", "openai_error", "renamed", "tgi_error"]
+__all__ = [
+    "add_fault_handlers",
+    "fault_answer",
+    "http_status",
+    "openai_error",
+    "renamed",
+    "retry_headers",
+    "tgi_error",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ _STATUS: Mapping[type[GenserveError], int] = {
     UnsupportedMediaType: 415,
     ModelNotFound: 404,
     ModelNotReady: 503,
-    Overloaded: 503,
+    Overloaded: 429,
     Closed: 503,
     ModelFailed: 500,
     RepositoryError: 500,
@@ -71,7 +80,10 @@ _OPENAI_TYPES = {
     404: "not_found_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    429: "rate_limit_error",
 }
+# While a model loads, or the server stops: nothing tells how long that takes.
+_UNAVAILABLE_S = 5
 
 
 def http_status(error: GenserveError) -> int:
@@ -106,6 +118,14 @@ def tgi_error(error: GenserveError) -> dict[str, Any]:
     }
 
 
+def retry_headers(retry_after_s: float) -> dict[str, str]:
+    """Return the headers that say when to come back: HTTP's in whole seconds, and OpenAI's exact one."""
+    return {
+        "retry-after": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(math.ceil(retry_after_s * 1000)),
+    }
+
+
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """Return the error with its field, and the message's mention of it, in a dialect's own names."""
     field = error.field or ""
@@ -133,13 +153,15 @@ def _lookup(table: Mapping[type[GenserveError], Any], error: GenserveError) -> A
 def fault_answer(error: GenserveError, *, path: str) -> JSONResponse:
     """Return the answer to a request for `path` that failed, in the dialect of the path, not below `/v2`."""
     headers = {}
+    body, status = _in_dialect(error, path=path)
     if isinstance(error, Overloaded):
-        headers = {"retry-after": str(error.retry_after_s), "retry-after-ms": str(error.retry_after_s * 1000)}
+        headers = retry_headers(error.retry_after_s)
+    elif status == 503:
+        headers = retry_headers(_UNAVAILABLE_S)
     elif isinstance(error, InvalidRequest):
         headers = {"x-should-retry": "false"}
     elif isinstance(error, Unauthenticated):
         headers = {"www-authenticate": "Bearer"}
-    body, status = _in_dialect(error, path=path)
     return JSONResponse(body, status_code=status, headers=headers)
 
 

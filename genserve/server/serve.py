@@ -290,6 +290,8 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
         load_threads=settings.load_threads,
         exit_timeout_s=settings.drain_s,
         max_queue=settings.max_queue,
+        max_queue_tokens=settings.max_queue_tokens,
+        max_queue_wait_s=settings.max_queue_wait_s,
         histogram_latencies=read_metrics_config(settings.metrics_config)["histogram_latencies"],
         rate_limiter=settings.rate_limit,
         resources=tuple(map(_capacity, settings.rate_limit_resources)),

@@ -13,7 +13,7 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.errors import Closed, InvalidRequest, Overloaded
+from genserve.errors import Closed, InvalidRequest, ModelNotReady, Overloaded
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
 from genserve.generation.token_sequence import TokenSequence
 from genserve.kserve.log_settings import LogSettings
@@ -105,7 +105,7 @@ class Services:
             GenserveError: see `Repository.get`, `EngineLoop.submit`.
         """
         if self.draining:
-            raise Overloaded("the server is stopping", retry_after_s=5, remedy="try again on another server")
+            raise ModelNotReady("the server is stopping", remedy="try again on another server")
         request = CURRENT_REQUEST.get() or LoggedRequest(id="")
         request.model = model or ""
         ensemble = self.repository.get(model)
@@ -114,6 +114,8 @@ class Services:
             n, params = params.best_of, replace(params, logprobs=True)
         name = "best_of" if params.best_of > 1 else "n"
         _check_count(len(prompts), n=n, name=name, limit=ensemble.loop.capacity)
+        # Before its text costs anything.
+        ensemble.loop.check_room(len(prompts) * n, priority=params.priority)
         arrived_s = ensemble.loop.now_s
         prepare = partial(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
         limiters = self._limiters.get(ensemble) or self._limiters.setdefault(ensemble, _Limiters())

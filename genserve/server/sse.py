@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse
@@ -23,6 +23,8 @@ __all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 _PING_S = 15
+
+_T = TypeVar("_T")
 
 
 class Frames(Protocol):
@@ -51,7 +53,12 @@ def event(json_text: str) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """The answer that streams; however it ends, the stream behind it is closed."""
+    """The answer that streams; however it ends, the stream behind it is closed.
+
+    The status is sent with the first delta, so that a request which ends before it has a status that says so:
+    one that has waited too long, 429. An answer that has nothing for as long as to the first ping begins
+    without; what goes wrong from then on is an event.
+    """
 
     def __init__(self, stream: AsyncStream, frames: Frames) -> None:
         self._stream = stream
@@ -60,8 +67,9 @@ class EventStream(EventSourceResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; the ASGI protocol."""
+        """Send the events; the ASGI protocol. Raises what `_first_delta` raises."""
         try:
+            await _first_delta(self._stream, receive)
             await super().__call__(scope, receive, send)
         finally:
             self._stream.close()
@@ -94,23 +102,38 @@ async def read_all(stream: AsyncStream, request: Request) -> list[Delta]:
         GenserveError: the model failed.
     """
     async with stream:
-        reading = asyncio.ensure_future(_collect(stream))
-        leaving = asyncio.ensure_future(_disconnect(request))
-        try:
-            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                return reading.result()
+        deltas = await _while_connected(_collect(stream), request.receive)
+        assert deltas is not None
+        return deltas
+
+
+async def _first_delta(stream: AsyncStream, receive: Receive) -> None:
+    """Wait for the first delta, or as long as to the first ping; raises what `read_all` raises."""
+    await _while_connected(stream.first(), receive, timeout_s=_PING_S)
+
+
+async def _while_connected(
+    work: Coroutine[Any, Any, _T], receive: Receive, *, timeout_s: float | None = None
+) -> _T | None:
+    """Return what `work` does, or None if it took too long; raises ClientLeft if nobody waits for it."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
             raise ClientLeft
-        finally:
-            reading.cancel()
-            leaving.cancel()
-            await asyncio.gather(reading, leaving, return_exceptions=True)
+        return None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _collect(stream: AsyncStream) -> list[Delta]:
     return [delta async for deltas in stream for delta in deltas]
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -92,3 +92,17 @@ def test_speculation_is_measured_beside_plain_decoding(tiny_repository: Path, tm
     assert list(report) == ["story, 1", "story, 2"]
     assert all(table["same"] for table in report.values())
     assert "| story, 2" in told
+
+
+def test_what_more_clients_than_slots_get_is_told_as_a_share(tiny_repository: Path, tmp_path: Path) -> None:
+    told, report = run(
+        "overload.py",
+        f"--model-repository={tiny_repository}",
+        "--model=tiny",
+        *("--slots=32", "--clients", "40", "--rounds=1", "--waves=1", "--new-tokens=8", "--prompt-words=5"),
+        "--serve=--max-queue=0",
+        report=tmp_path / "report.json",
+    )
+    assert list(report["rounds"]) == ["32", "40"]
+    assert all(figures["tokens_per_s"] > 0 for [figures] in report["rounds"].values())
+    assert "| 40 " in told

@@ -145,6 +145,12 @@ def test_a_flag_that_means_nothing_is_wrong_usage(flag: str) -> None:
     assert CliRunner().invoke(app, ["serve", flag]).exit_code == 2
 
 
+def test_what_may_wait_is_set_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--max-queue=8", "--max-queue-tokens=0", "--max-queue-wait-s=2.5")
+    wanted = ServerSettings(max_queue=8, max_queue_tokens=0, max_queue_wait_s=2.5)
+    assert settings_of(monkeypatch, *words) == wanted
+
+
 def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         "--allowed-host=models.example --allowed-host=*.test --allowed-origin=https://app.example "

@@ -71,6 +71,19 @@ def test_a_reply_that_says_nothing_is_named_by_its_url_and_status() -> None:
     assert error_of(b"", status=500).message == "http://host/generate answered with status 500"
 
 
+def test_the_exact_header_goes_before_the_one_in_whole_seconds() -> None:
+    headers = {"retry-after": "1", "retry-after-ms": "250"}
+    error = error_of({"error": "full", "error_type": "overloaded"}, status=429, headers=headers)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == pytest.approx(0.25)
+
+
+def test_a_model_that_is_not_ready_says_when_to_come_back() -> None:
+    error = error_of({"error": "?", "code": "model_not_ready"}, status=503, headers={"retry-after": "5"})
+    assert isinstance(error, ModelNotReady)
+    assert error.retry_after_s == 5
+
+
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("0", 1), ("Wed, 21 Oct 2026", 1), ("", 1)])
 def test_an_overload_says_when_to_come_back(header: str, seconds: int) -> None:
     body = {"error": "full", "error_type": "overloaded"}

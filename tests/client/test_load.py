@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import statistics
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +15,20 @@ from genserve.client.load import Load, percentile, random_prompts, run
 from genserve.errors import InvalidRequest, Unreachable
 from tests.live import LiveServer
 
+OPTIONS: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "model": "tiny",
+    "api": "generate",
+    "concurrency": 3,
+    "num_requests": 7,
+    "new_tokens": 12,
+    "prompt_words": 6,
+    "seed": 1,
+}
+
 
 def load(server: LiveServer, **changes: object) -> Load:
-    options: dict[str, object] = {
-        "host": "127.0.0.1",
-        "port": server.port,
-        "model": "tiny",
-        "api": "generate",
-        "concurrency": 3,
-        "num_requests": 7,
-        "new_tokens": 12,
-        "prompt_words": 6,
-        "seed": 1,
-    }
-    return Load(**(options | changes))  # type: ignore[arg-type]
+    return Load(**OPTIONS | {"port": server.port} | changes)
 
 
 @pytest.mark.parametrize("api", ["generate", "chat"])
@@ -62,6 +64,36 @@ def test_connections_are_kept_or_made_anew_for_each_request(
 def test_a_refused_request_is_an_error_and_not_a_figure(tiny_server: LiveServer) -> None:
     with pytest.raises(Unreachable, match="did not answer"):
         run(load(tiny_server, model="nowhere"))
+
+
+def test_a_request_that_is_refused_for_the_moment_is_sent_again_when_the_server_says() -> None:
+    refusal = b"HTTP/1.1 429 Too Many Requests\r\nretry-after-ms: 2\r\ncontent-length: 2\r\n\r\n{}"
+    event = b'data: {"token": {"text": "tea"}, "details": {"generated_tokens": 3, "input_length": 5}}\n\n'
+    answer = (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked: list[bytes] = []
+
+        def serve() -> None:
+            for reply in (refusal, answer):
+                with listener.accept()[0] as connection:
+                    asked.append(connection.recv(65536))
+                    connection.sendall(reply)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        port = listener.getsockname()[1]
+        measured = run(Load(**OPTIONS | {"port": port, "concurrency": 1, "num_requests": 1}))
+        server.join()
+    assert asked[0] == asked[1]
+    assert measured.new_tokens == [3]
+    assert len(measured.refused_s) == 1
+
+
+def test_a_load_may_end_with_so_many_answers_whoever_still_waits(tiny_server: LiveServer) -> None:
+    measured = run(load(tiny_server, num_requests=10_000, num_answers=5))
+    assert 5 <= len(measured.new_tokens) <= 5 + 3
 
 
 def test_a_port_where_nobody_listens_is_an_error_with_what_to_do() -> None:

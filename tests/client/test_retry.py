@@ -45,3 +45,8 @@ def test_the_wait_is_never_shorter_than_the_server_asks_for() -> None:
 
 def test_a_server_that_asks_for_more_than_a_minute_is_not_waited_for() -> None:
     assert wait_s(Overloaded("full", retry_after_s=61)) is None
+
+
+def test_a_model_that_loads_is_waited_for_as_long_as_the_server_says() -> None:
+    assert wait_s(ModelNotReady("loading", retry_after_s=5)) == 5.0
+    assert wait_s(ModelNotReady("loading")) == wait_s(Overloaded("full", retry_after_s=0))

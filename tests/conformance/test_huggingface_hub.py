@@ -5,9 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
-from huggingface_hub.errors import OverloadedError, ValidationError
-
-from tests.live import LiveServer
+from huggingface_hub.errors import ValidationError
 
 
 @pytest.fixture
@@ -76,10 +74,3 @@ def test_sampling_with_a_seed_is_reproducible(client):
 def test_a_bad_parameter_is_its_validation_error(client):
     with pytest.raises(ValidationError, match="max_new_tokens"):
         client.text_generation("hello", max_new_tokens=10**6)
-
-
-def test_an_overloaded_server_is_its_overloaded_error(tiny_repository):
-    with LiveServer(tiny_repository, max_queue=0) as server:
-        server.model.loop._num_accepted = server.model.loop.capacity
-        with pytest.raises(OverloadedError):
-            InferenceClient(server.url).text_generation("hello", max_new_tokens=4)

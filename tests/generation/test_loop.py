@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
+from genserve.generation.admission_control import QueueLimits
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
@@ -21,6 +22,7 @@ from genserve.request import join_deltas
 from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 
+ROOM_FOR_EIGHT = QueueLimits(max_requests=8)
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
 
@@ -55,7 +57,7 @@ class Recorder:
 def loop_over(
     model: CachedLogits,
     *,
-    max_waiting: int = 8,
+    limits: QueueLimits = ROOM_FOR_EIGHT,
     clock: Callable[[], float] = time.monotonic,
     metrics: Metrics | None = None,
 ) -> EngineLoop:
@@ -63,7 +65,7 @@ def loop_over(
         Engine(model, decode=sample_loop, clock=clock),
         name="test",
         num_slots=model.num_slots,
-        max_waiting=max_waiting,
+        limits=limits,
         metrics=(metrics or Metrics()).for_model("test"),
     )
 
@@ -78,7 +80,7 @@ def loop():
 @pytest.fixture
 def gated():
     model = GatedLogits(num_slots=2)
-    loop = loop_over(model, max_waiting=1)
+    loop = loop_over(model, limits=QueueLimits(max_requests=1))
     yield model, loop
     model.open_gate()
     loop.close()
@@ -172,7 +174,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
     streams = [ThreadStream(loop, sequence_of([i], max_tokens=3)) for i in range(3)]
     with pytest.raises(Overloaded) as refused:
         ThreadStream(loop, sequence_of([9], max_tokens=3))
-    assert refused.value.retry_after_s >= 1
+    assert refused.value.retry_after_s > 0
     for stream in streams:
         stream.close()
 
@@ -227,7 +229,7 @@ def dying_loop() -> EngineLoop:
         Broken(CachedLogits(), decode=sample_loop),
         name="test",
         num_slots=1,
-        max_waiting=1,
+        limits=QueueLimits(max_requests=1),
         metrics=Metrics().for_model("test"),
     )
 
@@ -246,7 +248,7 @@ def test_the_gauges_return_to_zero_when_the_last_reader_leaves():
         Engine(CachedLogits(), decode=sample_loop),
         name="test",
         num_slots=4,
-        max_waiting=8,
+        limits=QueueLimits(max_requests=8),
         metrics=metrics.for_model("test"),
     )
     with ThreadStream(loop, sequence_of([5], max_tokens=50)) as stream:
@@ -430,7 +432,7 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
         Engine(model, decode=sample_loop, speculation=Speculation(model, draft), clock=Clock()),
         name="test",
         num_slots=model.num_slots,
-        max_waiting=1,
+        limits=QueueLimits(max_requests=1),
         metrics=metrics.for_model("test"),
     )
     with ThreadStream(loop, sequence_of([5], max_tokens=9)) as stream:
@@ -440,3 +442,144 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
     for what in ("draft", "accepted"):
         name = f"genserve_spec_decode_num_{what}_tokens_total"
         assert metrics.registry.get_sample_value(name, {"model": "test"}) == 6
+
+
+def ended(outbox: Recorder) -> GenserveError | None:
+    """Wait for the end of the first request whose parcels come there, and return its error."""
+    while not outbox.parcels:
+        time.sleep(0)
+    content = outbox.parcels[-1][1]
+    return content if isinstance(content, GenserveError) else None
+
+
+def rejections(metrics: Metrics, reason: str) -> float:
+    labels = {"model": "test", "reason": reason}
+    return metrics.registry.get_sample_value("genserve_admission_rejections_total", labels) or 0
+
+
+@pytest.fixture
+def full():
+    """A loop over two slots that others hold, where a request may wait for ten seconds of its clock."""
+    model, clock, metrics = GatedLogits(num_slots=2), Clock(), Metrics()
+    limits = QueueLimits(max_requests=8, max_tokens=20, max_wait_s=10)
+    loop = loop_over(model, limits=limits, clock=clock, metrics=metrics)
+    model.gate.release(4)
+    running = Recorder()
+    for prompt in ([1], [2]):
+        loop.submit(sequence_of(prompt, max_tokens=40), outbox=running)
+    while len({sequence for sequence, _ in list(running.parcels)}) < 2:   # both have begun
+        time.sleep(0)
+    yield model, clock, metrics, loop, running
+    model.open_gate()
+    loop.close()
+
+
+def test_prompts_that_wait_are_bounded_in_tokens(full):
+    *_, metrics, loop, _ = full
+    loop.submit(sequence_of([5] * 15), outbox=Recorder())
+    with pytest.raises(Overloaded, match="15 tokens are waiting"):
+        loop.submit(sequence_of([5] * 6), outbox=Recorder())
+    loop.submit(sequence_of([5] * 5), outbox=Recorder())
+    assert rejections(metrics, "max_queue_tokens") == 1
+
+
+def test_each_answer_to_a_prompt_counts_its_tokens_and_a_place(full):
+    *_, loop, _ = full
+    loop.submit(*(sequence_of([5] * 4) for _ in range(3)), outbox=Recorder())
+    three_more = [sequence_of([5] * 4) for _ in range(3)]
+    with pytest.raises(Overloaded, match="12 tokens are waiting"):
+        loop.submit(*three_more, outbox=Recorder())
+    assert loop.num_accepted == 5
+
+
+def test_a_beam_search_counts_its_beams_and_its_prompt_once(full):
+    *_, loop, _ = full
+    answers = [sequence_of([5] * 15, use_beam_search=True, max_tokens=4)]
+    BeamSearch(answers, width=2, text=IdText())
+    loop.submit(*answers, outbox=Recorder())
+    assert loop.num_accepted == 4
+    loop.submit(sequence_of([5] * 5), outbox=Recorder())
+    loop.cancel(answers[0])
+
+
+def test_a_request_that_has_waited_too_long_ends_before_its_first_token(full):
+    model, clock, metrics, loop, running = full
+    waiting = Recorder()
+    loop.submit(sequence_of([5]), outbox=waiting)
+    clock.now_s = 10.5
+    model.gate.release(2)
+    error = ended(waiting)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s > 0
+    assert rejections(metrics, "queue_timeout") == 1
+    assert loop.num_accepted == 2
+    assert not any(isinstance(content, GenserveError) for _, content in running.parcels)
+
+
+def test_a_refused_request_leaves_its_place_to_the_next(full):
+    model, clock, _, loop, _ = full
+    refused, late = Recorder(), Recorder()
+    loop.submit(sequence_of([5] * 20), outbox=refused)
+    clock.now_s = 10.5
+    model.gate.release(2)
+    ended(refused)
+    loop.submit(sequence_of([5] * 20, max_tokens=3), outbox=late)
+    model.open_gate()
+    loop.drain(timeout_s=60)
+    assert late.parcels[-1][1].finish_reason is not None
+
+
+def test_a_request_of_which_one_answer_has_begun_is_not_refused():
+    model, clock, outbox = GatedLogits(num_slots=1), Clock(), Recorder()
+    loop = loop_over(model, limits=QueueLimits(max_requests=8, max_wait_s=10), clock=clock)
+    loop.submit(*(sequence_of([i], max_tokens=4) for i in (5, 6)), outbox=outbox)
+    while not outbox.parcels:
+        time.sleep(0)
+    clock.now_s = 1000.0
+    model.open_gate()
+    loop.drain(timeout_s=60)
+    loop.close()
+    assert not any(isinstance(content, GenserveError) for _, content in outbox.parcels)
+
+
+def test_a_preempted_request_waits_as_long_as_it_takes():
+    # Two sequences of 40 tokens are more than the cache holds: one has to leave and come back.
+    model, clock, metrics = CachedLogits(num_slots=2, page_tokens=8, max_cached_tokens=64), Clock(), Metrics()
+    limits = QueueLimits(max_requests=8, max_tokens=100, max_wait_s=1e-9)
+
+    class Ageing(Recorder):
+        def deliver(self, parcels):
+            clock.now_s += 100.0
+            super().deliver(parcels)
+
+    outbox = Ageing()
+    loop = loop_over(model, limits=limits, clock=clock, metrics=metrics)
+    loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6)), outbox=outbox)
+    loop.drain(timeout_s=60)
+    loop.close()
+    preempted = metrics.registry.get_sample_value("genserve_num_preemptions_total", {"model": "test"})
+    assert preempted > 0
+    assert not any(isinstance(content, GenserveError) for _, content in outbox.parcels)
+
+
+def test_a_request_that_finds_a_free_slot_is_not_refused_however_long_the_step_before_took():
+    model, clock, outbox = GatedLogits(num_slots=2), Clock(), Recorder()
+    loop = loop_over(model, limits=QueueLimits(max_requests=8, max_wait_s=1), clock=clock)
+    loop.submit(sequence_of([1], max_tokens=20), outbox=Recorder())
+    while not loop.num_running:
+        time.sleep(0)
+    loop.submit(sequence_of([5], max_tokens=3), outbox=outbox)
+    clock.now_s = 100.0
+    model.open_gate()
+    assert ended(outbox) is None
+    loop.close()
+
+
+def test_the_next_token_of_a_loop_is_not_refused_for_tokens_or_time(full):
+    model, clock, _, loop, _ = full
+    answers: SimpleQueue = SimpleQueue()
+    loop.submit(sequence_of([5] * 20), outbox=Recorder())
+    loop.submit_logits([logits_request([7] * 30, on_logits=answers.put)])
+    clock.now_s = 1000.0
+    model.open_gate()
+    assert isinstance(answers.get(), np.ndarray)

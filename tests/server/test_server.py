@@ -94,27 +94,6 @@ def test_health_and_metrics_tell_of_the_model(tiny_server):
     assert 'genserve_time_to_first_token_seconds_count{model="tiny"}' in text
 
 
-def test_beyond_the_queue_requests_are_refused_with_a_time_to_come_back(tiny_repository, monkeypatch):
-    with LiveServer(tiny_repository, max_queue=0) as server:
-        slow_down(server, monkeypatch)
-        num_slots = server.model.num_slots
-        clients = []
-        for _ in range(num_slots):
-            client = socket.create_connection(("127.0.0.1", server.port))
-            client.sendall(request_bytes("/generate_stream", LONG))
-            clients.append(client)
-        wait_until(lambda: server.model.loop.num_accepted == num_slots)
-        with httpx2.Client(base_url=server.url) as http:
-            tgi = http.post("/generate", json=LONG)
-            openai = http.post("/v1/chat/completions", json=LONG_CHAT)
-        for client in clients:
-            client.close()
-    assert tgi.status_code == 429
-    assert tgi.json()["error_type"] == "overloaded"
-    assert openai.status_code == 503
-    assert int(openai.headers["retry-after"]) >= 1
-
-
 def test_with_a_key_only_the_health_check_is_open(tiny_repository):
     with LiveServer(tiny_repository, api_key="secret") as server, httpx2.Client(base_url=server.url) as http:
         assert http.get("/health").status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import string
 from collections.abc import Callable, Coroutine
@@ -14,7 +15,7 @@ from urllib.parse import quote, unquote
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from genserve.errors import GenserveError, InferenceError
+from genserve.errors import GenserveError, InferenceError, Overloaded
 from genserve.kserve.failure import failure
 from genserve.kserve.models import Models
 from genserve.kserve.refusal import cuda_region, refuse_cuda_region, refuse_repository, refuse_unknown_model
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 # ruff: noqa: N802
 
 _REMEDY = "genserve-remedy"     # trailing metadata of an error
+_PUSHBACK = "grpc-retry-pushback-ms"    # gRPC's own: clients with a retry policy wait so long
 # Bytes on the wire, where gRPC quotes what is not printable; clients take 8 KiB of trailing metadata.
 _MAX_DETAILS = 4096
 _MAX_REMEDY = 1024
@@ -48,11 +50,16 @@ _LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
 
 
 async def abort(context: Any, error: GenserveError) -> None:
-    """End a call with an error, its remedy in the trailing metadata."""
+    """End a call with an error, its remedy in the trailing metadata, and when to come back, if it says so."""
     error = public_error(error)
+    metadata = []
     if error.remedy:
         remedy = " ".join(error.remedy.split()).encode("ascii", "replace").decode()
-        context.set_trailing_metadata(((_REMEDY, remedy[:_MAX_REMEDY]),))
+        metadata.append((_REMEDY, remedy[:_MAX_REMEDY]))
+    if isinstance(error, Overloaded):
+        metadata.append((_PUSHBACK, str(math.ceil(error.retry_after_s * 1000))))
+    if metadata:
+        context.set_trailing_metadata(tuple(metadata))
     await context.abort(status_code(error), _details(error))
 
 

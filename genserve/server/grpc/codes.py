@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from genserve.errors import GenserveError, Status, status_of
+from genserve.errors import GenserveError, Overloaded, Status, status_of
 
 __all__ = ["status_code"]
 
@@ -22,5 +22,11 @@ _CODES: Mapping[Status, grpc.StatusCode] = {
 }
 
 def status_code(error: GenserveError) -> grpc.StatusCode:
-    """Return the code that says what kind of failure it is."""
+    """Return the code that says what kind of failure it is.
+
+    A full queue of a generation model is RESOURCE_EXHAUSTED, gRPC's word for HTTP's 429. UNAVAILABLE is a
+    server that stops, a model that loads, and the full queue of any other model, as Triton has it.
+    """
+    if isinstance(error, Overloaded):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
     return _CODES[status_of(error)]

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError, Status, status_of
+from genserve.errors import GenserveError, InferenceError, Overloaded, Status, status_of
 from genserve.inference import Door, InferenceRequest, Parameter
 from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
@@ -21,6 +21,7 @@ from genserve.kserve.running_inference import RunningInference
 from genserve.log import fail_request
 from genserve.public_text import public_error
 from genserve.server.beside import beside
+from genserve.server.faults import retry_headers
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 from genserve.tracing import Trace
@@ -33,6 +34,7 @@ __all__ = [
     "error_json",
     "json_answer",
     "message_answer",
+    "retry_lines",
     "too_large",
 ]
 
@@ -210,10 +212,20 @@ def message_answer(message: str, *, status_code: int) -> Answer:
 
 
 def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
-    """Answer with an error, and the status of its code; the log is told."""
+    """Answer with an error, and the status of its code; the log is told.
+
+    The queue of a generation model is ours, and full with 429; Triton's own, of any other model, with 503.
+    """
     fail_request(error)
     status_code = _HTTP_STATUS.get(status_of(error), 400)
+    if isinstance(error, Overloaded):
+        status_code, headers = 429, [*headers, *retry_lines(error)]
     return Answer(orjson.dumps(error_json(error)), status_code=status_code, headers=headers)
+
+
+def retry_lines(error: Overloaded) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a refusal."""
+    return [(name.encode(), value.encode()) for name, value in retry_headers(error.retry_after_s).items()]
 
 
 def error_json(error: GenserveError) -> dict[str, str]:

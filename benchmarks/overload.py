@@ -1,0 +1,133 @@
+"""Overload: what more clients than slots still get, beside what as many clients as slots get.
+
+    python benchmarks/overload.py --model-repository model_repository --model smollm2
+
+starts `genserve serve` and loads it in turns: with as many streaming clients as it has slots, which is its
+capacity, and with many more. Each sends its next request when its answer is complete, and a refused one again
+when the server says (`retry-after-ms`). What counts are the tokens of complete answers until so many are
+there; beside them stands how many of them a second of the server's processor time gave, which tells on a busy
+machine what the clock does not. A figure is the median of the rounds, a share the median of their shares.
+
+`--serve` hands a flag to the server: `--serve=--max-queue=0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from zlib import crc32
+
+from report import Figures, markdown, median, ratio
+from targets import Measured, Target, Work, genserve
+
+from genserve.backends.onnx_session import num_cores
+from genserve.client.load import percentile
+
+HEADINGS = (
+    *("clients", "tokens/s", "of capacity", "tokens/CPU s", "of capacity", "refused"),
+    *("first token, ms: p50", "p99", "refusal, ms: p50", "p99"),
+)
+
+# So long the server has to hear that the clients of the load before have left.
+SETTLE_S = 2
+
+
+def main() -> None:
+    options = _options()
+    rounds: dict[int, list[Figures]] = {clients: [] for clients in (options.slots, *options.clients)}
+    repository, flags = options.model_repository, options.serve
+    with genserve(repository, model=options.model, api=options.api, flags=flags) as target:
+        target.measure(_work(options, clients=max(rounds), number=0))   # warm-up; it learns how fast it is
+        for number in range(1, options.rounds + 1):
+            # In the other order in every other round: a machine that slows down is fair to both.
+            for clients in sorted(rounds, reverse=number % 2 == 0):
+                rounds[clients].append(_measure(target, options, clients=clients, number=number))
+    print(f"\n{_table(rounds, capacity=options.slots)}")
+    print(
+        f"\nMedians of {options.rounds} rounds on {num_cores()} cores; {options.api}, prompts of "
+        f"{options.prompt_words} words, {options.new_tokens} new tokens."
+    )
+    if options.json:
+        options.json.write_text(json.dumps({"arguments": sys.argv[1:], "rounds": rounds}, indent=2) + "\n")
+
+
+def _measure(target: Target, options: argparse.Namespace, *, clients: int, number: int) -> Figures:
+    time.sleep(SETTLE_S)
+    figures = overload_figures(target.measure(_work(options, clients=clients, number=number)))
+    told = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
+    print(f"round {number}, {clients} clients: {told}", file=sys.stderr, flush=True)
+    return figures
+
+
+def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
+    num_answers = options.waves * options.slots
+    return Work(
+        concurrency=clients,
+        num_requests=num_answers + clients,     # so that none of them runs out of requests before the end
+        num_answers=num_answers,
+        new_tokens=options.new_tokens,
+        prompt_words=options.prompt_words,
+        seed=crc32(f"{options.seed} {number} {clients}".encode()),
+    )
+
+
+def overload_figures(measured: Measured) -> Figures:
+    """Summarise the fields of `genserve.client.load.Measured`; times in milliseconds."""
+    first_s, refused_s = measured["first_text_s"], measured["refused_s"]
+    num_sent = len(first_s) + len(refused_s)
+    figures = {
+        "tokens_per_s": sum(measured["new_tokens"]) / measured["elapsed_s"],
+        "refused": len(refused_s) / num_sent,
+        "client_cpu": measured["cpu_s"] / measured["elapsed_s"],
+    }
+    if "server_cpu_s" in measured:
+        figures["tokens_per_cpu_s"] = sum(measured["new_tokens"]) / measured["server_cpu_s"]
+    for name, times_s in (("first", first_s), ("refusal", refused_s)):
+        if times_s:
+            figures |= {f"{name}_p{percent}_ms": percentile(times_s, percent) * 1e3 for percent in (50, 99)}
+    return figures
+
+
+def _table(rounds: dict[int, list[Figures]], *, capacity: int) -> str:
+    rows = []
+    for clients, mine in rounds.items():
+        speeds = []
+        for name in ("tokens_per_s", "tokens_per_cpu_s"):
+            speed, share = median(mine, name), ratio(mine, rounds[capacity], name)
+            speeds += ["", ""] if speed is None or share is None else [f"{speed:.0f}", f"{share:.0%}"]
+        times = (
+            median(mine, f"{name}_p{percent}_ms") for name in ("first", "refusal") for percent in (50, 99)
+        )
+        rows.append(
+            (
+                str(clients),
+                *speeds,
+                f"{median(mine, 'refused'):.0%}",
+                *("" if time is None else f"{time:.0f}" for time in times),
+            )
+        )
+    return markdown(HEADINGS, rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--api", choices=("chat", "generate", "completions"), default="chat")
+    parser.add_argument("--slots", type=int, default=32, help="max_batch_size of its logits stage")
+    parser.add_argument("--clients", type=int, nargs="+", default=[200])
+    parser.add_argument("--prompt-words", type=int, default=40, help="a word is about a token")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--waves", type=int, default=6, help="answers per slot and round")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="of `genserve serve`")
+    parser.add_argument("--seed", type=int, default=0, help="another one, other texts")
+    parser.add_argument("--json", type=Path, help="write every round to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Admission control: whether a request may wait for an engine, and when one that may not should come back."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from enum import StrEnum
+
+from genserve.errors import Overloaded
+from genserve.metrics import GenerationMetrics
+
+__all__ = ["AdmissionControl", "QueueLimits", "Reason"]
+
+_LONGEST_RETRY_AFTER_S = 60.0       # more than that the official clients do not wait
+_SHORTEST_RETRY_AFTER_S = 0.1
+# What a refused client is told before the engine has shown how fast it is.
+_UNKNOWN_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """How much may wait for an engine, and for how long."""
+
+    max_requests: int                   # beside those in slots
+    max_tokens: int | None = None       # of the prompts that wait for their first step; None: any number
+    max_wait_s: float | None = None     # for the first step; None: for ever
+
+
+class Reason(StrEnum):
+    """Why a request was refused; the label of `genserve_admission_rejections_total`."""
+
+    MAX_QUEUE = "max_queue"
+    MAX_QUEUE_TOKENS = "max_queue_tokens"
+    PREDICTED_WAIT = "predicted_wait"   # refused at once, since it would wait too long
+    QUEUE_TIMEOUT = "queue_timeout"     # has in fact waited too long
+
+
+class AdmissionControl:
+    """Counts what waits for one engine and how fast it gets on, and refuses what is too much.
+
+    Its caller holds a lock; times are those of the engine's clock.
+
+    How fast the line gets on is measured while the engine is *full*, from when somebody finds no slot or no
+    memory until nobody waits: the time that its last steps took, by how many began in them. A line that free
+    slots are about to take is no reason to refuse anybody, and light load does not show how fast it can be.
+
+    Attributes:
+        limits: what is held to.
+        num_accepted: slots that those need who have not ended, so many beams for a beam search.
+        num_tokens: of the prompts that wait for their first step.
+    """
+
+    def __init__(self, *, num_slots: int, limits: QueueLimits, metrics: GenerationMetrics) -> None:
+        self.limits = limits
+        self.num_accepted = 0
+        self.num_tokens = 0
+        self._num_slots = num_slots
+        self._metrics = metrics
+        self._waiting: Counter[int] = Counter()     # by priority
+        self._full = False
+        self._full_s = 0.0                          # for so long the engine was full in all
+        # That time when somebody began. Answers of one length end together, so one round of them is too few.
+        self._begun_s: deque[float] = deque([0.0], maxlen=4 * num_slots + 1)
+        self._promised_s = 0.0                      # when the last one that was refused should be back
+
+    @property
+    def capacity(self) -> int:
+        """How many may run and wait together."""
+        return self._num_slots + self.limits.max_requests
+
+    def check(self, count: int, *, num_tokens: int, priority: int, now_s: float) -> None:
+        """Raise Overloaded if so many, with so many prompt tokens together, may not wait now.
+
+        The limits on requests and tokens are for all that wait, the one on time for those in front of a
+        request of this priority. A prompt that is longer than all that may wait is taken when none waits.
+        """
+        self.check_count(count, now_s=now_s)
+        limit = self.limits.max_tokens
+        if limit is not None and self.num_tokens and self.num_tokens + num_tokens > limit:
+            raise self.refusal(
+                Reason.MAX_QUEUE_TOKENS,
+                f"prompts of {self.num_tokens} tokens are waiting; with {num_tokens} more there would be "
+                f"more than the limit, {limit}",
+                remedy="try again later, or raise --max-queue-tokens",
+                now_s=now_s,
+            )
+        wait_s = self._predicted_wait_s(priority)
+        if self.limits.max_wait_s is not None and wait_s > self.limits.max_wait_s:
+            raise self.refusal(
+                Reason.PREDICTED_WAIT,
+                f"a request would wait about {wait_s:.0f} s now, the limit is {self.limits.max_wait_s:g} s",
+                remedy="try again later, or raise --max-queue-wait-s",
+                now_s=now_s,
+            )
+
+    def check_count(self, count: int, *, now_s: float) -> None:
+        """Raise Overloaded if so many may not wait now, whatever they are."""
+        if self.num_accepted + count > self.capacity:
+            raise self.refusal(
+                Reason.MAX_QUEUE,
+                f"{self.num_accepted} requests are running or waiting, the limit is {self.capacity}",
+                remedy="try again later, or raise --max-queue",
+                now_s=now_s,
+            )
+
+    def refusal(self, reason: Reason, message: str, *, remedy: str, now_s: float) -> Overloaded:
+        """Return the error of a request that is refused, and count it.
+
+        Those that are refused are told to come back one after the other, twice as fast as places become free,
+        and before all that may wait has been served: however wrong the guess is, the line does not run dry.
+        """
+        self._metrics.rejected(reason.value)
+        seconds = self._seconds_per_place() or _UNKNOWN_RETRY_AFTER_S
+        longest_s = min(self.limits.max_wait_s or _LONGEST_RETRY_AFTER_S, _LONGEST_RETRY_AFTER_S)
+        self._promised_s = min(max(now_s, self._promised_s) + seconds / 2, now_s + longest_s)
+        retry_after_s = max(_SHORTEST_RETRY_AFTER_S, self._promised_s - now_s)
+        return Overloaded(message, retry_after_s=retry_after_s, remedy=remedy)
+
+    def wait(self, num_slots: int, *, num_tokens: int, priority: int) -> None:
+        """Count a sequence that waits for its first step; `accept` has counted its slots."""
+        self.num_tokens += num_tokens
+        self._waiting[priority] += num_slots
+
+    def begin(self, num_slots: int, *, num_tokens: int, priority: int) -> None:
+        """Take back what `wait` counted: it has begun, or it ended before."""
+        self.num_tokens -= num_tokens
+        self._waiting[priority] -= num_slots
+        if not self._waiting[priority]:
+            del self._waiting[priority]
+        if not self._waiting:
+            self._full = False  # all may have left, and then there is no step to say so
+
+    def note_step(self, seconds: float, *, num_begun: int, full: bool, num_waiting: int) -> None:
+        """Note that a step took so long, that so many began with it, and that so many waited then.
+
+        `full`: the first of these found no slot or no memory.
+        """
+        self._full = full or (self._full and num_waiting > 0)
+        if self._full:
+            self._full_s += seconds
+            self._begun_s.extend([self._full_s] * num_begun)
+
+    def _predicted_wait_s(self, priority: int) -> float:
+        seconds = self._seconds_per_place()
+        if seconds is None:
+            return 0.0
+        num_free = self._num_slots - (self.num_accepted - self._waiting.total())
+        ahead = sum(count for other, count in self._waiting.items() if other <= priority)
+        # Where memory is short, free slots are no help.
+        places = ahead + 1 - (0 if self._full else num_free)
+        return max(0, places) * seconds
+
+    def _seconds_per_place(self) -> float | None:
+        """Return how long the line of a full engine takes to get on by one; None: not known yet."""
+        num_begun = len(self._begun_s) - 1
+        return (self._full_s - self._begun_s[0]) / num_begun if num_begun >= self._num_slots else None

@@ -1,0 +1,289 @@
+"""A server that is full: who is refused, and how each dialect says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import huggingface_hub
+import openai
+import pytest
+from huggingface_hub.errors import OverloadedError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from genserve.client import Client
+from genserve.errors import Overloaded
+from tests.live import LiveServer
+from tests.server.test_server import request_bytes, wait_until
+
+# Answers stop after their first token as long as the gate is closed.
+GATED = """
+import time
+from pathlib import Path
+
+class TritonPythonModel:
+    async def decode(self, sequence):
+        while not sequence.finished:
+            sequence.append(await sequence.sample())
+            while not Path({gate!r}).exists():
+                time.sleep(0.001)
+"""
+CHAT = {"messages": [{"role": "user", "content": "tell me"}], "max_tokens": 40, "ignore_eos": True}
+TEXT = {"prompt": "tell me", "max_tokens": 40, "ignore_eos": True}
+TGI = {"inputs": "tell me", "parameters": {"max_new_tokens": 40, "ignore_eos": True}}
+TRITON = {"text_input": "tell me", "max_tokens": 40}
+INFER = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["tell me"]}]}
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    ("/v1/completions", TEXT),
+    ("/v1/completions", TEXT | {"stream": True}),
+    ("/generate", TGI),
+    ("/generate_stream", TGI),
+    ("/", TGI | {"stream": True}),
+    ("/v2/models/tiny/generate", TRITON),
+    ("/v2/models/tiny/generate_stream", TRITON | {"stream": True}),
+]
+
+
+def gated(folder: Path, tiny_repository: Path) -> Path:
+    """Make model `tiny` with one slot, whose answers wait for the file `gate` beside the repository."""
+    repository = folder / "repository"
+    shutil.copytree(tiny_repository, repository)
+    for config in repository.glob("*/config.pbtxt"):
+        text = config.read_text().replace("max_batch_size: 32", "max_batch_size: 1")
+        config.write_text(text.replace("max_candidate_sequences: 32", "max_candidate_sequences: 1"))
+    decoder = repository / "tiny_decoder" / "1" / "model.py"
+    decoder.write_text(GATED.format(gate=str(folder / "gate")))
+    return repository
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Path:
+    return gated(tmp_path_factory.mktemp("gated"), tiny_repository)
+
+
+class Gated:
+    """A server with one slot, which an answer holds that does not go on until the gate is opened."""
+
+    def __init__(self, repository: Path, **settings: Any) -> None:
+        self.gate = repository.parent / "gate"
+        self.gate.unlink(missing_ok=True)
+        self.live = LiveServer(repository, **settings)
+        self.loop = self.live.model.loop
+        self.holder = self.send("/generate_stream", TGI)
+        wait_until(lambda: self.loop.num_running == 1)
+
+    def send(self, path: str, body: dict[str, Any]) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.live.port))
+        client.sendall(request_bytes(path, body))
+        return client
+
+    def open_gate(self) -> None:
+        self.gate.touch()
+
+    def rejections(self, reason: str) -> float:
+        labels = {"model": "tiny", "reason": reason}
+        registry = self.live.server.services.metrics.registry
+        return registry.get_sample_value("genserve_admission_rejections_total", labels) or 0
+
+    def close(self) -> None:
+        self.open_gate()
+        self.holder.close()
+        self.live.stop()
+
+
+def answer_of(client: socket.socket) -> tuple[int, Any, bytes]:
+    """Read an answer: its status, headers and body."""
+    answer = HTTPResponse(client)
+    answer.begin()
+    return answer.status, answer.headers, answer.read()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Iterator[Gated]:
+    """One answer runs, and none may wait."""
+    server = Gated(gated(tmp_path_factory.mktemp("full"), tiny_repository), max_queue=0)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def impatient(repository: Path) -> Iterator[Gated]:
+    """One answer runs, and who has to wait has waited too long."""
+    server = Gated(repository, max_queue_wait_s=1e-6)
+    yield server
+    server.close()
+
+
+def check_refusal(path: str, status: int, headers: Any, body: bytes) -> None:
+    assert status == 429
+    assert int(headers["retry-after"]) >= 1
+    assert int(headers["retry-after-ms"]) >= 1
+    told = json.loads(body.removeprefix(b"data: "))
+    if path.startswith("/v1/"):
+        assert told["error"]["type"] == "rate_limit_error"
+        assert told["error"]["code"] == "overloaded"
+    elif path.startswith("/v2/"):
+        assert "--max-queue" in told["remedy"]
+    else:
+        assert told["error_type"] == "overloaded"
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_full_queue_refuses_on_every_route_with_a_time_to_come_back(
+    full: Gated, path: str, body: dict[str, Any]
+) -> None:
+    with httpx2.Client(base_url=full.live.url) as http:
+        answer = http.post(path, json=body)
+    check_refusal(path, answer.status_code, answer.headers, answer.content)
+    assert full.loop.num_accepted == 1
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_request_that_waits_too_long_is_refused_before_its_first_byte(
+    impatient: Gated, path: str, body: dict[str, Any]
+) -> None:
+    with impatient.send(path, body) as client:
+        wait_until(lambda: impatient.loop.num_accepted == 2)
+        impatient.open_gate()
+        status, headers, told = answer_of(client)
+    check_refusal(path, status, headers, told)
+    assert impatient.rejections("queue_timeout") == 1
+
+
+def test_a_stream_that_runs_goes_on_while_others_are_refused(impatient: Gated) -> None:
+    with impatient.send("/generate", TGI) as client:
+        wait_until(lambda: impatient.loop.num_accepted == 2)
+        impatient.open_gate()
+        assert answer_of(client)[0] == 429
+    with impatient.holder.makefile("rb") as file:
+        line = file.readline()
+        assert line.startswith(b"HTTP/1.1 200 ")
+        while b'"finish_reason": "length"' not in line:
+            line = file.readline()
+            assert b'"error"' not in line
+
+
+def test_a_client_that_leaves_the_queue_gives_its_place_back(repository: Path) -> None:
+    server = Gated(repository)
+    try:
+        client = server.send("/v1/chat/completions", CHAT | {"stream": True})
+        wait_until(lambda: server.loop.num_accepted == 2)
+        client.close()
+        server.open_gate()
+        wait_until(lambda: server.loop.num_accepted == 0)
+        registry = server.live.server.services.metrics.registry
+        ended = {"model": "tiny", "ending": "cancelled"}
+        assert registry.get_sample_value("genserve_requests_total", ended) == 1
+    finally:
+        server.close()
+
+
+def test_prompts_that_wait_are_bounded_in_tokens_and_shown_as_metrics(repository: Path) -> None:
+    server = Gated(repository, max_queue_tokens=40)     # the first one counts until its step is over
+    try:
+        waiting = server.send("/generate", TGI | {"inputs": "x" * 25})
+        wait_until(lambda: server.loop.num_accepted == 2)
+        with httpx2.Client(base_url=server.live.url) as http:
+            answer = http.post("/generate", json=TGI | {"inputs": "y" * 10})
+            check_refusal("/generate", answer.status_code, answer.headers, answer.content)
+            assert "tokens are waiting" in answer.json()["error"]
+            waiting.close()
+            server.open_gate()
+            wait_until(lambda: server.loop.num_accepted == 0)
+            text = http.get("/metrics").text
+        assert 'genserve_admission_rejections_total{model="tiny",reason="max_queue_tokens"} 1.0' in text
+        assert 'genserve_num_prompt_tokens_waiting{model="tiny"} 0.0' in text
+        assert 'genserve_request_queue_time_seconds_count{model="tiny"} 1.0' in text
+    finally:
+        server.close()
+
+
+def triton_request() -> Any:
+    text = service_pb2.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1, 1])
+    text.contents.bytes_contents.append(b"tell me")
+    return service_pb2.ModelInferRequest(model_name="tiny", inputs=[text])
+
+
+def check_grpc_refusal(error: Any) -> None:
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1
+
+
+def test_a_grpc_stream_goes_on_behind_a_refusal(full: Gated) -> None:
+    with grpc.insecure_channel(full.live.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        told = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
+    assert told == ["1 requests are running or waiting, the limit is 1"] * 2
+
+
+def test_infer_of_a_generation_model_is_refused_over_both_protocols(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    folder = gated(tmp_path, tiny_repository)
+    config = folder / "tiny" / "config.pbtxt"
+    config.write_text(config.read_text().replace("decoupled: true", "decoupled: false"))
+    server = Gated(folder, max_queue=0)
+    try:
+        with httpx2.Client(base_url=server.live.url) as http:
+            answer = http.post("/v2/models/tiny/infer", json=INFER)
+        check_refusal("/v2/models/tiny/infer", answer.status_code, answer.headers, answer.content)
+        with grpc.insecure_channel(server.live.grpc_url) as channel, pytest.raises(grpc.RpcError) as refused:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(triton_request())
+        check_grpc_refusal(refused.value)
+    finally:
+        server.close()
+
+
+def test_openai_python_raises_its_rate_limit_error(full: Gated) -> None:
+    with (
+        openai.OpenAI(base_url=f"{full.live.url}/v1", api_key="-", max_retries=0) as client,
+        pytest.raises(openai.RateLimitError) as refused,
+    ):
+        client.chat.completions.create(model="tiny", messages=CHAT["messages"], stream=True)
+    assert refused.value.code == "overloaded"
+
+
+def test_huggingface_hub_raises_its_overloaded_error(full: Gated) -> None:
+    with pytest.raises(OverloadedError):
+        huggingface_hub.InferenceClient(full.live.url).text_generation("tell me", max_new_tokens=4)
+
+
+def test_our_client_raises_overloaded(full: Gated) -> None:
+    with Client(full.live.url, max_retries=0) as client, pytest.raises(Overloaded) as refused:
+        client.generate("tell me")
+    assert refused.value.retry_after_s > 0
+
+
+def test_a_client_that_comes_back_when_it_is_told_is_answered(repository: Path) -> None:
+    server = Gated(repository, max_queue=0)
+    try:
+        hooks = {"response": [lambda _: server.open_gate()]}    # the first answer, a refusal, opens the gate
+        http = httpx2.Client(event_hooks=hooks)
+        with openai.OpenAI(base_url=f"{server.live.url}/v1", api_key="-", http_client=http) as client:
+            answer = client.completions.create(model="tiny", prompt="tell me", max_tokens=4)
+        assert answer.usage.completion_tokens == 4
+        assert server.rejections("max_queue") >= 1
+    finally:
+        server.close()
+
+
+def test_a_server_that_stops_is_unavailable_and_not_full(repository: Path) -> None:
+    server = Gated(repository)
+    try:
+        server.live.server.services.draining = True
+        with httpx2.Client(base_url=server.live.url) as http:
+            answers = [http.post("/v1/chat/completions", json=CHAT), http.post("/generate", json=TGI)]
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    finally:
+        server.close()
