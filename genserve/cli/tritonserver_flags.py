@@ -22,6 +22,7 @@ _THREADS = "requests are answered on one event loop, and models run on threads o
 _POOLS = "gRPC allocates each message when it comes and frees it after the answer; drop the flag"
 _CUDA_POOL = "tensors are copied to a GPU by the backend that runs there, from no pool; drop the flag"
 _FACADE = "that protocol is not served: send KServe requests to /v2/models/NAME/infer on the HTTP port"
+_TLS = "all ports speak TLS together: --ssl-certfile, --ssl-keyfile; --ssl-ca-certs asks for clients' certificates"
 _TRACE = "an older spelling of --trace-config: write that"
 
 REFUSED: dict[str, RefusedFlag] = {
@@ -33,6 +34,11 @@ REFUSED: dict[str, RefusedFlag] = {
     "--grpc-infer-thread-count": RefusedFlag(instead=_THREADS),
     "--grpc-infer-allocation-pool-size": RefusedFlag(instead=_POOLS),
     "--grpc-max-response-pool-size": RefusedFlag(instead=_POOLS),
+    "--grpc-use-ssl": RefusedFlag(instead=_TLS, idle="false"),
+    "--grpc-use-ssl-mutual": RefusedFlag(instead=_TLS, idle="false"),
+    "--grpc-server-cert": RefusedFlag(instead=_TLS),
+    "--grpc-server-key": RefusedFlag(instead=_TLS),
+    "--grpc-root-cert": RefusedFlag(instead=_TLS),
     "--model-namespacing": RefusedFlag(
         instead="a model is found by its name alone, in requests, in the index and by BLS; rename one of two "
         "models of the same name, or run one server for each repository",

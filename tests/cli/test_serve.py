@@ -176,6 +176,7 @@ def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--http-thread-count 16", "drop the flag"),
         ("--model-namespacing=true", "rename one of two models of the same name"),
         ("--allow-http=false", "--http-address=127.0.0.1"),
+        ("--grpc-use-ssl=true", "--ssl-certfile"),
         ("--host-policy=cpu_0,numa-node=0", "numactl"),
         ("--cache-directory=/opt/caches", "--cache-config=local,size=BYTES"),
     ],
