@@ -22,7 +22,7 @@ _THREADS = "requests are answered on one event loop, and models run on threads o
 _POOLS = "gRPC allocates each message when it comes and frees it after the answer; drop the flag"
 _CUDA_POOL = "tensors are copied to a GPU by the backend that runs there, from no pool; drop the flag"
 _FACADE = "that protocol is not served: send KServe requests to /v2/models/NAME/infer on the HTTP port"
-_TLS = "all ports speak TLS together: --ssl-certfile, --ssl-keyfile; --ssl-ca-certs asks for clients' certificates"
+_TLS = "all ports speak TLS together: --ssl-certfile, --ssl-keyfile; --ssl-ca-certs for clients' certificates"
 _TRACE = "an older spelling of --trace-config: write that"
 
 REFUSED: dict[str, RefusedFlag] = {
