@@ -151,10 +151,10 @@ def test_a_client_that_leaves_and_one_that_finds_no_room_are_in_the_log(generati
         clients.append(client)
     wait_until(lambda: loop.num_accepted == len(clients))
     answer = generating.http.post("/v1/chat/completions", json=LONG_CHAT, headers={"x-request-id": "late"})
-    assert answer.status_code == 503
+    assert answer.status_code == 429
     for client in clients:
         client.close()
-    assert re.search("WARNING .* 503 model=tiny seconds=.* error=overloaded", generating.line("[late]"))
+    assert re.search("WARNING .* 429 model=tiny seconds=.* error=overloaded", generating.line("[late]"))
     assert re.search("INFO .* 200 model=tiny .* ending=cancelled", generating.line("[leaves-0]"))
 
 

@@ -62,9 +62,11 @@ async def bodies(*steps):
         outbox.deliver([(sequence, content) for content in next(coming, ())])
 
     async def send(message):
-        sent.append(message.get("body"))
-        deliver()
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+            deliver()
 
+    deliver()  # the answer begins with its first delta
     await response({"type": "http", "method": "POST"}, asyncio.Future, send)
     return [body for body in sent if body]
 
