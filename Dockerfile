@@ -46,6 +46,6 @@ VOLUME /models
 EXPOSE 8000 8001 8002
 # Large weights take minutes to load; until then a failure does not count.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"GENSERVE_HTTP_PORT\"]}/health', timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as r; scheme = 'https' if os.environ.get('GENSERVE_SSL_CERTFILE') else 'http'; r.urlopen(f'{scheme}://127.0.0.1:{os.environ[\"GENSERVE_HTTP_PORT\"]}/health', timeout=4, context=ssl._create_unverified_context())"]
 ENTRYPOINT ["genserve"]
 CMD ["serve"]

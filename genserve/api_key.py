@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
+
 from genserve.errors import InvalidRequest
 
-__all__ = ["bearer"]
+__all__ = ["bearer", "is_bearer"]
 
 
 def bearer(api_key: str) -> str:
@@ -20,3 +22,12 @@ def bearer(api_key: str) -> str:
             field="api_key",
         )
     return f"Bearer {api_key}"
+
+
+def is_bearer(authorization: bytes, expected: bytes) -> bool:
+    """Whether a header `Authorization` is the `expected` one of `bearer`, compared in constant time.
+
+    The word Bearer may be written in either case (RFC 9110, section 11.1).
+    """
+    scheme, _, key = authorization.partition(b" ")
+    return hmac.compare_digest(scheme.capitalize() + b" " + key, expected)

@@ -156,7 +156,9 @@ class FloodFilter(logging.Filter):
         """Filter for a handler, which writes the counts too."""
         super().__init__()
         self._handler = handler
-        self._lock = threading.RLock()      # a garbage collection in here may log, too
+        # Reentrant, since a garbage collection in here may log. The handler's lock is never taken within it:
+        # one in the middle of a write waits for this one.
+        self._lock = threading.RLock()
         self._began_s = 0.0
         self._counts: dict[tuple[str, str], int] = {}
         self._left_out: dict[tuple[str, str], logging.LogRecord] = {}       # the last of each kind
@@ -166,36 +168,50 @@ class FloodFilter(logging.Filter):
         if record.levelno < logging.WARNING or record.name.startswith("genserve.models"):
             return True
         kind = (record.name, str(getattr(record, "kind", record.msg)))
+        summaries: list[logging.LogRecord] = []
         with self._lock:
             # A clock that was set back begins a new stretch too.
             if not 0 <= record.created - self._began_s < _STRETCH_S:
-                self._tell_left_out()
+                summaries = self._take_summaries()
                 self._began_s = record.created
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
-            if count <= _MAX_ALIKE:
-                return True
-            record.request_id = _request_id(record)     # of this one, whenever it is told of
-            self._left_out[kind] = record
-            return False
+            is_written = count <= _MAX_ALIKE
+            if not is_written:
+                self._left_out[kind] = _bare(record)
+        self._write(summaries)
+        return is_written
 
     def close(self) -> None:
         """Write what was counted."""
         with self._lock:
-            self._tell_left_out()
+            summaries = self._take_summaries()
+        self._write(summaries)
 
-    def _tell_left_out(self) -> None:
-        counts, left_out = self._counts, self._left_out
+    def _take_summaries(self) -> list[logging.LogRecord]:
+        """Return a line for each kind of which some were left out, and count anew."""
+        summaries = list(self._left_out.values())
+        for kind, last in self._left_out.items():
+            count = self._counts[kind] - _MAX_ALIKE
+            last.msg = f"{count} more like this within {_STRETCH_S} s, the last: {last.msg}"
         self._counts, self._left_out = {}, {}
-        for kind, last in left_out.items():
-            summary = copy(last)
-            count = counts[kind] - _MAX_ALIKE
-            summary.msg = f"left out {count} like this one within {_STRETCH_S} s: {last.getMessage()}"
-            summary.args, summary.exc_info, summary.exc_text = (), None, None
+        return summaries
+
+    def _write(self, records: Sequence[logging.LogRecord]) -> None:
+        for record in records:
             self._handler.acquire()
             try:
-                self._handler.emit(summary)
+                self._handler.emit(record)
             finally:
                 self._handler.release()
+
+
+def _bare(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a record with its text alone: a traceback would keep what its frames hold."""
+    bare = copy(record)
+    bare.msg, bare.args = record.getMessage(), ()
+    bare.exc_info = bare.exc_text = bare.stack_info = None
+    bare.request_id = _request_id(record)       # of now, whenever it is written
+    return bare
 
 
 def open_log(path: str) -> logging.Handler:

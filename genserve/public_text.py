@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable
@@ -48,18 +49,22 @@ def public_text(text: str) -> str:
     A path in a model repository is told as from there, one of an installed package as from where packages
     are; of any other the last part is left.
     """
-    below, others = _patterns()
-    text = _TRACEBACK.sub("", text)
-    return others.sub(lambda path: path["last"] or path["top"], below.sub(_without_folder, text))
+    below, quoted, others = _patterns()
+    text = below.sub(_without_folder, _TRACEBACK.sub("", text))
+    text = quoted.sub(lambda path: path["quote"] + (path["last"] or path["top"]) + path["quote"], text)
+    return others.sub(lambda path: path["last"] or path["top"], text)
 
 
 def public_error(error: _Error) -> _Error:
-    """Return an error as clients are told of it, by `public_text`; the log gets what they are not told."""
+    """Return an error as clients are told of it, by `public_text`.
+
+    What they are not told goes to the log, at a verbose level: it may quote the request.
+    """
     message, remedy = public_text(error.message), public_text(error.remedy)
     if (message, remedy) == (error.message, error.remedy):
         return error
     # Quoted, as it may hold what a client sent: no line of the log is a client's.
-    logger.warning("clients are told of this error without paths: %r", str(error))
+    logger.debug("clients are told of this error without paths: %r", str(error))
     told = type(error).__new__(type(error), message)    # `copy` would call `__init__`, each of another form
     vars(told).update(vars(error), message=message, remedy=remedy)
     return told
@@ -74,18 +79,22 @@ def _without_folder(found: re.Match[str]) -> str:
 
 
 @cache
-def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what finds the folders that paths are told as from, and what finds all other paths."""
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return what finds the folders that paths are told as from, and all other paths: in quotes, and not."""
     packages = {*sysconfig.get_paths().values(), str(Path(__file__).parents[1])}
     temporary = tempfile.gettempdir()
     folders = {path for path in (*_repositories, *packages) if path.strip("./")}
-    tops = {path.split("/")[1] for path in (*folders, temporary) if path.startswith("/")}
+    places = (*folders, temporary, str(Path.cwd()), *sys.path)
+    tops = {path.split("/")[1] for path in places if path.strip("/") and path.startswith("/")}
     uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.upload`
     known = f"(?P<folder>{uploads}|{_one_of(folders)})"
     part = r"[^\s/'\"`,;:()<>\[\]{}|]+"
+    top = rf"/+(?P<top>{_one_of(tops)}|{_TOP_FOLDERS})(?![\w-])"
     return (
         re.compile(rf"{_BEFORE}{known}(?:(?P<slash>/+)|(?![\w.-]))"),
-        re.compile(rf"{_BEFORE}/+(?P<top>{_one_of(tops)}|{_TOP_FOLDERS})(?![\w-])(?:/+(?P<last>{part}))*/*"),
+        # Between quotes a name may have spaces.
+        re.compile(rf"(?P<quote>['\"`]){top}(?:/+(?P<last>[^/'\"`\n]+))*/*(?P=quote)"),
+        re.compile(rf"{_BEFORE}{top}(?:/+(?P<last>{part}))*/*"),
     )
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import sys
+import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +110,24 @@ def test_lines_say_which_request_they_are_about() -> None:
     fail_request(InvalidRequest("nobody's"))
 
 
+class Tensor:
+    """Something large that a frame holds."""
+
+
+class Crossing(logging.Handler):
+    """A handler whose first write logs a line of its own, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_write, self.may_log = threading.Event(), threading.Event()
+
+    def emit(self, written: logging.LogRecord) -> None:
+        if written.msg == "logs while it is written":
+            self.in_write.set()
+            self.may_log.wait(timeout=30)
+            self.filter(record("bad %d", 1, created=2000.0))
+
+
 class TestFlood:
     """A client that is refused over and over does not fill the disk."""
 
@@ -123,17 +145,47 @@ class TestFlood:
     def test_of_one_kind_so_many_are_written_and_then_counted(self) -> None:
         lines = self.written(*(record("bad %d", n, created=1000.0) for n in range(150)))
         assert lines[:100] == [f"bad {n}" for n in range(100)]
-        assert lines[100:] == ["left out 50 like this one within 10 s: bad 149"]
+        assert lines[100:] == ["50 more like this within 10 s, the last: bad 149"]
 
     def test_the_count_comes_before_the_next_stretch_which_is_fresh(self) -> None:
         records = [record("bad %d", n, created=1000.0) for n in range(101)]
         lines = self.written(*records, record("bad %d", 101, created=1010.0))
-        assert lines[100:] == ["left out 1 like this one within 10 s: bad 100", "bad 101"]
+        assert lines[100:] == ["1 more like this within 10 s, the last: bad 100", "bad 101"]
 
     def test_other_kinds_are_not_held_back(self) -> None:
         records = [record("%s", n, kind="401", created=1000.0) for n in range(101)]
         lines = self.written(*records, record("%s", "x", kind="503", created=1000.0))
-        assert lines[-2:] == ["x", "left out 1 like this one within 10 s: 100"]
+        assert lines[-2:] == ["x", "1 more like this within 10 s, the last: 100"]
+
+    def test_what_logs_in_the_middle_of_a_write_waits_for_nobody_who_waits_for_it(self) -> None:
+        """As a garbage collection does, which runs in any thread and says what it found."""
+        handler = Crossing()
+        flood = FloodFilter(handler)
+        handler.addFilter(flood)
+        for number in range(150):
+            handler.handle(record("bad %d", number, created=1000.0))
+        with ThreadPoolExecutor(2) as pool:
+            writing = pool.submit(handler.handle, record("logs while it is written", created=1001.0))
+            handler.in_write.wait(timeout=30)
+            telling = pool.submit(handler.handle, record("next stretch", created=2000.0))
+            handler.may_log.set()
+            writing.result(timeout=30)
+            telling.result(timeout=30)
+
+    def test_what_is_left_out_keeps_no_traceback(self) -> None:
+        handler = logging.StreamHandler(io.StringIO())
+        flood = FloodFilter(handler)
+        handler.addFilter(flood)
+        tensor = Tensor()
+        seen = weakref.ref(tensor)
+        for _ in range(101):
+            try:
+                raise ValueError(tensor)
+            except ValueError:
+                handler.handle(record("bad", created=1000.0, exc_info=sys.exc_info()))
+        del tensor
+        gc.collect()
+        assert seen() is None
 
     def test_what_is_no_warning_and_what_models_say_is_written(self) -> None:
         info = {"levelno": logging.INFO, "created": 1000.0}

@@ -17,6 +17,7 @@ from genserve.public_text import add_repositories, public_error, public_text
     [
         ("{root}/m/config.pbtxt:12:3: bad", "m/config.pbtxt:12:3: bad"),
         ("models in {root}: a, b", "models in the model repository: a, b"),
+        ("cannot open '/home/jane doe/models/x.onnx'", "cannot open 'x.onnx'"),
         ("Load from {root}/m/1/model.onnx failed:{root}/m/x", "Load from m/1/model.onnx failed:m/x"),
         ("[Errno 2] No such file: '{root}/m/w.bin'", "[Errno 2] No such file: 'm/w.bin'"),
         ("{tmp}/genserve-a_1b/m/1/model.py(3): execute", "m/1/model.py(3): execute"),
@@ -69,7 +70,7 @@ def test_of_a_traceback_the_exception_is_left() -> None:
 
 def test_an_error_keeps_its_kind_and_the_log_has_all_of_it(caplog) -> None:
     error = ConfigError("no name", where="/srv/m/config.pbtxt:1:1", remedy="see /etc/x")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG, logger="genserve"):
         told = public_error(error)
     assert type(told) is ConfigError
     assert (told.message, told.remedy) == ("config.pbtxt:1:1: no name", "see x")

@@ -443,7 +443,8 @@ def serve(
         int,
         _flag(
             "--log-verbose",
-            help="1 logs inferences and probes too, why requests are refused, and what models log as such.",
+            help="1 also logs inferences, health checks, the reasons for refusals, and what models log as "
+            "verbose.",
             panel=_LOG,
             min=0,
         ),

@@ -14,6 +14,8 @@ from genserve.settings import ServerSettings
 
 __all__ = ["LogSettings"]
 
+logger = logging.getLogger(__name__)
+
 
 class LogSettings:
     """The settings of one server, with Triton's names. Safe from any thread.
@@ -30,10 +32,12 @@ class LogSettings:
                 f"there is no log format {settings.log_format!r}",
                 remedy=f"give --log-format one of: {', '.join(LOG_FORMATS)}",
             )
+        self._file = str(settings.log_file or "")
         self._lock = threading.Lock()
         self._handler: logging.Handler | None = None
         self._values: dict[str, Any] = {
-            "log_file": str(settings.log_file or ""),
+            # Clients see where the file is no more than they may change it.
+            "log_file": settings.log_file.name if settings.log_file else "",
             "log_info": settings.log_info,
             "log_warning": settings.log_warning,
             "log_error": settings.log_error,
@@ -55,7 +59,7 @@ class LogSettings:
         Raises:
             GenserveError: the file cannot be written.
         """
-        handler = open_log(self._values["log_file"])
+        handler = open_log(self._file)
         flood = FloodFilter(handler)
         handler.addFilter(self._is_on)
         handler.addFilter(flood)
@@ -89,8 +93,13 @@ class LogSettings:
                 status=Status.UNAVAILABLE,
                 remedy=f"one of: {', '.join(LOG_FORMATS)}",
             )
+        known = {name: value for name, value in changes.items() if name in self._values}
+        # Before they hold: whoever switches the log off is the last that it tells of.
+        if changed := {name: value for name, value in known.items() if value != self.values[name]}:
+            settings = ", ".join(f"{name}={value}" for name, value in changed.items())
+            logger.warning("a client changes the settings of the log: %s", settings)
         with self._lock:
-            self._values |= {name: value for name, value in changes.items() if name in self._values}
+            self._values |= known
             self._apply()
             return dict(self._values)
 

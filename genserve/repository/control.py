@@ -103,6 +103,19 @@ class ModelControl:
             InferenceError: it cannot be loaded; what served before goes on.
         """
         self.rescan()
+        try:
+            entry, upload = self._entry_to_load(name, config_json, files, allow_code=allow_code)
+            self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
+        except GenserveError as error:
+            _log_not_loaded(name, error)
+            raise
+        self._asked.add(name)
+        self._follow_steps()
+
+    def _entry_to_load(
+        self, name: str, config_json: str, files: Mapping[str, bytes] | None, *, allow_code: bool
+    ) -> tuple[ModelEntry, Upload | None]:
+        """Return the model that a load call means, and the folder of the files that came with it."""
         if files:
             if not config_json:
                 raise not_polled(name, remedy="send the model's config as JSON along with its files")
@@ -119,13 +132,7 @@ class ModelControl:
                     refuse_code(entry, is_uploaded=upload is not None)
             except RepositoryError as error:
                 raise not_polled(name, remedy=str(error)) from error
-        try:
-            self._load_with_steps(entry, is_brought=bool(config_json), upload=upload)
-        except GenserveError as error:
-            _log_not_loaded(name, error)
-            raise
-        self._asked.add(name)
-        self._follow_steps()
+        return entry, upload
 
     def load_noted(self, entry: ModelEntry) -> None:
         """Load a model; if it fails, note it in `errors`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 
-from genserve.api_key import bearer
+from genserve.api_key import bearer, is_bearer
 from genserve.errors import Forbidden, GenserveError, Unauthenticated, UnsupportedMediaType
 from genserve.settings import ServerSettings
 
@@ -21,8 +21,13 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
 # What a form, or a script without a preflight, can send to any server: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
 _FORM = b"application/x-www-form-urlencoded"
 _FORM_TYPES = frozenset({_FORM, b"multipart/form-data", b"text/plain"})
-# `curl -d` declares a form whatever it sends. A page cannot claim this name without a preflight.
-_CURL = b"curl/"
+# `curl -d` and Triton's client in C++, which is libcurl, declare a form whatever they send. A page cannot
+# claim these names without a preflight.
+_CURL = (b"curl/", b"libcurl-agent/")
+_DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
+_HOST_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._*")
+_SINGLE_LABEL = re.compile(r"[a-z0-9_-]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", re.IGNORECASE)
 _HEADERS = frozenset({
     b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest", b"content-type",
     b"user-agent", b"authorization",
@@ -33,7 +38,8 @@ class AccessControl:
     """The rules of one port.
 
     1. The Host header names this machine, so that no web site can have its own name resolve to it (DNS
-       rebinding). Checked where a stolen request would be answered: on loopback, and without a key.
+       rebinding). Checked where a stolen request would be answered: on loopback, and where clients need
+       neither a key nor a certificate.
     2. A browser's request comes from a page of this server, or from an allowed origin.
     3. A request that acts has no content type that a form can have.
     4. Whoever asks knows the key, if there is one; it is compared in constant time.
@@ -51,10 +57,13 @@ class AccessControl:
             InvalidRequest: no header can hold the key.
         """
         self._key = bearer(settings.api_key).encode() if settings.api_key and asks_key else None
-        self._origins = frozenset(origin.encode() for origin in settings.allowed_origins)
-        hosts = settings.allowed_hosts or (() if self._key is None or is_loopback(host) else ("*",))
+        self._origins = frozenset(map(_origin, settings.allowed_origins))
+        names = frozenset(map(_host_pattern, settings.allowed_hosts))
+        is_local = is_loopback(host)
+        if not is_local and (settings.api_key or settings.ssl_ca_certs) and not (names and asks_key):
+            names = frozenset({"*"})
         # Each form of the header is looked at once: `infer` is called some thousand times a second.
-        self._is_known = lru_cache(maxsize=64)(partial(_is_known, names=frozenset(map(str.lower, hosts))))
+        self._is_known = lru_cache(maxsize=64)(partial(_is_known, names=names, single_labels=not is_local))
 
     def check(self, *, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Let a request pass, or refuse it.
@@ -84,12 +93,12 @@ class AccessControl:
                 "the content type is one that any web page can send",
                 remedy="send the header `Content-Type: application/json`",
             )
-        if self._key is not None and path not in _OPEN_PATHS:
-            authorization = given.get(b"authorization", b"")
-            if not hmac.compare_digest(authorization, self._key):
-                raise Unauthenticated(
-                    "the API key is missing or wrong", remedy="send the header `Authorization: Bearer KEY`"
-                )
+        if self._key is None or path in _OPEN_PATHS:
+            return
+        if not is_bearer(given.get(b"authorization", b""), self._key):
+            raise Unauthenticated(
+                "the API key is missing or wrong", remedy="send the header `Authorization: Bearer KEY`"
+            )
 
     def _is_foreign(self, given: dict[bytes, bytes], *, method: str) -> bool:
         """Whether a browser sends this for a page of another origin; as net/http.CrossOriginProtection of Go.
@@ -105,13 +114,39 @@ class AccessControl:
             mode, destination = given.get(b"sec-fetch-mode"), given.get(b"sec-fetch-dest")
             is_link = method in _SAFE_METHODS and mode == b"navigate" and destination == b"document"
             return site not in (b"same-origin", b"none") and not is_link
-        return origin is not None and origin.partition(b"://")[2] != given.get(b"host", b"").lower()
+        if origin is None:
+            return False
+        scheme, _, place = origin.partition(b"://")
+        port = _DEFAULT_PORTS.get(scheme, b"")
+        return place.removesuffix(port) != given.get(b"host", b"").lower().removesuffix(port)
 
 
-def _is_known(host: bytes, *, names: frozenset[str]) -> bool:
+def _host_pattern(text: str) -> str:
+    """Return a value of `--allowed-host` in lower case; raises GenserveError for what matches no host."""
+    if not text or not set(text.lower()) <= _HOST_CHARACTERS:
+        raise GenserveError(
+            f"--allowed-host {text!r} is not a host name",
+            remedy="write the name without scheme and port: models.example",
+        )
+    return text.lower()
+
+
+def _origin(text: str) -> bytes:
+    """Return a value of `--allowed-origin` as browsers send it; raises GenserveError for what is none."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise GenserveError(
+            f"--allowed-origin {text!r} is not an origin",
+            remedy="write scheme and host, without a slash at the end: https://app.example, http://localhost:3000",
+        )
+    return text.lower().encode()
+
+
+def _is_known(host: bytes, *, names: frozenset[str], single_labels: bool) -> bool:
     """Whether a Host header names an address, this machine by `localhost`, or one of `names`.
 
-    An address cannot be rebound: a page that was loaded from it is a page of this server.
+    An address cannot be rebound: a page that was loaded from it is a page of this server. With
+    `single_labels` names without a dot are known, too, as containers have them on their network: the public
+    DNS has none, and whoever is on that network reaches the port without a web page.
     """
     text = host.decode("latin-1").lower()
     name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
@@ -120,6 +155,7 @@ def _is_known(host: bytes, *, names: frozenset[str]) -> bool:
         name == "localhost"
         or name.endswith(".localhost")  # RFC 6761, section 6.3: never asked of a name server
         or _address(name) is not None
+        or (single_labels and _SINGLE_LABEL.fullmatch(name) is not None)
         or any(fnmatchcase(name, pattern) for pattern in names)
     )
 
@@ -167,7 +203,7 @@ def require_safe_addresses(settings: ServerSettings) -> None:
     Raises:
         GenserveError: names the flags.
     """
-    if settings.api_key or settings.allow_unauthenticated:
+    if settings.api_key or settings.ssl_ca_certs or settings.allow_unauthenticated:
         return
     ports = {"--host": settings.host}
     if settings.allow_grpc and settings.grpc_host:
@@ -179,5 +215,5 @@ def require_safe_addresses(settings: ServerSettings) -> None:
             raise GenserveError(
                 f"{flag} {host} lets other machines in, and no API key is set",
                 remedy="set GENSERVE_API_KEY, listen on 127.0.0.1, or let anybody in with "
-                "--allow-unauthenticated",
+                "--allow-unauthenticated (GENSERVE_ALLOW_UNAUTHENTICATED=true in a container)",
             )

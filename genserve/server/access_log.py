@@ -7,6 +7,7 @@ No line has what was sent or answered.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import re
@@ -14,7 +15,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError
+from genserve.errors import GenserveError, InferenceError, ModelFailed
 from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
 
 __all__ = ["AccessLog", "is_verbose", "log_request"]
@@ -57,7 +58,9 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except BaseException:
+        except BaseException as error:
+            if request.error is None and not isinstance(error, asyncio.CancelledError):
+                request.error = ModelFailed("the answer broke off")
             _log_http(request, scope, status=status or 500)
             raise
         # The routes of KServe send nothing to a client that has left.
@@ -124,7 +127,7 @@ def log_request(
 
 def _log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
     path: str = scope["path"]
-    if path in _PROBES:
+    if path in _PROBES or (path.startswith("/v2/models/") and path.endswith("/ready")):
         failed = is_news = False
     else:
         left = status == _CLIENT_CLOSED_REQUEST
@@ -140,7 +143,7 @@ def _log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
 def _is_quiet(path: str, *, method: str) -> bool:
     """Whether a success is told at a verbose level alone: inferences, and what is looked at over and over."""
     if path.startswith("/v2"):
-        return path.endswith("/infer") or method == "GET"
+        return method == "GET" or path.endswith(("/infer", "/generate", "/generate_stream"))
     return path == "/metrics"
 
 

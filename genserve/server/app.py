@@ -65,6 +65,7 @@ class _App(FastAPI):
                 allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=["*"],
+                allow_private_network=True,     # some browsers ask before a public page may reach loopback
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +16,14 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.errors import GenserveError
+from genserve.log import quoted
 from genserve.server.access import AccessControl
 from genserve.server.address import address_of
 from genserve.server.faults import http_status
 
 __all__ = ["MetricsPort"]
+
+logger = logging.getLogger(__name__)
 
 
 # A scraper needs one connection, for a moment.
@@ -90,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._access.check(method="GET", path=path, headers=headers)
         except GenserveError as error:
+            client = f"{self.client_address[0]}:{self.client_address[1]}"
+            logger.warning("%s %s %s was refused: %s", client, self.command, quoted(path), error.code)
             self._answer(f"{error}\n".encode(), status=HTTPStatus(http_status(error)))
             return
         # Other paths are empty, and fine, as they are on Triton's.
@@ -111,7 +118,15 @@ class _Handler(BaseHTTPRequestHandler):
         if status is HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def version_string(self) -> str:
+        """Say what answers, and not by which Python."""
+        return "genserve"
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  # http.server's name
         """Scrapes are no news."""
@@ -133,6 +148,12 @@ def _server(host: str) -> type[ThreadingHTTPServer]:
                 super().process_request(request, client_address)
             else:
                 self.shutdown_request(request)
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Log a failure; that a client leaves, or shakes no hands, is none."""
+            error = sys.exc_info()[1]
+            if not isinstance(error, OSError):
+                logger.error("the metrics port failed", exc_info=error)
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
             try:

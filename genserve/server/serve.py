@@ -272,7 +272,7 @@ async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None
     if done:
         work.result()
     else:
-        logger.error("%s takes too long: the server ends without", doing)
+        logger.error("%s takes too long; stopping without waiting for it", doing)
 
 
 def _repository_options(settings: ServerSettings) -> RepositoryOptions:

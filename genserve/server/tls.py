@@ -27,7 +27,7 @@ def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, password=_refuse_password)
     except OSError as error:  # ssl.SSLError is one
         raise _unusable("certificate and key", certificate, key, error=error) from error
     if authorities is not None:
@@ -50,6 +50,14 @@ def grpc_credentials(settings: ServerSettings) -> Any:
     authorities = settings.ssl_ca_certs.read_bytes() if settings.ssl_ca_certs else None
     return grpc.ssl_server_credentials(
         [(key, certificate)], root_certificates=authorities, require_client_auth=authorities is not None
+    )
+
+
+def _refuse_password() -> bytes:
+    """Refuse an encrypted key, for which OpenSSL would ask on the terminal."""
+    raise GenserveError(
+        "the key of the certificate is encrypted",
+        remedy="give a plain one, which only this user may read: `openssl pkey -in KEY -out PLAIN`",
     )
 
 

@@ -30,6 +30,7 @@ def log_one_of_each() -> None:
         getattr(logger, word)(f"a line: {word}")
 
 
+TOLD = "a client changes the settings of the log"
 ALL = ["debug", "info", "warning", "error", "critical"]
 
 
@@ -57,13 +58,25 @@ def test_each_class_of_lines_is_on_or_off_by_itself(
             assert settings.update(changes).items() >= changes.items()
         log_one_of_each()
     assert settings.values.items() >= changes.items()
-    assert [line.rpartition(" ")[2] for line in file.read_text().splitlines()] == words
+    lines = [line for line in file.read_text().splitlines() if TOLD not in line]
+    assert [line.rpartition(" ")[2] for line in lines] == words
+
+
+def test_who_switches_the_log_off_is_the_last_that_it_tells_of(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    settings = log_settings(log_file=file)
+    with settings.written():
+        settings.update({"log_info": False, "log_warning": False, "log_error": False})
+        settings.update({"log_info": False})
+        log_one_of_each()
+    [line] = file.read_text().splitlines()
+    assert line.endswith(f"{TOLD}: log_info=False, log_warning=False, log_error=False")
 
 
 def test_what_is_shown_is_what_the_server_was_started_with(tmp_path: Path) -> None:
     settings = log_settings(log_file=tmp_path / "log", log_format="ISO8601", log_warning=False, log_verbose=3)
     assert settings.values == {
-        "log_file": str(tmp_path / "log"),
+        "log_file": "log",
         "log_info": True,
         "log_warning": False,
         "log_error": True,
@@ -79,7 +92,8 @@ def test_a_format_is_changed_for_the_lines_that_follow(tmp_path: Path) -> None:
         logging.getLogger("genserve").info("first")
         settings.update({"log_format": "ISO8601"})
         logging.getLogger("genserve").info("second")
-    first, second = file.read_text().splitlines()
+    first, told, second = file.read_text().splitlines()
+    assert told.endswith(f"{TOLD}: log_format=ISO8601")
     assert "T" not in first.split("INFO")[0]
     assert second.split()[0][10::13] == "TZ"        # 2026-01-01T00:00:00.000Z
 

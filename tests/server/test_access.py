@@ -3,6 +3,8 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import socket
+import struct
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -172,6 +174,13 @@ def test_curl_asks_as_the_documentation_of_triton_says(server):
     assert curl("-X", "POST", f"{server.url}/v2/repository/index").endswith("200")
 
 
+def test_the_client_in_cpp_declares_a_form_and_is_answered(server):
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    index = "/v2/repository/index"
+    assert status(server, "POST", index, {}, user_agent="libcurl-agent/1.0", **form) == 200
+    assert status(server, "POST", index, {}, user_agent="Mozilla/5.0 curl/8", **form) == 415
+
+
 def test_clients_ask_as_before(tiny_server):
     url = tiny_server.url
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
@@ -228,6 +237,48 @@ def test_without_a_key_names_are_checked_on_an_address_for_other_machines_too(tm
         assert exchange(url, "GET", "/v2", **known)[0] == 200
 
 
+def test_names_of_a_network_of_containers_are_known_where_other_machines_come_in(tmp_path, server):
+    write_model(tmp_path, "one")
+    with LiveServer(tmp_path, allow_unauthenticated=True, host="0.0.0.0") as public:
+        url = public.url.replace("0.0.0.0", "127.0.0.1")
+        assert exchange(url, "GET", "/v2", host="genserve:8000")[0] == 200
+    assert status(server, "GET", "/v2", host="genserve:8000") == 403
+
+
+def test_a_metrics_port_that_is_opened_is_open_by_any_name(tmp_path):
+    write_model(tmp_path, "one")
+    settings = {"api_key": "secret", "allowed_hosts": ("api.example",), "allow_unauthenticated_metrics": True}
+    with LiveServer(tmp_path, host="0.0.0.0", **settings) as public:
+        metrics = public.info.metrics_url.replace("0.0.0.0", "127.0.0.1").removesuffix("/metrics")
+        assert exchange(metrics, "GET", "/metrics", host="genserve.monitoring.svc:8002")[0] == 200
+
+
+def test_the_word_bearer_has_no_case_and_a_default_port_may_be_written(tmp_path):
+    write_model(tmp_path, "one")
+    with LiveServer(tmp_path, api_key="secret") as server:
+        assert status(server, "GET", "/v2", authorization="bearer secret") == 200
+        assert status(server, "GET", "/v2", authorization="bearer Secret") == 401
+        key = {"authorization": "Bearer secret"}
+        assert status(server, "GET", "/v2", origin="http://localhost", host="localhost:80", **key) == 200
+        assert status(server, "GET", "/v2", origin="http://localhost:81", host="localhost:80", **key) == 403
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_hosts": ("a.example:8000",)},
+        {"allowed_hosts": ("http://a.example",)},
+        {"allowed_origins": ("a.example",)},
+        {"allowed_origins": ("https://a.example/",)},
+    ],
+)
+def test_a_name_or_an_origin_that_nothing_can_have_ends_the_start(tmp_path, settings):
+    write_model(tmp_path, "one")
+    with pytest.raises(GenserveError, match="--allowed-") as caught:
+        Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS, **settings))
+    assert caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
@@ -256,6 +307,18 @@ def test_the_metrics_port_asks_for_the_key_and_can_be_opened(tmp_path):
     with LiveServer(tmp_path, api_key="secret", allow_unauthenticated_metrics=True) as server:
         assert "nv_inference" in httpx2.get(server.info.metrics_url).text
         assert status(server, "GET", "/metrics") == 401
+
+
+def test_the_metrics_port_logs_whom_it_refuses_and_not_those_who_leave(server, caplog, capfd):
+    url = server.info.metrics_url.removesuffix("/metrics")
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /metr")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    assert exchange(url, "HEAD", "/metrics") == (200, "")
+    assert exchange(url, "GET", "/metrics", host="evil.example")[0] == 403
+    assert "GET /metrics was refused: forbidden" in caplog.text
+    assert "Traceback" not in capfd.readouterr().err + caplog.text
 
 
 def test_the_metrics_port_is_not_for_web_pages(server):

@@ -11,6 +11,7 @@ import openai
 import pytest
 import tritonclient.grpc as triton
 import trustme
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from genserve import Client
@@ -116,6 +117,26 @@ def test_with_an_authority_for_clients_only_those_with_a_certificate_come_in(tin
                 else:
                     with pytest.raises(grpc.RpcError):
                         call(health_pb2.HealthCheckRequest(), timeout=5)
+
+
+def test_a_key_that_is_encrypted_is_refused_and_not_asked_for(tiny_repository, pem, tmp_path):
+    key = serialization.load_pem_private_key(pem.server_key.read_bytes(), password=None)
+    encrypted = tmp_path / "encrypted.key"
+    encrypted.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"word"),
+        )
+    )
+    settings = {"ssl_certfile": pem.server, "ssl_keyfile": encrypted}
+    with pytest.raises(GenserveError, match="encrypted"):
+        Server(ServerSettings(model_repository=(tiny_repository,), **settings))
+
+
+def test_certificates_of_clients_are_enough_for_an_address_of_other_machines(tiny_repository, pem):
+    settings = {"ssl_certfile": pem.server, "ssl_keyfile": pem.server_key, "ssl_ca_certs": pem.authority}
+    Server(ServerSettings(model_repository=(tiny_repository,), host="0.0.0.0", **settings))
 
 
 def test_files_that_cannot_be_used_are_named_at_the_start(tiny_repository, pem, tmp_path):

@@ -193,6 +193,23 @@ class _Forward(socketserver.BaseRequestHandler):
             return
 
 
+def test_the_same_page_takes_over_a_server_that_lets_it_in(browser, tmp_path, marker):
+    """Or what the others show would be that the page does nothing."""
+    repository = tmp_path / "repository"
+    write_model(repository, "one")
+    settings = {"allowed_origins": ("*",), "allow_uploaded_code": True, "load_model": ("one",)}
+    with (
+        LiveServer(repository, model_control_mode="explicit", **settings) as server,
+        foreign_site() as port,
+    ):
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/")
+        read = attack(page, server.url, marker)
+        page.close()
+    assert ["/v2/repository/models/evil/load", "cors", 200] in read
+    assert marker.exists()
+
+
 def test_a_page_of_another_origin_gets_nowhere(browser, server, marker):
     with foreign_site() as port:
         page = browser.new_page()

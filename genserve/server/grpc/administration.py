@@ -67,7 +67,8 @@ def _details(error: GenserveError) -> str:
     """Return the text of an error, cut where the headers of HTTP/2 would have no room for it."""
     encoded = quote(error.message, safe=_UNQUOTED, errors="replace")
     if len(encoded) > _MAX_DETAILS:
-        logger.error("an error that is cut for gRPC: %s", error.message)
+        logger.warning("an error of %d characters is cut for gRPC: %s", len(error.message), error.code)
+        logger.debug("its text: %s", error.message)     # which may quote the request
         encoded = re.sub("%.?$", "", encoded[:_MAX_DETAILS])
     return unquote(encoded, errors="ignore")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
-from genserve.api_key import bearer
+from genserve.api_key import bearer, is_bearer
 from genserve.log import LoggedRequest, quoted
 from genserve.server.grpc.administration import log_call
 from genserve.server.restrictions import Restrictions
@@ -49,7 +48,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
         return _refusing(call.method, grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
 
     def _knows(self, given: str | bytes) -> bool:
-        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected)
+        return is_bearer(given.encode() if isinstance(given, str) else given, self._expected)
 
 
 class RestrictionCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
