@@ -18,7 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from genserve.errors import GenserveError, InferenceError, ModelFailed
 from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
 
-__all__ = ["AccessLog", "is_verbose", "log_request"]
+__all__ = [
+    "CLIENT_CLOSED_REQUEST",
+    "AccessLog",
+    "answer_logged",
+    "begin_request",
+    "id_header",
+    "is_verbose",
+    "log_http",
+    "log_request",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -27,56 +36,71 @@ _ID = re.compile(rb"[!-~]{1,128}")
 _ID_NAME = b"x-request-id"
 # Health checks, which fail as long as models are loaded, and say so to whoever asks.
 _PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
-_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies' logs use this number
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies' logs use this number
 
 
 class AccessLog:
-    """ASGI middleware that logs each request, and tells the caller by which id it went: `X-Request-Id`.
-
-    The id is the request's own or made up, and stands in each line that is logged on the request's way.
-    """
+    """ASGI middleware that logs each request, and tells the caller by which id it went: `X-Request-Id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, and write the header into its answer."""
-        if scope["type"] != "http":
+        if scope["type"] == "http":
+            await answer_logged(begin_request(scope), self._app, scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
-        request_id = _given_id(scope) or _made_up_id()
-        request = LoggedRequest(id=request_id.decode())
-        CURRENT_REQUEST.set(request)
-        status = 0
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (_ID_NAME, request_id)]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_with_id)
-        except BaseException as error:
-            if request.error is None and not isinstance(error, asyncio.CancelledError):
-                request.error = ModelFailed("the answer broke off")
-            _log_http(request, scope, status=status or 500)
-            raise
-        # The routes of KServe send nothing to a client that has left.
-        _log_http(request, scope, status=status or _CLIENT_CLOSED_REQUEST)
 
 
-def _given_id(scope: Scope) -> bytes:
+def begin_request(scope: Scope) -> LoggedRequest:
+    """Return the request that the log tells of from here on; `log_http` is to be called at its end.
+
+    Its id is the caller's own or made up, and stands in each line that is logged on the request's way.
+    """
+    request = LoggedRequest(id=_given_id(scope) or _made_up_id())
+    CURRENT_REQUEST.set(request)
+    return request
+
+
+async def answer_logged(
+    request: LoggedRequest, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Have an application answer, write the id into its headers, and log how it ended."""
+    status = 0
+
+    async def send_with_id(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            message["headers"] = [*message["headers"], id_header(request)]
+        await send(message)
+
+    try:
+        await app(scope, receive, send_with_id)
+    except BaseException as error:
+        if request.error is None and not isinstance(error, asyncio.CancelledError):
+            request.error = ModelFailed("the answer broke off")
+        log_http(request, scope, status=status or 500)
+        raise
+    log_http(request, scope, status=status or CLIENT_CLOSED_REQUEST)
+
+
+def id_header(request: LoggedRequest) -> tuple[bytes, bytes]:
+    """Return the header that tells the caller the id of a request."""
+    return _ID_NAME, request.id.encode()
+
+
+def _given_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == _ID_NAME:
-            return value if _ID.fullmatch(value) else b""
-    return b""
+            return value.decode() if _ID.fullmatch(value) else ""
+    return ""
 
 
-def _made_up_id() -> bytes:
+def _made_up_id() -> str:
     # A third of the cost of a UUID, for a number as unlikely to come twice.
-    return b"%032x" % random.getrandbits(128)
+    return f"{random.getrandbits(128):032x}"
 
 
 def is_verbose() -> bool:
@@ -125,12 +149,13 @@ def log_request(
     logger.log(level, "%s %s %s %s", quoted(client), call, status, text, extra={"kind": kind})
 
 
-def _log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
+def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
+    """Write the line of an HTTP request that was answered with a status."""
     path: str = scope["path"]
     if path in _PROBES or (path.startswith("/v2/models/") and path.endswith("/ready")):
         failed = is_news = False
     else:
-        left = status == _CLIENT_CLOSED_REQUEST
+        left = status == CLIENT_CLOSED_REQUEST
         failed = (status >= 400 and not left) or request.error is not None
         is_news = left or not _is_quiet(path, method=scope["method"])
     if failed or is_news or request.answers or is_verbose():

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from genserve.errors import GenserveError, Unauthenticated
-from genserve.log import fail_request
+from genserve.errors import GenserveError
 from genserve.server.access import AccessControl
 from genserve.server.access_log import AccessLog
-from genserve.server.faults import add_fault_handlers, fault_answer, http_status
+from genserve.server.faults import add_fault_handlers, fault_answer
 from genserve.server.restrictions import check_restriction, parse_restrictions
 from genserve.server.routes import health, openai, openai_completions, reference, tgi
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
-from genserve.server.routes.kserve_call import Answer, error_json
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 from genserve.version import __version__
@@ -55,9 +52,9 @@ class _App(FastAPI):
         settings = services.settings
         self._access = AccessControl(settings, host=settings.host)
         self._restrictions = parse_restrictions(settings.http_restricted_api)
-        self._kserve: ASGIApp = KServe(services)
-        self._others: ASGIApp = super().__call__
-        self._entrance: ASGIApp = AccessLog(self._admit)
+        self._kserve: ASGIApp = KServe(services, check=self._check)
+        self._others: ASGIApp = AccessLog(self._answer_others)
+        self._entrance: ASGIApp = self._route
         if settings.allowed_origins:
             self._entrance = CORSMiddleware(
                 self._entrance,
@@ -72,29 +69,26 @@ class _App(FastAPI):
         """Answer a request; the ASGI protocol."""
         await self._entrance(scope, receive, send)
 
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that access control lets pass, and refuse the others before their body is read."""
-        answer = self._others
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_of_kserve = scope["type"] == "http" and is_kserve(scope["path"])
+        await (self._kserve if is_of_kserve else self._others)(scope, receive, send)
+
+    async def _answer_others(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = super().__call__
         if scope["type"] == "http":
-            path = scope["path"]
-            if is_kserve(path):
-                answer = self._kserve
             try:
-                self._access.check(method=scope["method"], path=path, headers=scope["headers"])
-                if self._restrictions:
-                    part = part_of(path) if is_kserve(path) else _part_of_others(scope)
-                    check_restriction(self._restrictions.get(part), headers=scope["headers"])
+                self._check(scope)
             except GenserveError as error:
-                answer = _refusal(error, path=path)
+                answer = fault_answer(error, path=scope["path"])
         await answer(scope, receive, send)
 
-
-def _refusal(error: GenserveError, *, path: str) -> ASGIApp:
-    if is_kserve(path):
-        fail_request(error)
-        challenge = [(b"www-authenticate", b"Bearer")] if isinstance(error, Unauthenticated) else []
-        return Answer(orjson.dumps(error_json(error)), status_code=http_status(error), headers=challenge)
-    return fault_answer(error, path=path)
+    def _check(self, scope: Scope) -> None:
+        """Raise what a request is refused with, before its body is read."""
+        path = scope["path"]
+        self._access.check(method=scope["method"], path=path, headers=scope["headers"])
+        if self._restrictions:
+            part = part_of(path) if is_kserve(path) else _part_of_others(scope)
+            check_restriction(self._restrictions.get(part), headers=scope["headers"])
 
 
 def _part_of_others(scope: Scope) -> str:

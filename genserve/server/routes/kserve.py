@@ -13,10 +13,17 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from genserve.errors import InferenceError, Status
+from genserve.errors import GenserveError, InferenceError, Status
 from genserve.kserve.failure import failure
-from genserve.log import CURRENT_REQUEST
-from genserve.server.routes.kserve_call import Call, error_answer, message_answer
+from genserve.log import LoggedRequest
+from genserve.server.access_log import (
+    CLIENT_CLOSED_REQUEST,
+    answer_logged,
+    begin_request,
+    id_header,
+    log_http,
+)
+from genserve.server.routes.kserve_call import Answer, Call, error_answer, message_answer, refusal_answer
 from genserve.server.routes.kserve_control import (
     log_settings,
     model_trace_settings,
@@ -126,18 +133,30 @@ def part_of(path: str) -> str:
 class KServe:
     """All paths below `/v2`, as one ASGI application."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, *, check: Callable[[Scope], None]) -> None:
+        """Answer for `services`; `check` raises what a request is refused with by its headers."""
         self._services = services
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; whatever fails is an answer too. The ASGI protocol."""
+        """Answer a request, and log it; whatever fails is an answer too. The ASGI protocol."""
+        request = begin_request(scope)
         try:
-            response = await self._respond(scope, receive)
-            await response(scope, receive, send)
+            response = await self._respond(request, scope, receive)
+            if isinstance(response, Answer):
+                # A wrapper around `send`, as for streams, would cost `infer` a tenth.
+                await response.send(send, id_header(request))
+                log_http(request, scope, status=response.status_code)
+            else:
+                await answer_logged(request, response, scope, receive, send)
         except ClientLeft:
-            return
+            log_http(request, scope, status=CLIENT_CLOSED_REQUEST)
 
-    async def _respond(self, scope: Scope, receive: Receive) -> ASGIApp:
+    async def _respond(self, request: LoggedRequest, scope: Scope, receive: Receive) -> ASGIApp:
+        try:
+            self._check(scope)
+        except GenserveError as error:
+            return refusal_answer(error)
         try:
             for pattern, _, handlers in _ROUTES:
                 if found := pattern.fullmatch(scope["path"]):
@@ -145,8 +164,7 @@ class KServe:
                     if handler is None:
                         return message_answer("Method Not Allowed", status_code=405)
                     names = found.groupdict("")
-                    if request := CURRENT_REQUEST.get():
-                        request.model = names.get("model", "")
+                    request.model = names.get("model", "")
                     call = Call(self._services, scope=scope, receive=receive, names=names)
                     if self._services.trace_settings.enabled and handler in _TRACED:
                         return await self._traced(handler, call)

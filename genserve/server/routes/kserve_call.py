@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError, Overloaded, Status, status_of
+from genserve.errors import GenserveError, InferenceError, Overloaded, Status, Unauthenticated, status_of
 from genserve.inference import Door, InferenceRequest, Parameter
 from genserve.kserve.failure import text_of
 from genserve.kserve.json_document import read_json
@@ -21,7 +21,7 @@ from genserve.kserve.running_inference import RunningInference
 from genserve.log import fail_request
 from genserve.public_text import public_error
 from genserve.server.beside import beside
-from genserve.server.faults import retry_headers
+from genserve.server.faults import http_status, retry_headers
 from genserve.server.services import Services
 from genserve.server.sse import ClientLeft
 from genserve.tracing import Trace
@@ -34,6 +34,7 @@ __all__ = [
     "error_json",
     "json_answer",
     "message_answer",
+    "refusal_answer",
     "retry_lines",
     "too_large",
 ]
@@ -180,7 +181,7 @@ class WatchedInference(RunningInference):
 class Answer:
     """A whole answer, as an ASGI application: two messages and nothing else, as `infer` sends many."""
 
-    __slots__ = ("_body", "_headers", "_status_code")
+    __slots__ = ("_body", "_headers", "status_code")
 
     def __init__(
         self,
@@ -191,13 +192,18 @@ class Answer:
         headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         length = str(len(body)).encode()
-        self._status_code = status_code
+        self.status_code = status_code
         self._headers = [(b"content-type", content_type), (b"content-length", length), *headers]
         self._body = body
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send it; the ASGI protocol."""
-        await send({"type": "http.response.start", "status": self._status_code, "headers": self._headers})
+        await self.send(send)
+
+    async def send(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
+        """Send it, with more headers."""
+        lines = [*self._headers, *headers]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": lines})
         await send({"type": "http.response.body", "body": self._body})
 
 
@@ -226,6 +232,13 @@ def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]]
 def retry_lines(error: Overloaded) -> list[tuple[bytes, bytes]]:
     """Return the headers of a refusal."""
     return [(name.encode(), value.encode()) for name, value in retry_headers(error.retry_after_s).items()]
+
+
+def refusal_answer(error: GenserveError) -> Answer:
+    """Answer with what a request is refused with by its headers."""
+    fail_request(error)
+    challenge = [(b"www-authenticate", b"Bearer")] if isinstance(error, Unauthenticated) else []
+    return Answer(orjson.dumps(error_json(error)), status_code=http_status(error), headers=challenge)
 
 
 def error_json(error: GenserveError) -> dict[str, str]:
