@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from queue import Full, Queue
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,9 @@ __all__ = ["Span", "Trace", "TraceFile"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNWRITTEN = 10_000     # traces; a disk that cannot keep up loses the ones after these
+# What may wait for the disk; one that cannot keep up loses the traces after these.
+_MAX_UNWRITTEN = 10_000         # traces
+_MAX_UNWRITTEN_BYTES = 2**28    # of tensors
 _IDS = itertools.count(1)
 _OPEN: WeakValueDictionary[int, Span] = WeakValueDictionary()
 
@@ -78,7 +81,15 @@ class Trace:
     def to_json(self) -> bytes:
         """Return its events, without the brackets of the list that they are to stand in."""
         events = [event for span in self._spans for event in span.events()]
-        return orjson.dumps(events)[1:-1]
+        try:
+            return orjson.dumps(events)[1:-1]
+        except TypeError:   # a lone surrogate in a text: no file of UTF-8 can hold one
+            return json.dumps(events, ensure_ascii=False).encode(errors="replace")[1:-1]
+
+    @property
+    def num_bytes(self) -> int:
+        """How large its tensors are."""
+        return sum(span.num_bytes for span in self._spans)
 
     def _add(self, span: Span) -> bool:
         """Add what a model begins to do; False: the trace is over."""
@@ -185,6 +196,11 @@ class Span:
             else:
                 yield {"id": self.id, "activity": name, "tensor": _tensor_json(what)}
 
+    @property
+    def num_bytes(self) -> int:
+        """How large the tensors are that were noted."""
+        return sum(_num_bytes(what) for _, what in self._notes if isinstance(what, Tensor))
+
     def _note_tensors(self, activity: str, tensors: Iterable[Tensor]) -> None:
         if self.trace is None or not self.trace.has_tensors:
             return
@@ -198,6 +214,12 @@ class Span:
 
 def _span_of(id: int) -> Span:  # noqa: A002
     return _OPEN.get(id) or Span(None, id=id)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if tensor.data_type is DataType.BYTES:
+        return sum(len(element) for element in tensor.array.flat if isinstance(element, str | bytes))
+    return int(tensor.array.nbytes)
 
 
 def _tensor_json(tensor: Tensor) -> dict[str, str]:
@@ -235,9 +257,11 @@ class TraceFile:
         self.path = path
         self._num_numbered = 0
         self._begun: set[Path] = set()
-        self._waiting: Queue[tuple[Trace, Path] | None] = Queue(_MAX_UNWRITTEN)
+        self._waiting: SimpleQueue[tuple[Trace, Path, int] | None] = SimpleQueue()
+        self._num_waiting_bytes = 0
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
         self._has_failed = False
 
     def numbered(self) -> Path:
@@ -248,31 +272,44 @@ class TraceFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def put(self, trace: Trace, path: Path) -> None:
-        """Have a trace written to a file; from any thread, and without waiting."""
+        """Have a trace written to a file; from any thread, and without waiting. After `close` it is lost."""
+        num_bytes = trace.num_bytes
         with self._lock:
+            if self._is_closed:
+                return
+            is_full = (
+                self._waiting.qsize() >= _MAX_UNWRITTEN
+                or self._num_waiting_bytes + num_bytes > _MAX_UNWRITTEN_BYTES
+            )
+            if not is_full:
+                self._num_waiting_bytes += num_bytes
+                self._waiting.put((trace, path, num_bytes))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_all, name="traces", daemon=True)
                 self._thread.start()
-        try:
-            self._waiting.put_nowait((trace, path))
-        except Full:
-            self._fail("traces are lost: the disk does not keep up")
+        if is_full:
+            self._fail("traces are lost: more wait than can be written")
 
     def close(self) -> None:
         """Write what waits; blocks."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
+            self._is_closed = True
+            thread = self._thread
             self._waiting.put(None)
+        if thread is not None:
             thread.join()
 
     def _write_all(self) -> None:
         while (item := self._waiting.get()) is not None:
-            trace, path = item
+            trace, path, num_bytes = item
             try:
                 self._write(trace.to_json(), path)
             except OSError as error:
                 self._fail(f"a trace could not be written to {path}: {error.strerror}")
+            except Exception:   # whatever is wrong with one trace, the next ones are to be written
+                logger.exception("a trace could not be written to %s", path)
+            with self._lock:
+                self._num_waiting_bytes -= num_bytes
 
     def _write(self, text: bytes, path: Path) -> None:
         # Whoever takes the file away, or empties it, gets the next traces in a new one.
@@ -285,5 +322,5 @@ class TraceFile:
 
     def _fail(self, text: str) -> None:
         if not self._has_failed:
-            logger.error("%s; this is said once", text)
+            logger.error("%s; further failures are not logged", text)
         self._has_failed = True

@@ -16,6 +16,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
+from genserve.data_type import DataType
+from genserve.tensor import Tensor
+from genserve.tracing import Trace, TraceFile
 from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
 
@@ -315,6 +318,59 @@ def test_a_file_that_cannot_be_written_does_not_stop_answers(repository, tmp_pat
         folder.rmdir()
         add(server)
         add(server)
-    assert [record.message for record in caplog.records if "this is said once" in record.message] == [
-        f"a trace could not be written to {folder / 't.json'}: No such file or directory; this is said once"
-    ]
+    told = [record.message for record in caplog.records if "further failures" in record.message]
+    what = f"a trace could not be written to {folder / 't.json'}: No such file or directory"
+    assert told == [f"{what}; further failures are not logged"]
+
+
+def put(file: TraceFile, *, model: Any = "m", request_id: str = "", text: str = "") -> None:
+    """Write a trace of one request with one input."""
+    trace = Trace(has_timestamps=False, has_tensors=True, on_end=lambda trace: file.put(trace, file.path))
+    span = trace.root.open(
+        model=model,
+        version=1,
+        request_id=request_id,
+        inputs=[Tensor("X", np.array([text], object), data_type=DataType.BYTES)],
+        at_ns=1,
+    )
+    assert span is not None
+    span.close(started_ns=0)
+    trace.close()
+
+
+@pytest.mark.parametrize("bad", [{"request_id": "\ud800"}, {"text": "\ud800"}])
+def test_text_that_is_no_unicode_is_replaced(tmp_path, bad):
+    file = TraceFile(tmp_path / "t.json")
+    put(file, **bad)
+    put(file, request_id="next")
+    file.close()
+    first, second = traces(file.path).values()
+    assert second.head["request_id"] == "next"
+    assert first.head.get("request_id") == "?" or first.tensors[0][2] == '"?"'
+
+
+def test_a_trace_that_cannot_be_written_does_not_stop_the_next(tmp_path, caplog):
+    file = TraceFile(tmp_path / "t.json")
+    put(file, model=object())
+    put(file, request_id="next")
+    file.close()
+    assert [trace.head["request_id"] for trace in traces(file.path).values()] == ["next"]
+    assert "could not be written" in caplog.text
+
+
+def test_after_the_end_nothing_is_written(tmp_path):
+    file = TraceFile(tmp_path / "t.json")
+    put(file, request_id="in time")
+    file.close()
+    put(file, request_id="late")
+    file.close()
+    assert [trace.head["request_id"] for trace in traces(file.path).values()] == ["in time"]
+
+
+def test_tensors_that_wait_for_the_disk_are_bounded(tmp_path, caplog):
+    file = TraceFile(tmp_path / "t.json")
+    put(file, text="a" * (2**28 + 1))
+    put(file, request_id="next")
+    file.close()
+    assert [trace.head["request_id"] for trace in traces(file.path).values()] == ["next"]
+    assert "traces are lost" in caplog.text
