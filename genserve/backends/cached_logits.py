@@ -90,12 +90,13 @@ def slot_length(max_sequence_length: int | None, *, context_length: int, path: P
     """Return how many tokens a slot holds: what the config says, or the graph's whole context.
 
     Raises:
-        RepositoryError: the config says more than the graph can.
+        RepositoryError: the config says more than the graph can; `field` is `parameters`.
     """
     if (max_sequence_length or 0) > context_length:
         raise RepositoryError(
             f"max_sequence_length is {max_sequence_length}; the context of {path.name} is {context_length}",
             remedy=f"write {context_length} at the most, or leave it out, in the logits stage's config.pbtxt",
+            field="parameters",
         )
     return max_sequence_length or context_length
 

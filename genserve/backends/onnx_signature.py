@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +92,16 @@ class OnnxSignature:
         The dims of outputs may differ: the answers show what they are.
 
         Raises:
-            RepositoryError: the model cannot be run by it; in Triton's words.
+            RepositoryError: the model cannot be run by it; in Triton's words. `field` is the input or output
+                of the config at fault, if it is one: `input[0]`.
         """
         self._check_count(config)
-        for spec in config.inputs:
-            self._check_input(spec, config)
-        for spec in config.outputs:
-            self._check_output(spec, config)
+        for index, spec in enumerate(config.inputs):
+            with _at(f"input[{index}]"):
+                self._check_input(spec, config)
+        for index, spec in enumerate(config.outputs):
+            with _at(f"output[{index}]"):
+                self._check_output(spec, config)
         if config.sequence_batching is not None:
             for control in config.sequence_batching.controls:
                 self._check_control(control, config)
@@ -183,6 +187,16 @@ class OnnxSignature:
 def says_all(message: Any) -> bool:
     """Whether an `inference.ModelConfig` needs no graph to be complete."""
     return bool((message.input or message.batch_input) and message.output)
+
+
+@contextmanager
+def _at(field: str) -> Iterator[None]:
+    """Have errors name a field of the config."""
+    try:
+        yield
+    except RepositoryError as error:
+        error.field = field
+        raise
 
 
 def _complete_tensors(specs: Any, tensors: Any, *, has_batch: bool) -> None:

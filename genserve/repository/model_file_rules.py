@@ -44,12 +44,21 @@ def placeholder_faults(folder: Path, *, backend: str, filename: str) -> Iterator
     model = folder / filename
     files = sorted({*folder.glob("*"), *(model.rglob("*") if model.is_dir() else ())})
     for file in files:
-        if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
+        # What else a model.py reads, only the model knows.
+        is_needed = backend != "python" or file == model
+        try:
+            if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
+                continue
+            content = file.read_bytes()
+        except OSError as error:
+            yield _fault(
+                file,
+                f"{file.name} cannot be read: {error.strerror}",
+                remedy="let this user read it, or take it out of the version's folder",
+                severity=Severity.ERROR if file == model else Severity.WARNING,
+            )
             continue
-        content = file.read_bytes()
         if content.startswith(_POINTER):
-            # What else a model.py reads, only the model knows.
-            is_needed = backend != "python" or file == model
             yield _fault(
                 file,
                 f"{file.name} is a Git LFS pointer, not the file that it stands for",
@@ -79,12 +88,15 @@ def content_faults(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iter
         elif config.backend == "tokenizer":
             Tokenizer.from_folder(folder)
     except _ConfigDiffers as error:
-        yield _config_fault(entry, config, error.cause)
+        yield _config_fault(entry, error.cause)
     except MissingDependency as error:
         message = f"it was not opened: {error.message}"
         yield _fault(file, message, remedy=error.remedy, severity=Severity.WARNING)
     except GenserveError as error:
         yield _fault(file if file.exists() else folder, error.message, remedy=error.remedy)
+    except Exception as error:  # a library may raise anything of a damaged file, which hides no other model
+        message = f"{file.name} cannot be read: {error}"
+        yield _fault(file, message, remedy="copy or export it again")
 
 
 class _ConfigDiffers(Exception):
@@ -121,7 +133,7 @@ def _look_at_torchscript(config: ModelConfig, file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             names = [name.partition("/")[2] for name in archive.namelist()]
-    except (zipfile.BadZipFile, OSError) as error:
+    except Exception as error:  # BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error, ...
         message = f"{file.name} is no TorchScript archive, or not all of one: {error}"
         raise _unloadable(config, message, remedy) from None
     missing = [name for name in _TORCHSCRIPT_RECORDS if name not in names]
@@ -146,14 +158,9 @@ def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryErr
     )
 
 
-def _config_fault(entry: ModelEntry, config: ModelConfig, error: RepositoryError) -> Fault:
-    """Make a fault at the tensor of the config that an error names, or else at the config's beginning."""
-    path = "parameters" if "max_sequence_length" in error.message else ""
-    for field, specs in (("input", config.inputs), ("output", config.outputs)):
-        for index, spec in enumerate(specs):
-            if f"'{spec.name}'" in error.message:
-                path = f"{field}[{index}]"
-    place = entry.parsed.place(path)
+def _config_fault(entry: ModelEntry, error: RepositoryError) -> Fault:
+    """Make a fault at the field of the config that an error names, or else at the config's beginning."""
+    place = entry.parsed.place(error.field or "")
     return replace(_fault(entry.parsed.path, error.message, remedy=error.remedy), place=place)
 
 

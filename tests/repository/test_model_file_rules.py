@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import onnx
 import pytest
@@ -99,6 +100,36 @@ def test_garbage_and_half_a_file_are_found(tmp_path, config, content):
     assert found.path == file
     assert "onnx runtime error" in found.message or "is no TorchScript archive" in found.message
     assert found.message[:20] in load_error(tmp_path)
+
+
+@pytest.mark.parametrize("config", [ONNX, TORCH])
+def test_a_damaged_model_hides_no_other(tmp_path, config):
+    file = model(tmp_path, config)
+    shutil.copytree(tmp_path / "m", tmp_path / "whole")
+    whole = file.read_bytes()
+    random = Random(1)
+    num_found = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.randint(1, 4)):
+            damaged[random.randrange(len(damaged))] = random.randrange(256)
+        file.write_bytes(damaged)
+        faults = repository_faults([tmp_path])
+        assert faults["whole"] == ()
+        assert all(fault.message and fault.remedy for fault in faults["m"])
+        num_found += bool(faults["m"])
+    assert num_found
+
+
+@pytest.mark.parametrize(("name", "severity"), [("model.onnx", "error"), ("notes", "warning")])
+def test_a_file_that_cannot_be_read_is_found(tmp_path, name, severity):
+    file = model(tmp_path, ONNX).with_name(name)
+    file.unlink(missing_ok=True)
+    file.symlink_to("/proc/self/mem")   # nobody can read its beginning, not even root
+    faults = [fault for fault in repository_faults([tmp_path])["m"] if "read" in fault.message]
+    assert [fault.severity.value for fault in faults] == [severity]
+    assert faults[0].message == f"{name} cannot be read: Input/output error"
+    assert faults[0].remedy
 
 
 @pytest.mark.parametrize("field", ["ir_version", "opset"])
