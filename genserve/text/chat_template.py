@@ -7,7 +7,13 @@ from collections.abc import Mapping
 
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
 from genserve.request import Chat
-from genserve.text.template_process import ChatRefused, TemplateExceeded, TemplateFailed, TemplateProcess
+from genserve.text.template_process import (
+    ChatRefused,
+    NotSerializable,
+    TemplateExceeded,
+    TemplateFailed,
+    TemplateProcess,
+)
 
 __all__ = ["ChatTemplate"]
 
@@ -54,8 +60,8 @@ class ChatTemplate:
         Raises:
             InvalidRequest: the template refuses these messages, or drops the one that is to be continued:
                 `field` is `messages`; or it knows nothing of one of `chat.template_kwargs`.
-            ModelFailed: the template itself is at fault, or takes more time or memory, or writes more, than
-                it may. The log says why.
+            ModelFailed: the template itself is at fault, or exceeded its limit on time, memory or output. The
+                log says why.
             Overloaded: the chats before this one take too long.
         """
         for name in chat.template_kwargs:
@@ -67,7 +73,7 @@ class ChatTemplate:
         return _up_to_mark(rendered) if chat.continue_final_message else rendered
 
     def close(self) -> None:
-        """End the process; a later `render` starts another."""
+        """End the process, after the chat that it renders now; a later `render` starts another."""
         self._process.close()
 
     def _require_variable(self, name: str) -> None:
@@ -93,12 +99,12 @@ class ChatTemplate:
             ) from None
         except TemplateFailed as error:
             logger.error("%s: the chat template failed: %s", self._name, error)  # noqa: TRY400  its words are all
-            limits = ": it takes more time or memory, or writes more, than it may"
+            limits = ": it exceeded its limit on time, memory or output"
             exceeded = limits if isinstance(error, TemplateExceeded) else ""
             raise ModelFailed(f"the chat template failed{exceeded}", remedy=f"{SEE_LOG}; {_REMEDY}") from None
-        except (TypeError, ValueError, RecursionError) as error:  # of a caller in this process
+        except NotSerializable as error:    # of a caller in this process
             field = "chat_template_kwargs"
-            raise InvalidRequest(f"{field} must be what JSON can hold: {error}", field=field) from None
+            raise InvalidRequest(f"{field} must be JSON-serializable: {error}", field=field) from None
 
 
 def _up_to_mark(rendered: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 from genserve.errors import Overloaded
 
-__all__ = ["ChatRefused", "TemplateExceeded", "TemplateFailed", "TemplateProcess"]
+__all__ = ["ChatRefused", "NotSerializable", "TemplateExceeded", "TemplateFailed", "TemplateProcess"]
 
 MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
 MAX_RENDER_S = 10.0         # by the clock on the wall, of a machine that is busy
@@ -29,6 +30,8 @@ MAX_BYTES = 2**29           # of the process, which begins with 26 MB
 # times it may show what the request says. To tokenize a million characters takes a second and 100 MB.
 MAX_OWN_CHARS = 2**18
 MAX_TIMES_SHOWN = 4
+# What it knows of this process's environment, which may hold passwords and API keys.
+ENVIRONMENT = ("PATH", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 
 class TemplateFailed(Exception):
@@ -36,11 +39,15 @@ class TemplateFailed(Exception):
 
 
 class TemplateExceeded(TemplateFailed):
-    """It wanted more time or memory, or wrote more, than it may; or its process died."""
+    """It exceeded its limit on time, memory or output; or its process died, or answered nonsense."""
 
 
 class ChatRefused(Exception):
     """The template does not take the chat; says why, for the client."""
+
+
+class NotSerializable(Exception):
+    """A variable of the template cannot be written as JSON; says why."""
 
 
 class TemplateProcess:
@@ -55,6 +62,7 @@ class TemplateProcess:
         self._template = _json({"source": source, "special_tokens": dict(special_tokens)})
         self._lock = threading.Lock()   # whoever has it uses the process
         self._child: _Child | None = None
+        self._is_closed = False         # whoever uses the process ends it afterwards
         self._variables: frozenset[str] = frozenset()
 
     def compile(self) -> frozenset[str]:
@@ -75,21 +83,29 @@ class TemplateProcess:
             TemplateFailed: it raised something else.
             TemplateExceeded: it does not keep to its limits.
             Overloaded: the chats before this one take too long.
-            TypeError, ValueError, RecursionError: the variables cannot be written as JSON.
+            NotSerializable: the variables cannot be written as JSON.
         """
-        content = _json(variables)
+        try:
+            content = _json(variables)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise NotSerializable(str(error)) from None
         max_chars = MAX_OWN_CHARS + MAX_TIMES_SHOWN * len(content)
         message = b'{"max_chars": %d, "variables": %b}' % (max_chars, content)
         with self._turn() as child:
             return str(child.ask(message, within_s=MAX_RENDER_S))
 
     def close(self) -> None:
-        """End the process, behind the chat that it renders."""
-        has_lock = self._lock.acquire(timeout=MAX_RENDER_S)
-        try:
-            self._end()
-        finally:
-            if has_lock:
+        """End the process, after the chat that it renders now; does not wait for that."""
+        self._is_closed = True
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        # Whoever has the lock meanwhile does this again when it has released it.
+        if self._is_closed and self._lock.acquire(blocking=False):
+            try:
+                self._is_closed = False
+                self._end()
+            finally:
                 self._lock.release()
 
     @contextmanager
@@ -115,6 +131,7 @@ class TemplateProcess:
             raise
         finally:
             self._lock.release()
+            self._end_if_closed()
 
     def _start(self) -> None:
         self._end()
@@ -143,11 +160,12 @@ class _Child:
         folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin}
         program = str(Path(__file__).with_name("template_renderer.py"))
         command = [sys.executable, "-I", "-S", program, str(MAX_CPU_S), str(MAX_BYTES), *folders]
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL
+                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, env=environment
                 )
             except OSError:
                 self._socket.close()
@@ -164,12 +182,16 @@ class _Child:
         try:
             self._socket.sendall(len(message).to_bytes(8) + message)
             size = int.from_bytes(self._receive(8, deadline_s=deadline_s))
+            if size > MAX_BYTES:    # of memory, where it would have made this
+                raise ValueError(size)
             content = self._receive(size, deadline_s=deadline_s)
+            kind, value = json.loads(content.decode(errors="surrogatepass"))
         except TimeoutError:
             raise TemplateExceeded(f"it takes longer than {within_s:g} s") from None
         except (OSError, EOFError):
             raise TemplateExceeded(self._death()) from None
-        kind, value = json.loads(content.decode(errors="surrogatepass"))
+        except (ValueError, TypeError, RecursionError):
+            raise TemplateExceeded("its process answers nonsense") from None
         match kind:
             case "done":
                 return value
