@@ -79,25 +79,26 @@ class LLM:
             Overloaded: too many requests wait.
             ModelFailed: the model could not go on.
         """
-        return self._complete_one(prompt, sampling_params(options))
+        return self._complete_one(prompt, self._params(options))
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta. Raises what `generate` raises."""
-        self._refuse_if_closed()
-        return self._stream(self._model.prepare(prompt, sampling_params(options)))
+        params = self._params(options)
+        return self._stream(self._model.prepare(prompt, params))
 
     def chat(
         self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user. Raises what `generate` raises."""
-        return self._complete_one(read_chat(messages), sampling_params(options))
+        params = self._params(options)
+        return self._complete_one(read_chat(messages), params)
 
     def chat_stream(
         self, messages: Messages, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Answer a chat, delta by delta. Raises what `generate` raises."""
-        self._refuse_if_closed()
-        return self._stream(self._model.prepare(read_chat(messages), sampling_params(options)))
+        params = self._params(options)
+        return self._stream(self._model.prepare(read_chat(messages), params))
 
     def complete(
         self, prompts: Prompts, *, n: int = 1, **options: Unpack[SamplingOptions]
@@ -109,8 +110,7 @@ class LLM:
 
         Raises what `generate` raises.
         """
-        self._refuse_if_closed()
-        params = sampling_params(options)
+        params = self._params(options)
         if n < 1 or 1 < params.best_of < n:
             raise InvalidRequest("n must be at least 1, and at most best_of", field="n")
         params = params if params.max_tokens else replace(params, max_tokens=COMPLETION_TOKENS)
@@ -125,6 +125,11 @@ class LLM:
         self._closed = True
         self._repository.close()
 
+    def _params(self, options: SamplingOptions) -> SamplingParams:
+        """Return the parameters of a call; raises Closed before whatever else is wrong with it."""
+        self._refuse_if_closed()
+        return sampling_params(options)
+
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise _closed()
@@ -133,7 +138,6 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int
     ) -> list[tuple[tuple[int, ...], list[Completion]]]:
         """Return the token ids of each prompt, and the `n` answers to it; of more, the likeliest."""
-        self._refuse_if_closed()
         drawn, told = max(n, params.best_of), params.logprobs
         params = replace(params, logprobs=True) if drawn > n else params
         # All are checked before the first one runs.

@@ -16,6 +16,7 @@ from genserve.errors import InvalidRequest, StreamBroken
 
 __all__ = [
     "COMPLETION_TOKENS",
+    "MAX_CHAT_MESSAGES",
     "Chat",
     "Completion",
     "Delta",
@@ -38,6 +39,9 @@ __all__ = [
 ]
 
 Role = Literal["system", "user", "assistant"]
+
+# A template may take milliseconds for each message, and everyone else's chats wait for it.
+MAX_CHAT_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,8 @@ class Chat:
     """The turns of a chat, and what the model's chat template is to make of them.
 
     Raises:
-        InvalidRequest: no message, or the last is to be continued and answered as well.
+        InvalidRequest: no message, or more than MAX_CHAT_MESSAGES; or the last is to be continued and
+            answered as well.
     """
 
     messages: tuple[Message, ...]
@@ -79,7 +84,7 @@ class Chat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)    # variables of the template
 
     def __post_init__(self) -> None:
-        _require(len(self.messages) > 0, "messages", "must not be empty")
+        _require_some_messages(len(self.messages))
         _require(
             not (self.continue_final_message and self.add_generation_prompt),
             "continue_final_message",
@@ -109,13 +114,18 @@ def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tupl
     """Make messages from loose ones: a text alone is one turn of the user.
 
     Raises:
-        InvalidRequest: none at all, or one whose keys are not role and content, or are wrong; `field`
-            has its index.
+        InvalidRequest: none at all, more than MAX_CHAT_MESSAGES, or one whose keys are not role and
+            content, or are wrong; `field` has its index.
     """
     if isinstance(messages, str):
         return (Message(role="user", content=messages),)
-    _require(len(messages) > 0, "messages", "must not be empty")
+    _require_some_messages(len(messages))
     return tuple(_read_message(message, index) for index, message in enumerate(messages))
+
+
+def _require_some_messages(number: int) -> None:
+    _require(number > 0, "messages", "must not be empty")
+    _require(number <= MAX_CHAT_MESSAGES, "messages", f"has {number} messages; {MAX_CHAT_MESSAGES} is the limit")
 
 
 def _read_message(message: Message | Mapping[str, str], index: int) -> Message:

@@ -77,9 +77,11 @@ def test_a_closed_llm_can_be_closed_again_and_not_entered(closed_llm):
         pass
 
 
-def test_a_wrong_request_to_a_closed_llm_is_told_that_it_is_closed(closed_llm):
-    with pytest.raises(Closed, match="this LLM was closed"):
-        closed_llm.generate("")
+@pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
+def test_a_wrong_request_to_a_closed_llm_is_told_that_it_is_closed(closed_llm, method):
+    for prompt, options in ((5, {}), ("", {}), ([], {}), ("hi", {"max_tokens": -1}), ("hi", {"max_tokns": 1})):
+        with pytest.raises(Closed, match="this LLM was closed"):
+            getattr(closed_llm, method)(prompt, **options)
 
 
 def test_a_stream_ends_with_what_was_made_and_an_error_when_its_llm_is_closed(tiny_repository):

@@ -194,6 +194,14 @@ def test_a_bad_request_is_a_4xx_that_names_the_field(http, change, param, status
         assert isinstance(error["code"], str)
 
 
+def test_a_chat_of_too_many_messages_is_refused_with_the_limit(http):
+    for number in (1025, 200_000):
+        answer = chat(http, messages=MESSAGES * number)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages"
+        assert "1024" in answer.json()["error"]["message"]
+
+
 def test_models_are_listed_and_described(http):
     listed = http.get("/v1/models").json()
     assert [m["id"] for m in listed["data"]] == ["tiny"]

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import InvalidRequest
-from genserve.request import Chat, Completion, Delta, join_choices, read_messages
+from genserve.request import MAX_CHAT_MESSAGES, Chat, Completion, Delta, join_choices, read_messages
 from genserve.sampling.checks import MAX_TOP_LOGPROBS
 from genserve.sampling.params import SamplingParams
 from genserve.server.body import Body, StrictRoute
@@ -75,7 +75,7 @@ class ChatBody(OpenAIBody):
         "web_search_options": (),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_CHAT_MESSAGES)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
