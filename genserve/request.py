@@ -125,7 +125,8 @@ def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tupl
 
 def _require_some_messages(number: int) -> None:
     _require(number > 0, "messages", "must not be empty")
-    _require(number <= MAX_CHAT_MESSAGES, "messages", f"has {number} messages; {MAX_CHAT_MESSAGES} is the limit")
+    rule = f"has {number} messages; the limit is {MAX_CHAT_MESSAGES}"
+    _require(number <= MAX_CHAT_MESSAGES, "messages", rule)
 
 
 def _read_message(message: Message | Mapping[str, str], index: int) -> Message:

@@ -79,7 +79,7 @@ def test_a_closed_llm_can_be_closed_again_and_not_entered(closed_llm):
 
 @pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
 def test_a_wrong_request_to_a_closed_llm_is_told_that_it_is_closed(closed_llm, method):
-    for prompt, options in ((5, {}), ("", {}), ([], {}), ("hi", {"max_tokens": -1}), ("hi", {"max_tokns": 1})):
+    for prompt, options in (("", {}), ([], {}), ("hi", {"max_tokens": -1}), ("hi", {"max_tokns": 1})):
         with pytest.raises(Closed, match="this LLM was closed"):
             getattr(closed_llm, method)(prompt, **options)
 

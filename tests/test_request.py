@@ -33,7 +33,7 @@ def test_a_chat_has_so_many_messages_at_the_most():
     message = Message(role="user", content="a")
     assert len(Chat(messages=read_messages([message] * MAX_CHAT_MESSAGES)).messages) == MAX_CHAT_MESSAGES
     for make in (read_messages, read_chat, lambda messages: Chat(messages=tuple(messages))):
-        with pytest.raises(InvalidRequest, match="messages has 1025 messages; 1024 is the limit") as raised:
+        with pytest.raises(InvalidRequest, match="messages has 1025 messages; the limit is 1024") as raised:
             make([message] * (MAX_CHAT_MESSAGES + 1))
         assert raised.value.field == "messages"
 

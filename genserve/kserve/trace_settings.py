@@ -273,4 +273,4 @@ def read_trace_config(words: Sequence[str]) -> dict[str, Value]:
 
 
 def _no_such(word: str, remedy: str) -> GenserveError:
-    return GenserveError(f"--trace-config {word} means nothing here", remedy=remedy)
+    return GenserveError(f"--trace-config {word} is not a valid setting", remedy=remedy)

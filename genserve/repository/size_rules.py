@@ -53,7 +53,9 @@ def _instances(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
     for index, group in enumerate(config.instance_groups):
         total += max(1, group.count) * max(1, len(group.gpus))
         if total > _MAX_INSTANCES:
-            message = f"{total} instances are asked for, each with a thread; {_MAX_INSTANCES} is the limit"
+            message = (
+                f"{total} instances are configured, each with its own thread; the limit is {_MAX_INSTANCES}"
+            )
             remedy = "write no more than there are cores, or GPUs"
             yield _fault(entry, f"instance_group[{index}].count", message, remedy=remedy)
             return
@@ -62,8 +64,8 @@ def _instances(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
 def _priorities(entry: ModelEntry, config: ModelConfig) -> Iterator[Fault]:
     levels = config.dynamic_batching.priority_levels if config.dynamic_batching else 0
     if levels > _MAX_PRIORITY_LEVELS:
-        message = f"priority_levels is {levels}, each with a queue; {_MAX_PRIORITY_LEVELS} is the limit"
-        remedy = "write as many as clients use"
+        message = f"priority_levels is {levels}, each with its own queue; the limit is {_MAX_PRIORITY_LEVELS}"
+        remedy = "set it to the number of priorities that clients use"
         yield _fault(entry, "dynamic_batching.priority_levels", message, remedy=remedy)
 
 
@@ -78,8 +80,8 @@ def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> It
             path = "sequence_batching.oldest.max_candidate_sequences"
         count *= sum(max(1, group.count) for group in config.instance_groups) or 1
     if count > _MAX_SEQUENCES:
-        message = f"{count} sequences at a time are asked for; {_MAX_SEQUENCES} is the limit"
-        yield _fault(entry, path, message, remedy="write as many as are to run together")
+        message = f"{count} concurrent sequences are configured; the limit is {_MAX_SEQUENCES}"
+        yield _fault(entry, path, message, remedy="set it to the number that is to run concurrently")
 
 
 def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iterator[Fault]:

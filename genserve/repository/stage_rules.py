@@ -39,7 +39,7 @@ def stage_faults(entry: ModelEntry, config: ModelConfig, role: Role | None) -> I
     if role is None:
         if config.backend in ("onnxruntime", "pytorch"):
             names = LOGITS_PARAMETERS - _OF_DRAFTS
-            yield from _parameters(stage, names, what="a model that is no logits stage")
+            yield from _parameters(stage, names, what="a model that is not a logits stage")
         return
     for field in unhonoured_in_role(entry.parsed.message, role):
         yield stage.fault(field.severity, field.path, field.message)

@@ -22,7 +22,7 @@ class PluginCall:
     """
 
     name: str
-    args: Mapping[str, Any] = field(default_factory=dict)   # what JSON can hold
+    args: Mapping[str, Any] = field(default_factory=dict)   # JSON-serializable
 
 
 class PluginCallOptions(TypedDict, total=False):

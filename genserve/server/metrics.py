@@ -144,7 +144,6 @@ class CpuCollector(Collector):
         ):
             yield _family(name, text, "gauge", [({}, value)])
 
-
     def _look(self) -> None:
         busy, total = _cpu_ticks()
         self._use = (busy - self._busy) / max(1, total - self._total)
@@ -172,7 +171,7 @@ def read_metrics_config(words: Sequence[str]) -> dict[str, bool]:
             )
         elif word != "summary_latencies=false":
             raise GenserveError(
-                f"--metrics-config {word} means nothing here",
+                f"--metrics-config {word} is not a valid setting",
                 remedy="there are " + " and ".join(f"{name}=true|false" for name in given),
             )
     return given

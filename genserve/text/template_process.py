@@ -165,7 +165,11 @@ class _Child:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, env=environment
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
                 )
             except OSError:
                 self._socket.close()

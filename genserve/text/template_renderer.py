@@ -132,7 +132,7 @@ def _serve(asked: BinaryIO, answers: BinaryIO, *, max_cpu_s: float) -> None:
         try:
             answer = _json(renderer.answer(json.loads(content.decode(errors="surrogatepass"))))
         except MemoryError:
-            renderer, answer = None, _json(("exceeded", "it takes more memory than it may"))
+            renderer, answer = None, _json(("exceeded", "it exceeds its memory limit"))
         _set_alarm(0)
         answers.write(len(answer).to_bytes(8) + answer)
         answers.flush()

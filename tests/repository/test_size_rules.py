@@ -47,12 +47,12 @@ def load_error(root: Path, name: str) -> str:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (CONFIG + "instance_group { count: 1000000000 }", "1000000000 instances are asked for"),
+        (CONFIG + "instance_group { count: 1000000000 }", "1000000000 instances are configured"),
         (CONFIG + "instance_group { count: 4000 } instance_group { count: 4000 }", "8000 instances"),
         (BATCHING.format(2**31 - 1) + "sequence_batching { direct { } }",
-         "2147483647 sequences at a time are asked for; 1048576 is the limit"),
+         "2147483647 concurrent sequences are configured; the limit is 1048576"),
         (BATCHING.format(8) + "sequence_batching { oldest { max_candidate_sequences: 2000000000 } }",
-         "2000000000 sequences at a time"),
+         "2000000000 concurrent sequences"),
         (BATCHING.format(8) + f"sequence_batching {{ {STATE.format('1048576, 1048576, 1048576')} }}",
          f"the state 's' of a sequence would take {2**62} bytes; this machine has {total_memory_bytes()}"),
         (BATCHING.format(8) + f'model_warmup {{ name: "w" batch_size: 8 {WARMUP.format(2**60)} }}',
@@ -91,7 +91,7 @@ def test_a_bound_that_takes_nothing_may_be_any(tmp_path, config):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("max_batch_size: 32", f"max_batch_size: {2**31 - 1}", "2147483647 sequences at a time"),
+        ("max_batch_size: 32", f"max_batch_size: {2**31 - 1}", "2147483647 concurrent sequences"),
         ("320 ]", f"{2**62} ]", "a row of 'logits' for each of 32 sequences would take"),
         ("sequence_batching {", "instance_group { count: 1000000000 } sequence_batching {", "instances"),
     ],
@@ -131,5 +131,5 @@ def test_a_config_that_a_client_brings_is_judged_alike(tmp_path):
             f"{server.url}/v2/repository/models/m/load", json={"parameters": {"config": config}}, timeout=30
         )
         assert answer.status_code == 400
-        assert "1000000000 instances are asked for" in answer.json()["error"]
+        assert "1000000000 instances are configured" in answer.json()["error"]
         assert httpx.get(f"{server.url}/v2/models/m/ready").status_code == 200

@@ -68,7 +68,7 @@ class Plugin:
         except ValidationError as error:
             raise _refused(error, field=f"{field}.args") from None
         except TypeError as error:  # of a caller in this process
-            raise InvalidRequest(f"{field}.args must be what JSON can hold: {error}", field=field) from None
+            raise InvalidRequest(f"{field}.args must be JSON-serializable: {error}", field=field) from None
         with plugin_call(_KINDS[self.kind], self.name):
             try:
                 made = self.factory(context, **arguments)
