@@ -190,6 +190,20 @@ def test_what_a_model_asks_with_its_trace_is_part_of_it(tmp_path, parameters):
     assert part.head["parent_id"] == whole.head["id"]
 
 
+def test_a_request_id_that_is_no_unicode_stops_neither_traces_nor_the_server(tmp_path):
+    copy_models(("add_sub",), tmp_path / "models")
+    version = tmp_path / "models" / "caller" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(CALLER_CONFIG)
+    (version / "model.py").write_text(CALLER.replace("**trace", r'request_id="\ud800", **trace'))
+    with serving(tmp_path / "models", tmp_path / "t.json", "level=TIMESTAMPS", "rate=1") as server:
+        asked = {"inputs": [{"name": "A", "shape": [2], "datatype": "FP32", "data": [1, 2]}]}
+        assert httpx2.post(f"{server.url}/v2/models/caller/infer", json=asked, timeout=60).is_success
+        add(server, request_id="next")
+    heads = [trace.head for trace in traces(tmp_path / "t.json").values()]
+    assert [head.get("request_id") for head in heads] == [None, "?", "next"]
+
+
 def test_a_failure_is_traced_and_what_no_model_has_taken_is_not(repository, tmp_path):
     with serving(repository, tmp_path / "t.json", *ALL) as server:
         for tensor in ("MODE", "NONE"):
