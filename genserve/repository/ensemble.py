@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["Ensemble"]
+
+logger = logging.getLogger(__name__)
 
 
 class Ensemble:
@@ -217,10 +220,13 @@ class _Line:
         """Return what is to end, or to go on, before there is room."""
         with self._lock:
             running = tuple(self._running)
-        return [
-            part.backlog.waiting[0] if part.ended and part.backlog and part.backlog.waiting else part
-            for part in running
-        ]
+        return [_last_to_go(part) for part in running]
+
+
+def _last_to_go(part: Inference) -> Inference:
+    """Return a request, or once it has ended, the first of what has come of it and waits further on."""
+    waiting = part.backlog.waiting if part.ended and part.backlog else ()   # read once: it may clear
+    return waiting[0] if waiting else part
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -374,8 +380,12 @@ class _Run:
             return False  # it has failed while this one was in a line
         try:
             self._door.submit(part)
-        except GenserveError as error:
+        except GenserveError as error:  # it was refused, and has not ended
             self._fail(error)
+            return False
+        except Exception as error:  # it is on whichever thread made room: the others in the line go on
+            logger.exception("a request to model %s could not be submitted", part.request.model_name)
+            part.fail(InferenceError.of(error))
             return False
         return True
 

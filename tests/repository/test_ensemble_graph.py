@@ -12,7 +12,7 @@ import pytest
 
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
-from genserve.inference import Inference, InferenceRequest, InferenceResponse, OnResponse
+from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, OnResponse
 from genserve.repository.ensemble import Ensemble, _Flow
 from genserve.repository.served import Served
 from genserve.statistics import ModelStatistics
@@ -493,3 +493,44 @@ def test_an_answer_that_comes_at_once_makes_room_at_once():
     limited.door.takers = dict.fromkeys(("one", "two"), lambda part: answer(part, 7))
     answer(first, 7)
     assert all(values(responses) == [[7]] for responses in arrived)
+
+
+def test_who_keeps_a_request_in_the_line_is_told_while_the_line_moves():
+    class MovingBacklog(Backlog):
+        """Clears as soon as it has been read, as another thread may clear it."""
+
+        @property
+        def waiting(self):
+            waiting = super().waiting
+            self.lift()
+            return waiting
+
+    limited = Limited(limit=1)
+    for number in range(2):
+        limited.ask(number)
+    answer(limited.at("one")[0], 0)
+    (second,) = limited.at("one")
+    answer(second, 1)       # what has come of it waits for "two"
+    (waiting,) = second.backlog.waiting
+    third, _ = limited.ask(2)
+    second.backlog = MovingBacklog()
+    second.backlog.add(waiting)
+    assert third.parts[0].blocked_by() == [waiting]
+    assert third.parts[0].blocked_by() == [second]
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_request_that_a_model_cannot_take_fails_alone(limit):
+    def refuse_one(part):
+        if part.inputs["a"].array[0] == 1:
+            raise OSError("no room")
+        limited.door.held["two"].append(part)
+
+    limited = Limited(limit=limit)
+    limited.door.held["two"], limited.door.takers["two"] = [], refuse_one
+    arrived = [limited.ask(number)[1] for number in range(3)]
+    while running := limited.at("one") + limited.at("two"):
+        answer(running[0], running[0].inputs["a"].array[0])
+    (failed,) = arrived[1]
+    assert failed.error.message == "in ensemble 'e', OSError: no room"
+    assert [values(arrived[0]), values(arrived[2])] == [[[0]], [[2]]]
