@@ -10,6 +10,7 @@ import itertools
 import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -136,10 +137,11 @@ class Stub:
             return self._process.is_alive()
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:
-        """Yield what the process says until it is gone, and look after its calls meanwhile."""
+        """Yield what the process says until it is gone, and look after its calls, however much it says."""
+        next_look_s = time.monotonic() + LOOK_EVERY_S
         while True:
             try:
-                message = self._channel.receive(LOOK_EVERY_S)
+                message = self._channel.receive(max(0.0, next_look_s - time.monotonic()))
             except (EOFError, OSError):
                 return
             except Exception:
@@ -147,10 +149,11 @@ class Stub:
                 continue
             if message is not None:
                 yield message
-            elif self._is_running():
-                self._look()
-            else:
+            elif not self._is_running():
                 return  # and what it has forked holds the pipe
+            if time.monotonic() >= next_look_s:
+                self._look()
+                next_look_s = time.monotonic() + LOOK_EVERY_S
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
@@ -241,15 +244,21 @@ class Stub:
         return not isinstance(reply, Exception)
 
     def _look(self) -> None:
-        for inference in list(self._pending.values()):
-            lift_if_circular(inference)
-        for number, wait in list(self._calls.items()):
-            try:
-                wait.look()
-            except InferenceError as error:
-                if self._end_call(number):
-                    self._out.send(("answer", number, InferenceResponse(error=error), True))
-                    wait.inference.cancel()
+        try:
+            for inference in list(self._pending.values()):
+                lift_if_circular(inference)
+            for number, wait in list(self._calls.items()):
+                self._look_at(number, wait)
+        except Exception:  # the next look may succeed; until then the process is read on
+            logger.exception("the calls of the process of %s could not be looked at", self._host.instance)
+
+    def _look_at(self, number: int, wait: Wait) -> None:
+        try:
+            wait.look()
+        except InferenceError as error:
+            if self._end_call(number):
+                self._out.send(("answer", number, InferenceResponse(error=error), True))
+                wait.inference.cancel()
 
     def _end_call(self, number: int) -> Wait | None:
         wait = self._calls.pop(number, None)

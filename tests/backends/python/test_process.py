@@ -16,9 +16,9 @@ from genserve.backends.python.host import Host
 from genserve.backends.python.process import ModelProcess
 from genserve.backends.python.process_side import ModelSetup
 from genserve.errors import InferenceError
-from genserve.inference import Inference, InferenceRequest
+from genserve.inference import Backlog, Inference, InferenceRequest
 from genserve.tensor import Tensor
-from tests.backends.python.models import DECOUPLED, declared, floats
+from tests.backends.python.models import DECOUPLED, Answer, declared, floats
 
 PROCESS = 'parameters { key: "EXECUTION" value { string_value: "process" } }'
 
@@ -153,6 +153,55 @@ def test_a_circle_of_calls_is_seen(models):
         PROCESS,
     )
     assert "every instance that could run the request waits" in models.infer("m", floats(1)).error.message
+
+
+def test_a_circle_of_calls_is_seen_however_much_the_process_says(models):
+    models.add(
+        "m",
+        """
+        class TritonPythonModel:
+            def initialize(self, args):
+                threading.Thread(target=self.talk, daemon=True).start()
+            def talk(self):
+                while not threading.Event().wait(0.01):
+                    pb_utils.Logger.log_verbose("still there")
+            def execute(self, requests):
+                response = ask("m", tensor(requests[0])).exec()
+                return [pb_utils.InferenceResponse(error=response.error())]
+        """,
+        PROCESS,
+    )
+    assert "every instance that could run the request waits" in models.infer("m", floats(1)).error.message
+
+
+def test_a_look_that_fails_harms_no_request(models, caplog):
+    models.add(
+        "m",
+        """
+        import pathlib
+        class TritonPythonModel:
+            def execute(self, requests):
+                while not (pathlib.Path(__file__).parent / "go").exists():
+                    threading.Event().wait(0.001)
+                return [answer(tensor(request).as_numpy()) for request in requests]
+        """,
+        PROCESS,
+    )
+
+    def fail():
+        looked.set()
+        raise ValueError("no look")
+
+    looked, answered = threading.Event(), Answer()
+    request = InferenceRequest(model_name="m", inputs={"X": Tensor("X", floats(1))})
+    waiting = Inference(request=request, on_response=answered.receive, blocked_by=fail)
+    inference = Inference(request=request, on_response=answered.receive, backlog=Backlog())
+    inference.backlog.add(waiting)
+    models.submit(inference)
+    assert looked.wait(20)
+    (models.root / "m" / "1" / "go").touch()
+    assert answered.array == [1]
+    assert "no look" in caplog.text
 
 
 def test_a_decoupled_model_answers_by_its_senders(models):
