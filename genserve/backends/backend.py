@@ -49,13 +49,17 @@ class Backend(Protocol):
     """
 
     @classmethod
-    def auto_complete(cls, message: Any, *, path: Path, version: int) -> None:
+    def auto_complete(
+        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
+    ) -> None:
         """Fill in what the config does not say and the model's file does.
 
         Args:
             message: the `inference.ModelConfig`, changed in place.
             path: the folder of the model.
             version: the highest version that will be served.
+            default_max_batch_size: of an ONNX model that can batch and whose config does not set one; other
+                backends have no use for it.
 
         Raises:
             RepositoryError: config and file contradict each other.

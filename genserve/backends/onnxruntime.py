@@ -6,7 +6,7 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from genserve.backends.onnx_session import onnxruntime_module, open_session, ope
 from genserve.backends.onnx_signature import GraphTensor, OnnxSignature, says_all
 from genserve.backends.per_device import PerDevice
 from genserve.backends.strings import string_tensor, texts
-from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
 from genserve.config.model_config import ModelConfig
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
@@ -131,16 +130,12 @@ def open_graph(path: Path, *, config: ModelConfig, placement: Placement) -> Onnx
 
 
 class OnnxRuntimeBackend:
-    """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`.
-
-    Attributes:
-        default_max_batch_size: of a graph that can batch, where the config says nothing.
-    """
-
-    default_max_batch_size: ClassVar[int] = DEFAULT_MAX_BATCH_SIZE
+    """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`."""
 
     @classmethod
-    def auto_complete(cls, message: Any, *, path: Path, version: int) -> None:
+    def auto_complete(
+        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
+    ) -> None:
         """See `Backend.auto_complete`. Nothing happens where inputs and outputs are both given."""
         if says_all(message):
             return
@@ -151,7 +146,7 @@ class OnnxRuntimeBackend:
             model=message.name or path.name,
         )
         signature = OnnxSignature(open_to_look(file))
-        signature.complete(message, default_max_batch_size=cls.default_max_batch_size)
+        signature.complete(message, default_max_batch_size=default_max_batch_size)
 
     @classmethod
     def load(cls, source: ModelSource) -> OnnxVersion:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import cast
 
 from genserve.backends.backend import Backend
-from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
 from genserve.config.backends import ENTRY_POINTS, known_backends
 from genserve.errors import RepositoryError
 
@@ -24,12 +23,7 @@ _BUILT_IN = {
 }
 
 
-def find_backend(
-    name: str,
-    *,
-    backend_directory: Path | None = None,
-    default_max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
-) -> type[Backend]:
+def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Backend]:
     """Return the class that runs the models of `backend: "<name>"`.
 
     It is one of genserve's own; or that of an entry point of the group `genserve.backends`; or Triton's
@@ -38,17 +32,13 @@ def find_backend(
     Args:
         name: as in config.pbtxt.
         backend_directory: of backends in Python.
-        default_max_batch_size: which an ONNX model gets that can batch and does not say how much.
 
     Raises:
         RepositoryError: there is none, or it cannot be imported.
     """
     if name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
-        built_in = getattr(import_module(module), attribute)
-        if name == "onnxruntime" and default_max_batch_size != built_in.default_max_batch_size:
-            built_in = type(attribute, (built_in,), {"default_max_batch_size": default_max_batch_size})
-        return cast("type[Backend]", built_in)
+        return cast("type[Backend]", getattr(import_module(module), attribute))
     for entry_point in entry_points(group=ENTRY_POINTS, name=name):
         return _from_entry_point(entry_point)
     known = known_backends([backend_directory] if backend_directory else [])

@@ -31,7 +31,7 @@ class RepositoryOptions:
     strict_paths: bool = False              # a link that leads out of the repository is an error
     config_name: str = ""                   # `configs/NAME.pbtxt` of a model is read where it exists
     backend_directory: Path | None = None   # of python-based backends
-    default_max_batch_size: int = DEFAULT_MAX_BATCH_SIZE    # of ONNX models that can batch and do not say
+    default_max_batch_size: int = DEFAULT_MAX_BATCH_SIZE    # see `Backend.auto_complete`
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     load_threads: int = 4                   # models that load at the same time
     exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code

@@ -88,12 +88,13 @@ def prepare(
     if message.platform != "ensemble" or entry.versions:
         versions = served_versions(model_config(message, name=entry.name), entry.versions)
     if message.platform != "ensemble" and not options.strict_config:
-        backend = find_backend(
-            message.backend,
-            backend_directory=options.backend_directory,
+        backend = find_backend(message.backend, backend_directory=options.backend_directory)
+        backend.auto_complete(
+            message,
+            path=entry.path,
+            version=versions[-1],
             default_max_batch_size=options.default_max_batch_size,
         )
-        backend.auto_complete(message, path=entry.path, version=versions[-1])
     faults = [*_judged(message, entry, options=options, completed=True).faults]
     faults += normalise(
         message, model_folder=entry.path, gpus=num_gpus(), strict_placement=options.strict_placement

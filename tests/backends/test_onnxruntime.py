@@ -11,7 +11,6 @@ from onnx import TensorProto
 
 from genserve.backends.backend import Placement
 from genserve.backends.onnxruntime import OnnxRuntimeBackend
-from genserve.backends.registry import find_backend
 from genserve.config.schema import new_model_config
 from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
@@ -427,7 +426,7 @@ def test_controls_are_checked_against_the_graph(tmp_path, shape, values, message
 def completed(path, text=""):
     message = text_format.Parse(text, new_model_config())
     message.name = "m"
-    OnnxRuntimeBackend.auto_complete(message, path=path, version=1)
+    OnnxRuntimeBackend.auto_complete(message, path=path, version=1, default_max_batch_size=4)
     return message
 
 
@@ -531,6 +530,6 @@ def test_sequences_keep_their_states_apart(tmp_path):
 def test_how_much_such_a_graph_batches_may_be_set_for_all_of_them(tmp_path, size, expected):
     one_node(tmp_path, element=I64, shape=("batch", 3))
     message = text_format.Parse('name: "m"', new_model_config())
-    find_backend("onnxruntime", default_max_batch_size=size).auto_complete(message, path=tmp_path, version=1)
+    OnnxRuntimeBackend.auto_complete(message, path=tmp_path, version=1, default_max_batch_size=size)
     assert (message.max_batch_size, message.HasField("dynamic_batching")) == expected
     assert list(message.input[0].dims) == ([3] if size else [-1, 3])

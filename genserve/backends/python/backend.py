@@ -38,7 +38,9 @@ class PythonBackend:
     folder: ClassVar[Path | None] = None
 
     @classmethod
-    def auto_complete(cls, message: Any, *, path: Path, version: int) -> None:
+    def auto_complete(
+        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
+    ) -> None:
         """Let the model's `auto_complete_config` complete its config.
 
         Raises:

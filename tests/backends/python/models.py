@@ -119,7 +119,7 @@ class Models:
     def start(self, name, backend=PythonBackend):
         message = text_format.Parse((self.root / name / "config.pbtxt").read_text(), new_model_config())
         message.name = name
-        backend.auto_complete(message, path=self.root / name, version=1)
+        backend.auto_complete(message, path=self.root / name, version=1, default_max_batch_size=4)
         normalise(message, model_folder=self.root / name, gpus=0)
         config = model_config(message, name=name)
         source = ModelSource(

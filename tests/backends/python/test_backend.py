@@ -30,7 +30,7 @@ COMPLETING = "class TritonPythonModel:\n    @staticmethod\n    def auto_complete
 def completed(models, source, text="", **files):
     models.write("m", source, text, **files)
     message = text_format.Parse(f'name: "m" {text}', new_model_config())
-    PythonBackend.auto_complete(message, path=models.root / "m", version=1)
+    PythonBackend.auto_complete(message, path=models.root / "m", version=1, default_max_batch_size=4)
     return message
 
 
