@@ -16,44 +16,41 @@ _YES, _NO = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no"
 class SwitchCommand(TyperCommand):
     """Takes `--switch`, `--no-switch`, `--switch=true` and `--switch=false`.
 
-    A flag that only tritonserver has is refused with what to do, or passed over if it asks for nothing.
+    A flag that only tritonserver has is refused with what to do instead, or ignored if its value changes
+    nothing.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Write the long forms as the short ones, and parse."""
+        """Rewrite `--switch=VALUE` as typer reads it, and parse."""
         switches = {
             name: option
             for option in self.params
             if isinstance(option, TyperOption) and option.is_flag and option.secondary_opts
             for name in option.opts
         }
-        words = [word for word in args if not _is_idle(word)]
-        for word in words:
-            name = word.partition("=")[0]
-            if name in REFUSED:
-                instead = REFUSED[name].instead
-                ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {instead}")
-        return super().parse_args(ctx, [_plain(word, switches) for word in words])
+        words = []
+        for word in args:
+            name, _, value = word.partition("=")
+            flag = REFUSED.get(name)
+            if flag is None:
+                words.append(_rewritten(word, switches))
+            elif not value or _switch_value(value) != _switch_value(flag.ignored_value):
+                ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {flag.instead}")
+        return super().parse_args(ctx, words)
 
 
-def _is_idle(word: str) -> bool:
-    """Whether a word is a flag of tritonserver's that asks for what is the case anyway."""
-    name, _, value = word.partition("=")
-    flag = REFUSED.get(name)
-    return flag is not None and bool(value) and _switch(value) == _switch(flag.idle)
-
-
-def _switch(value: str) -> str:
-    """Return one word for the many of yes and of no; any other value as it is."""
+def _switch_value(value: str) -> str:
+    """Return "true" or "false" for every spelling of them, and any other value as it is."""
     lower = value.lower()
-    return "true" if lower in _YES else "false" if lower in _NO else lower
+    return "true" if lower in _YES else "false" if lower in _NO else value
 
 
-def _plain(word: str, switches: dict[str, TyperOption]) -> str:
-    name, equals, value = word.partition("=")
-    if equals and name in switches:
-        if value.lower() in _YES:
-            return name
-        if value.lower() in _NO:
-            return switches[name].secondary_opts[0]
+def _rewritten(word: str, switches: dict[str, TyperOption]) -> str:
+    name, _, value = word.partition("=")
+    if name in switches:
+        match _switch_value(value):
+            case "true":
+                return name
+            case "false":
+                return switches[name].secondary_opts[0]
     return word
