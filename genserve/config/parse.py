@@ -64,6 +64,26 @@ class ParsedConfig:
             return ""
         return self.places.of(path) if key is None else self.places.of_key(path, key)
 
+    def fault(
+        self,
+        severity: Severity,
+        path: str,
+        message: str,
+        *,
+        remedy: str,
+        key: str | None = None,
+        at_load: bool = False,
+    ) -> Fault:
+        """Make a fault at a field; for `key`, see `place`."""
+        return Fault(
+            severity=severity,
+            path=self.path,
+            place=self.place(path, key=key),
+            message=message,
+            remedy=remedy,
+            at_load=at_load,
+        )
+
 
 def read_model_config(path: Path) -> ModelConfig:
     """Read the config.pbtxt at `path`, which lies in the folder of its model.

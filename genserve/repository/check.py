@@ -122,8 +122,7 @@ def _policy_fault(entry: ModelEntry, severity: Severity, message: str, *, remedy
     """Make a fault of the version policy; one of the folder where there is no version at all."""
     if not entry.versions:
         return Fault(severity=severity, path=entry.path, message=message, remedy=remedy)
-    place = entry.parsed.place("version_policy")
-    return Fault(severity=severity, path=entry.parsed.path, place=place, message=message, remedy=remedy)
+    return entry.parsed.fault(severity, "version_policy", message, remedy=remedy)
 
 
 def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:

@@ -50,5 +50,4 @@ def draft_faults(
 
 
 def _fault(entry: ModelEntry, severity: Severity, key: str, message: str, *, remedy: str) -> Fault:
-    place = entry.parsed.place("parameters", key=key)
-    return Fault(severity=severity, path=entry.parsed.path, place=place, message=message, remedy=remedy)
+    return entry.parsed.fault(severity, "parameters", message, remedy=remedy, key=key)

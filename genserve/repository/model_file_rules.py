@@ -80,15 +80,13 @@ def content_faults(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iter
     file = folder / config.default_model_filename
     try:
         if config.backend == "onnxruntime":
-            _look_at_onnx(entry, config, file)
+            yield from _onnx_faults(entry, config, file)
         elif config.backend == "pytorch":
             _look_at_torchscript(config, file)
         elif config.backend == "tensorflow":
             _look_at_saved_model(config, file)
         elif config.backend == "tokenizer":
             Tokenizer.from_folder(folder)
-    except _ConfigDiffers as error:
-        yield _config_fault(entry, error.cause)
     except MissingDependency as error:
         message = f"it was not opened: {error.message}"
         yield _fault(file, message, remedy=error.remedy, severity=Severity.WARNING)
@@ -99,15 +97,12 @@ def content_faults(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iter
         yield _fault(file, message, remedy="copy or export it again")
 
 
-class _ConfigDiffers(Exception):
-    """The config tells of another model than the file is."""
+def _onnx_faults(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Fault]:
+    """Yield where the config says something else than the graph.
 
-    def __init__(self, cause: RepositoryError) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
-
-
-def _look_at_onnx(entry: ModelEntry, config: ModelConfig, file: Path) -> None:
+    Raises:
+        RepositoryError: the graph cannot be opened.
+    """
     try:
         session = open_to_look(file)
     except RepositoryError as error:
@@ -125,7 +120,7 @@ def _look_at_onnx(entry: ModelEntry, config: ModelConfig, file: Path) -> None:
                 signature.complete(message, default_max_batch_size=DEFAULT_MAX_BATCH_SIZE)
                 signature.check(replace(model_config(message, name=config.name), backend=config.backend))
     except RepositoryError as error:
-        raise _ConfigDiffers(error) from error
+        yield _config_fault(entry, error)
 
 
 def _look_at_torchscript(config: ModelConfig, file: Path) -> None:
@@ -160,8 +155,9 @@ def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryErr
 
 def _config_fault(entry: ModelEntry, error: RepositoryError) -> Fault:
     """Make a fault at the field of the config that an error names, or else at the config's beginning."""
-    place = entry.parsed.place(error.field or "")
-    return replace(_fault(entry.parsed.path, error.message, remedy=error.remedy), place=place)
+    return entry.parsed.fault(
+        Severity.ERROR, error.field or "", error.message, remedy=error.remedy, at_load=True
+    )
 
 
 def _fault(path: Path, message: str, *, remedy: str, severity: Severity = Severity.ERROR) -> Fault:

@@ -88,14 +88,13 @@ def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iter
     """Yield a warning if the bound of a KV cache in the host's memory bounds nothing."""
     asked = byte_size(config.parameters.get("kv_cache_bytes", "")) or 0
     if asked > available and not num_gpus():
-        parsed = entry.parsed
-        yield Fault(
-            severity=Severity.WARNING,
-            path=parsed.path,
-            place=parsed.place("parameters", key="kv_cache_bytes"),
-            message=f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a cache that grows "
-            "beyond them ends the server",
+        yield entry.parsed.fault(
+            Severity.WARNING,
+            "parameters",
+            f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a cache that grows beyond "
+            "them ends the server",
             remedy="write less, or leave it out: half of what is free at the load",
+            key="kv_cache_bytes",
         )
 
 
@@ -135,7 +134,4 @@ def _num_bytes(data_type: str, dims: Sequence[int]) -> int:
 
 
 def _fault(entry: ModelEntry, path: str, message: str, *, remedy: str) -> Fault:
-    parsed = entry.parsed
-    return Fault(
-        severity=Severity.ERROR, path=parsed.path, place=parsed.place(path), message=message, remedy=remedy
-    )
+    return entry.parsed.fault(Severity.ERROR, path, message, remedy=remedy)

@@ -6,13 +6,13 @@ A stage is judged as any model is, and by these rules besides. Loading goes by t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from genserve.backends.logits_names import LogitsNames
 from genserve.config.fault import Fault, Severity, nearest
 from genserve.config.honoured import Role, unhonoured_in_role
 from genserve.config.model_config import ModelConfig, WarmupInput
 from genserve.config.parameter_rules import LOGITS_PARAMETERS
+from genserve.config.parse import ParsedConfig
 from genserve.errors import RepositoryError
 from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry, served_versions
@@ -35,41 +35,29 @@ def stage_faults(entry: ModelEntry, config: ModelConfig, role: Role | None) -> I
         config: its config.
         role: see `role_of`.
     """
-    stage = _Stage(entry=entry, config=config)
+    parsed = entry.parsed
     if role is None:
         if config.backend in ("onnxruntime", "pytorch"):
             names = LOGITS_PARAMETERS - _OF_DRAFTS
-            yield from _parameters(stage, names, what="a model that is not a logits stage")
+            yield from _parameters(parsed, config, names, what="a model that is not a logits stage")
         return
-    for field in unhonoured_in_role(entry.parsed.message, role):
-        yield stage.fault(field.severity, field.path, field.message)
+    for field in unhonoured_in_role(parsed.message, role):
+        yield parsed.fault(field.severity, field.path, field.message, remedy=_LEAVE_OUT)
     for index, group in enumerate(config.instance_groups):
         if index or len(group.gpus) > 1:
             path, what = f"instance_group[{index}]", "a second instance group"
             if not index:
                 path, what = f"{path}.gpus", "a second GPU"
             instead = "one engine runs the model, on the first device of the first group"
-            yield stage.fault(Severity.WARNING, path, f"{what} is not honoured in a {role}: {instead}")
+            message = f"{what} is not honoured in a {role}: {instead}"
+            yield parsed.fault(Severity.WARNING, path, message, remedy=_LEAVE_OUT)
     if role is Role.DECODER:
-        yield from _tensors(stage)
-    yield from _versions(stage, role)
-    yield from _parameters(stage, _unread(config, role), what=f"a {role}")
+        yield from _tensors(parsed, config)
+    if role is not Role.TOKENIZER:  # which is served as a model of its own, too
+        yield from _versions(entry, config, role)
+    yield from _parameters(parsed, config, _unread(config, role), what=f"a {role}")
     if role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE):
-        yield from _warmups(stage)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    entry: ModelEntry
-    config: ModelConfig
-
-    def fault(
-        self, severity: Severity, path: str, message: str, *, remedy: str = _LEAVE_OUT, key: str | None = None
-    ) -> Fault:
-        """Make a fault at a field, or at the entry of a map that has this key."""
-        parsed = self.entry.parsed
-        place = parsed.place(path, key=key)
-        return Fault(severity=severity, path=parsed.path, place=place, message=message, remedy=remedy)
+        yield from _warmups(parsed, config)
 
 
 def role_of(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]) -> Role | None:
@@ -89,36 +77,34 @@ def role_of(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelE
     return None
 
 
-def _tensors(stage: _Stage) -> Iterator[Fault]:
+def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Fault]:
     """Yield the tensors that no decoding loop is given or gives."""
-    for index, spec in enumerate(stage.config.inputs):
+    for index, spec in enumerate(config.inputs):
         is_logits = spec.data_type == "TYPE_FP32" and not spec.optional     # by whatever name
         if spec.name not in INPUTS and not is_logits:
             message = f"input '{spec.name}' is not honoured in a decoder stage: a request cannot set it"
             remedy = nearest(spec.name, known=sorted(INPUTS))
-            yield stage.fault(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
-    for index, spec in enumerate(stage.config.outputs):
+            yield parsed.fault(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
+    for index, spec in enumerate(config.outputs):
         if spec.name != OUTPUT:
             message = f"output '{spec.name}' is not honoured in a decoder stage: it gives {OUTPUT} alone"
-            yield stage.fault(Severity.WARNING, f"output[{index}].name", message)
-    if not stage.config.output(OUTPUT):
+            yield parsed.fault(Severity.WARNING, f"output[{index}].name", message, remedy=_LEAVE_OUT)
+    if not config.output(OUTPUT):
         message = f"a decoder stage gives {OUTPUT}, which this config lacks"
         remedy = f'add `output {{ name: "{OUTPUT}" data_type: TYPE_STRING dims: [ 1 ] }}`'
-        yield stage.fault(Severity.ERROR, "output", message, remedy=remedy)
+        yield parsed.fault(Severity.ERROR, "output", message, remedy=remedy)
 
 
-def _versions(stage: _Stage, role: Role) -> Iterator[Fault]:
+def _versions(entry: ModelEntry, config: ModelConfig, role: Role) -> Iterator[Fault]:
     """Yield the versions that the policy serves, and the engine does not."""
-    if role is Role.TOKENIZER:
-        return      # which is served as a model of its own, too
     try:
-        *others, last = served_versions(stage.config, stage.entry.versions)
+        *others, last = served_versions(config, entry.versions)
     except RepositoryError:
         return      # which is a fault of the files, or none of an ensemble
     if others:
         message = f"version_policy is not honoured in a {role}: the engine runs one version, {last}"
         remedy = f"write `version_policy {{ specific {{ versions: {last} }} }}`"
-        yield stage.fault(Severity.WARNING, "version_policy", message, remedy=remedy)
+        yield entry.parsed.fault(Severity.WARNING, "version_policy", message, remedy=remedy)
 
 
 def _unread(config: ModelConfig, role: Role) -> frozenset[str]:
@@ -135,10 +121,12 @@ def _unread(config: ModelConfig, role: Role) -> frozenset[str]:
     return frozenset()
 
 
-def _parameters(stage: _Stage, names: frozenset[str], *, what: str) -> Iterator[Fault]:
-    for name in sorted(names & stage.config.parameters.keys()):
+def _parameters(
+    parsed: ParsedConfig, config: ModelConfig, names: frozenset[str], *, what: str
+) -> Iterator[Fault]:
+    for name in sorted(names & config.parameters.keys()):
         belongs = name in LOGITS_PARAMETERS
-        yield stage.fault(
+        yield parsed.fault(
             Severity.WARNING,
             "parameters",
             f"parameter {name!r} has no effect in {what}",
@@ -147,17 +135,17 @@ def _parameters(stage: _Stage, names: frozenset[str], *, what: str) -> Iterator[
         )
 
 
-def _warmups(stage: _Stage) -> Iterator[Fault]:
+def _warmups(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Fault]:
     """Yield the warm-up samples that the engine cannot run."""
     try:
-        input_ids, longest = LogitsNames.of(stage.config).input_ids, context_length(stage.config)
+        input_ids, longest = LogitsNames.of(config).input_ids, context_length(config)
     except RepositoryError:
         return      # which is a fault of the tensors or the parameters
-    for index, sample in enumerate(stage.config.warmups):
+    for index, sample in enumerate(config.warmups):
         spec = next((spec for spec in sample.inputs if spec.name == input_ids), None)
         problem = _problem(spec, longest=longest) if spec and sample.batch_size else ""
         if problem:
-            yield stage.fault(
+            yield parsed.fault(
                 Severity.ERROR,
                 f"model_warmup[{index}].inputs",
                 f"failed to run warmup sample '{sample.name}': {problem}",

@@ -62,24 +62,17 @@ class _Ensemble:
 
     def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Fault:
         """Make an error at a field, or at the entry of a map that has this key."""
-        return Fault(
-            severity=Severity.ERROR,
-            path=self.entry.parsed.path,
-            place=self.entry.parsed.place(path, key=key),
-            message=message,
-            remedy=remedy,
-        )
+        return self.entry.parsed.fault(Severity.ERROR, path, message, remedy=remedy, key=key)
 
 
 def _limit(ensemble: _Ensemble) -> Iterator[Fault]:
     """Yield a warning if there is a limit of what is on its way between stages of one engine."""
     if ensemble.config.max_inflight_requests and generation_stages(ensemble.entry, ensemble.entries):
-        yield Fault(
-            severity=Severity.WARNING,
-            path=ensemble.entry.parsed.path,
-            place=ensemble.entry.parsed.place("ensemble_scheduling[0].max_inflight_requests"),
-            message="max_inflight_requests is not honoured: one engine runs the stages, and nothing waits "
-            "between them",
+        yield ensemble.entry.parsed.fault(
+            Severity.WARNING,
+            "ensemble_scheduling[0].max_inflight_requests",
+            "max_inflight_requests is not honoured: one engine runs the stages, and nothing waits between "
+            "them",
             remedy="leave it out; --max-queue bounds how many requests wait for the engine",
         )
 
