@@ -125,32 +125,28 @@ class Backlog:
         with self._lock:
             if inference in self._waiting:
                 self._waiting.remove(inference)
-            cleared = self._cleared()
-        for callback in cleared:
-            callback()
+        self._call_back_if_clear()
 
     def lift(self) -> None:
         """Hold up nobody any more, whatever waits: it would wait for ever."""
         with self._lock:
             self._lifted = True
             self._waiting.clear()
-            cleared = self._cleared()
-        for callback in cleared:
-            callback()
+        self._call_back_if_clear()
 
     def when_clear(self, callback: Callable[[], None]) -> None:
         """Call back once nothing waits: at once if that is so."""
         with self._lock:
-            if self._waiting:
-                self._when_clear.append(callback)
-                return
-        callback()
+            self._when_clear.append(callback)
+        self._call_back_if_clear()
 
-    def _cleared(self) -> Sequence[Callable[[], None]]:
-        if self._waiting:
-            return ()
-        cleared, self._when_clear = self._when_clear, []
-        return cleared
+    def _call_back_if_clear(self) -> None:
+        with self._lock:
+            if self._waiting:
+                return
+            callbacks, self._when_clear = self._when_clear, []
+        for callback in callbacks:
+            callback()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -38,8 +38,8 @@ _HONOURED = {
     "instance_group": {"name", "kind", "count", "gpus", "rate_limiter", "profile"},  # profile: see rules
 }  # fmt: skip
 
-# What happens instead. Serving goes on without these ...
-_WARNINGS = {
+# What happens instead.
+_INSTEAD = {
     "runtime": "the backend's own runtime is used",
     "cc_model_filenames": "`default_model_filename` is loaded on every device",
     "model_operations": "no libraries of operators are loaded",
@@ -54,11 +54,9 @@ _WARNINGS = {
     "instance_group.secondary_devices": "the instances run on their first device alone",
     "instance_group.passive": "the instances take requests like all others",
     "instance_group.host_policy": "threads and memory are placed by the operating system",
-}
-# ... and would be wrong without these.
-_ERRORS = {
     "model_repository_agents": "the agents would not see the files",
 }
+_ERRORS = ("model_repository_agents",)      # without which the model would be another
 
 
 class Role(StrEnum):
@@ -153,55 +151,48 @@ class Unhonoured:
 
 def unhonoured_fields(message: Any) -> Iterator[Unhonoured]:
     """Yield what an `inference.ModelConfig` asks for in vain; a field of a newer schema is among it."""
-    yield from _walk(message, schema="", path="")
-
-
-def _walk(message: Any, *, schema: str, path: str) -> Iterator[Unhonoured]:
-    for field, value in message.ListFields():
-        name = f"{schema}.{field.name}".lstrip(".")
-        if field.name not in _HONOURED[schema]:
-            yield _unhonoured(name, path=f"{path}{field.name}")
-        elif name in _HONOURED:
-            members = [value] if isinstance(value, Message) else value
-            for index, member in enumerate(members):
-                yield from _walk(member, schema=name, path=f"{path}{field.name}[{index}].")
+    for _, name, path in _written(message):
+        schema, _, field = name.rpartition(".")
+        honoured = _HONOURED.get(schema)
+        if honoured is not None and field not in honoured:
+            instead = _INSTEAD.get(name, "it has no effect")
+            yield _unhonoured(name, path=path, instead=instead, is_error=name in _ERRORS)
 
 
 def unhonoured_in_role(message: Any, role: Role) -> Iterator[Unhonoured]:
     """Yield what an `inference.ModelConfig` asks for in vain because its model is part of a text model."""
-    for name, path, value in _written(message, schema="", path="", known=_IN_ROLE[role]):
+    is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
+    for owner, name, path in _written(message):
+        instead = _IN_ROLE[role].get(name)
+        if instead is None:
+            continue
         meant = _AS_IT_HAPPENS.get(name, ())
         if name == "sequence_batching.oldest.max_candidate_sequences":
             meant = (str(message.max_batch_size),)      # as `genserve export` writes it
-        if value not in meant:
-            is_error = name in _ERRORS_IN_LOGITS and role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
-            short = name.rpartition(".")[2]
-            yield Unhonoured(
-                path=path,
-                severity=Severity.ERROR if is_error else Severity.WARNING,
-                message=f"{short} is not honoured in a {role}: {_IN_ROLE[role][name]}",
-            )
+        if _text(owner, name) not in meant:
+            is_error = is_logits and name in _ERRORS_IN_LOGITS
+            yield _unhonoured(name, path=path, instead=instead, is_error=is_error, where=f" in a {role}")
 
 
-def _written(
-    message: Any, *, schema: str, path: str, known: Mapping[str, str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, the path and the value, as text, of each written field that is known."""
+def _written(message: Any, *, schema: str = "", path: str = "") -> Iterator[tuple[Any, str, str]]:
+    """Yield the message, the name in the schema and the path of each written field, at any depth."""
     for field, value in message.ListFields():
         name, place = f"{schema}.{field.name}".lstrip("."), f"{path}{field.name}"
-        if name in known:
-            yield name, place, enum_name(message, field.name) if field.enum_type else str(value)
-        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+        yield message, name, place
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             members = [value] if isinstance(value, Message) else value
             for index, member in enumerate(members):
-                yield from _written(member, schema=name, path=f"{place}[{index}].", known=known)
+                yield from _written(member, schema=name, path=f"{place}[{index}].")
 
 
-def _unhonoured(name: str, *, path: str) -> Unhonoured:
-    short = name.rpartition(".")[2]
-    if name in _ERRORS:
-        return Unhonoured(
-            path=path, severity=Severity.ERROR, message=f"{short} is not honoured: {_ERRORS[name]}"
-        )
-    instead = _WARNINGS.get(name, "it has no effect")
-    return Unhonoured(path=path, severity=Severity.WARNING, message=f"{short} is not honoured: {instead}")
+def _text(owner: Any, name: str) -> str:
+    field = owner.DESCRIPTOR.fields_by_name[name.rpartition(".")[2]]
+    return enum_name(owner, field.name) if field.enum_type else str(getattr(owner, field.name))
+
+
+def _unhonoured(name: str, *, path: str, instead: str, is_error: bool, where: str = "") -> Unhonoured:
+    return Unhonoured(
+        path=path,
+        severity=Severity.ERROR if is_error else Severity.WARNING,
+        message=f"{name.rpartition('.')[2]} is not honoured{where}: {instead}",
+    )

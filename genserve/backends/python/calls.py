@@ -142,11 +142,7 @@ def answers_async(
         executor=executor,
         on_answer=lambda: _tell(arrived, lambda: convert(answers)),
     )
-
-    def fail(error: GenserveError) -> None:
-        answers.fail(error)
-
-    _watch(arrived, inference=answers.inference, executor=executor, fail=fail)
+    _watch(arrived, inference=answers.inference, executor=executor, fail=answers.fail)
     return arrived
 
 
