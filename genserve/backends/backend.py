@@ -49,9 +49,7 @@ class Backend(Protocol):
     """
 
     @classmethod
-    def auto_complete(
-        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
-    ) -> None:
+    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
         """Fill in what the config does not say and the model's file does.
 
         Args:

@@ -133,9 +133,7 @@ class OnnxRuntimeBackend:
     """`Backend` of `backend: "onnxruntime"` and `platform: "onnxruntime_onnx"`."""
 
     @classmethod
-    def auto_complete(
-        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
-    ) -> None:
+    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
         """See `Backend.auto_complete`. Nothing happens where inputs and outputs are both given."""
         if says_all(message):
             return

@@ -71,9 +71,7 @@ class PyTorchBackend:
     """`Backend` of `backend: "pytorch"` and `platform: "pytorch_libtorch"`."""
 
     @classmethod
-    def auto_complete(
-        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
-    ) -> None:
+    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
         """See `Backend.auto_complete`. TorchScript does not say the types and shapes of its tensors."""
 
     @classmethod

@@ -77,9 +77,7 @@ class TensorFlowBackend:
     """`Backend` of `backend: "tensorflow"` and `platform: "tensorflow_savedmodel"`."""
 
     @classmethod
-    def auto_complete(
-        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
-    ) -> None:
+    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
         """See `Backend.auto_complete`. Not done: inputs and outputs are to be written."""
 
     @classmethod

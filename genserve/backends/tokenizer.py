@@ -21,9 +21,7 @@ class TokenizerBackend:
     """A tokenizer stage: `text_input` [batch, 1] to `input_ids` [batch, n]; a `Backend`."""
 
     @classmethod
-    def auto_complete(
-        cls, message: Any, *, path: Any, version: int, default_max_batch_size: int
-    ) -> None:
+    def auto_complete(cls, message: Any, *, path: Any, version: int, default_max_batch_size: int) -> None:
         """Do nothing: the config says it all."""
 
     @classmethod

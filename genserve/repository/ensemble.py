@@ -220,11 +220,11 @@ class _Line:
         """Return what is to end, or to go on, before there is room."""
         with self._lock:
             running = tuple(self._running)
-        return [_last_to_go(part) for part in running]
+        return [_occupant(part) for part in running]
 
 
-def _last_to_go(part: Inference) -> Inference:
-    """Return a request, or once it has ended, the first of what has come of it and waits further on."""
+def _occupant(part: Inference) -> Inference:
+    """Return who holds a place: a request, or once it has ended, the first that came of it and waits."""
     waiting = part.backlog.waiting if part.ended and part.backlog else ()   # read once: it may clear
     return waiting[0] if waiting else part
 

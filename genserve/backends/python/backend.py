@@ -38,9 +38,7 @@ class PythonBackend:
     folder: ClassVar[Path | None] = None
 
     @classmethod
-    def auto_complete(
-        cls, message: Any, *, path: Path, version: int, default_max_batch_size: int
-    ) -> None:
+    def auto_complete(cls, message: Any, *, path: Path, version: int, default_max_batch_size: int) -> None:
         """Let the model's `auto_complete_config` complete its config.
 
         Raises:
