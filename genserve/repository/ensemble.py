@@ -380,12 +380,10 @@ class _Run:
             return False  # it has failed while this one was in a line
         try:
             self._door.submit(part)
-        except GenserveError as error:  # it was refused, and has not ended
-            self._fail(error)
-            return False
-        except Exception as error:  # it is on whichever thread made room: the others in the line go on
-            logger.exception("a request to model %s could not be submitted", part.request.model_name)
-            part.fail(InferenceError.of(error))
+        except Exception as error:  # of any kind: it is on the thread of another request, which made room
+            if not isinstance(error, GenserveError):
+                logger.exception("model %s could not take a request", part.request.model_name)
+            self._fail(InferenceError.of(error))
             return False
         return True
 

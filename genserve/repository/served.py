@@ -148,8 +148,8 @@ class Served:
         inference.when_ended(self._ended)
         try:
             self.runner.submit(inference)
-        except GenserveError as error:
-            if inference.ended:
+        except Exception as error:  # of any kind: an unload waits for what has not left
+            if isinstance(error, GenserveError) and inference.ended:
                 return  # this version was closed meanwhile, and has told it
             self._leave(inference)  # what is refused is not counted
             if inference.span is not None:

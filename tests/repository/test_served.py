@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from genserve.backends.backend import Placement
 from genserve.config.model_config import DynamicBatching, ModelConfig
@@ -169,4 +170,18 @@ def test_a_request_that_the_cache_could_answer_is_told_of_the_unload_once() -> N
         Idle(), config=ModelConfig(name="m"), version=1, statistics=ModelStatistics(), cache=cache
     )
     assert Requester(served).error().status is Status.UNAVAILABLE
+    assert served.num_pending == 0
+
+
+def test_a_request_that_its_runner_cannot_take_holds_up_no_unload() -> None:
+    class Broken:
+        def submit(self, inference: Inference) -> None:
+            raise OSError("no room")
+
+        def close(self) -> None:
+            pass
+
+    served = Served(Broken(), config=ModelConfig(name="m"), version=1, statistics=ModelStatistics())
+    with pytest.raises(OSError, match="no room"):
+        Requester(served)
     assert served.num_pending == 0
