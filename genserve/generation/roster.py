@@ -26,7 +26,7 @@ class Roster:
 
     Attributes:
         num_preempted: how many had to leave their slots and wait again, by the last `plan`.
-        begun: those that left the line for a slot, by the last `plan`.
+        begun: those that left the line for a slot by the last `plan`, and kept it.
     """
 
     def __init__(
@@ -165,6 +165,8 @@ class Roster:
         self._slots.park(occupant, now_s=self._now_s)
         occupant.preempt()
         self._waiting.appendleft(occupant)
+        if occupant in self.begun:  # it was admitted by this very plan
+            self.begun.remove(occupant)
         self.num_preempted += 1
 
     def _lengths(self, plan: StepPlan) -> dict[int, int]:

@@ -118,6 +118,8 @@ class Schedule:
         if result is None:
             return False
         assert not result.failed
+        roster = self.engine._roster
+        assert not {*roster.begun} & {*roster._waiting}, "one that waits again has not begun"
         for slot, resident in enumerate(self.engine._slots.residents):
             # Prompts by prefills and answers by decodes, always; a prompt that is scored, by decodes.
             if isinstance(resident, TokenSequence):
