@@ -100,7 +100,7 @@ class Metrics:
         )
         self.queue_time = Histogram(
             "genserve_request_queue_time_seconds",
-            "From admission to the first step.",
+            "From arrival to the first step.",
             model,
             buckets=_LATENCY_S,
             registry=self.registry,
@@ -114,7 +114,7 @@ class Metrics:
         )
         self.time_to_first_token = Histogram(
             "genserve_time_to_first_token_seconds",
-            "From admission to the first token.",
+            "From arrival to the first token.",
             model,
             buckets=_LATENCY_S,
             registry=self.registry,
@@ -128,7 +128,7 @@ class Metrics:
         )
         self.request_seconds = Histogram(
             "genserve_e2e_request_latency_seconds",
-            "From admission to the last token.",
+            "From arrival to the last token.",
             model,
             buckets=_LATENCY_S,
             registry=self.registry,
@@ -212,7 +212,7 @@ class GenerationMetrics:
         self._generation_tokens.inc(count)
 
     def first_token(self, *, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """Report the time from submission to the first token, and how much of the prompt was cached."""
+        """Report the time from arrival to the first token, and how much of the prompt was cached."""
         self._first_token.observe(seconds)
         self._prefix_cache_queries.inc(prompt_tokens)
         self._prefix_cache_hits.inc(cached_tokens)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
+from typing import TypeVar
 
 from genserve.backends.python.plugins import Plugins
-from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
+from genserve.errors import Closed, ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.loop import EngineLoop
 from genserve.generation.plugins import LogitsProcessor, PluginContext
@@ -25,6 +28,11 @@ from genserve.text.stoppable_text import StopFinder, StoppableText
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["GenerationEnsemble"]
+
+T = TypeVar("T")
+
+# Each for prompts, and for prompts with forms: forms may take seconds to compile.
+MAX_THREADS = 4
 
 
 class GenerationEnsemble:
@@ -70,6 +78,26 @@ class GenerationEnsemble:
         self._grammars = Grammars(tokenizer, vocab_size=vocab_size)
         self._spellings_within = Spellings(tokenizer)
         self._thinking_ids = [tokenizer.token_id(tag) for tag in THINKING_TAGS]
+        self._workers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"prepare-{name}")
+        self._compilers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"compile-{name}")
+
+    def run_soon(self, work: Callable[[], T], *, compiles: bool) -> Future[T]:
+        """Run what prepares a request on a thread of this model, in the order in which they come.
+
+        So nothing that is expensive to prepare holds up another model.
+
+        Args:
+            work: runs in the context of this call; is to call `Reservation.check` first.
+            compiles: whether the answers have a form; these do not hold up those that have none.
+
+        Raises:
+            Closed: after `close`.
+        """
+        workers = self._compilers if compiles else self._workers
+        try:
+            return workers.submit(copy_context().run, work)
+        except RuntimeError:
+            raise Closed(f"model '{self.name}' is being unloaded") from None
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> TokenSequence:
         """Turn a prompt into a token sequence; see `prepare_choices`."""
@@ -93,7 +121,6 @@ class GenerationEnsemble:
                 not, or not with such arguments.
             ContextLengthExceeded: prompt and `max_tokens` do not fit; says both numbers.
             ModelFailed: the chat template, the tokenizer or a plug-in is at fault.
-            Overloaded: other chats hold up the chat template.
         """
         width = self._beam_width(params, num_choices=num_choices)
         max_length = self.loop.longest(width) if width > 1 else self.max_length
@@ -151,8 +178,13 @@ class GenerationEnsemble:
         return ReasonedText(begun=begun)
 
     def close(self) -> None:
-        """End all requests, the engine's thread, and the process of the chat template."""
+        """End all requests, the engine's thread, and the process of the chat template.
+
+        What is still to be prepared finds the loop closed.
+        """
         self.loop.close()
+        self._workers.shutdown(wait=False)
+        self._compilers.shutdown(wait=False)
         self.tokenizer.close()
 
     def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:

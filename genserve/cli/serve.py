@@ -187,8 +187,8 @@ def serve(
         float,
         _flag(
             "--max-queue-wait-s",
-            help="How long a request may wait for its first step, seconds; 0: for ever. One that would wait "
-            "longer, or has, is refused with status 429.",
+            help="Seconds a request may wait for its first step; 0 means no limit. A request that has waited "
+            "longer, or is expected to, is refused with status 429.",
             panel=_MODELS,
             min=0,
         ),

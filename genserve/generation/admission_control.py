@@ -15,6 +15,8 @@ _LONGEST_RETRY_AFTER_S = 60.0       # more than that the official clients do not
 _SHORTEST_RETRY_AFTER_S = 0.1
 # What a refused client is told before the engine has shown how fast it is.
 _UNKNOWN_RETRY_AFTER_S = 1.0
+# For so long after the engine was full, its speed is taken for what it still is.
+_MEASUREMENT_LASTS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +38,14 @@ class Reason(StrEnum):
 
 
 class AdmissionControl:
-    """Counts what waits for one engine and how fast it gets on, and refuses what is too much.
+    """Counts what waits for one engine, measures its throughput, and refuses what is too much.
 
     Its caller holds a lock; times are those of the engine's clock.
 
-    How fast the line gets on is measured while the engine is *full*, from when somebody finds no slot or no
-    memory until nobody waits: the time that its last steps took, by how many began in them. A line that free
-    slots are about to take is no reason to refuse anybody, and light load does not show how fast it can be.
+    Throughput is measured only while the engine is *full*, that is, from the moment a request finds no free
+    slot or memory until the queue is empty: step time divided by the number of slots that were taken. Free
+    slots are about to take what waits, so that this is no reason to refuse anybody, and light load does not
+    show how fast the engine can be.
 
     Attributes:
         limits: what is held to.
@@ -56,23 +59,33 @@ class AdmissionControl:
         self.num_tokens = 0
         self._num_slots = num_slots
         self._metrics = metrics
-        self._waiting: Counter[int] = Counter()     # by priority
+        # Slots, by priority.
+        self._preparing: Counter[int] = Counter()
+        self._waiting: Counter[int] = Counter()
         self._full = False
-        self._full_s = 0.0                          # for so long the engine was full in all
-        # That time when somebody began. Answers of one length end together, so one round of them is too few.
+        self._full_s = 0.0                          # total time the engine has been full
+        self._last_full_s = 0.0                     # when it was last
+        # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
         self._begun_s: deque[float] = deque([0.0], maxlen=4 * num_slots + 1)
         self._promised_s = 0.0                      # when the last one that was refused should be back
 
     @property
     def capacity(self) -> int:
-        """How many may run and wait together."""
+        """How many may run, wait and be prepared together."""
         return self._num_slots + self.limits.max_requests
+
+    @property
+    def num_preparing(self) -> int:
+        """Places of those whose prompts are being prepared."""
+        return self._preparing.total()
 
     def check(self, count: int, *, num_tokens: int, priority: int, now_s: float) -> None:
         """Raise Overloaded if so many, with so many prompt tokens together, may not wait now.
 
         The limits on requests and tokens are for all that wait, the one on time for those in front of a
-        request of this priority. A prompt that is longer than all that may wait is taken when none waits.
+        request of this priority. A prompt that is longer than all that may wait is taken when none waits,
+        and no prediction refuses a request that would be the only one to wait: how long it does shows how
+        fast the engine is now.
         """
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
@@ -84,21 +97,23 @@ class AdmissionControl:
                 remedy="try again later, or raise --max-queue-tokens",
                 now_s=now_s,
             )
-        wait_s = self._predicted_wait_s(priority)
+        wait_s = self._predicted_wait_s(priority, now_s=now_s)
         if self.limits.max_wait_s is not None and wait_s > self.limits.max_wait_s:
             raise self.refusal(
                 Reason.PREDICTED_WAIT,
-                f"a request would wait about {wait_s:.0f} s now, the limit is {self.limits.max_wait_s:g} s",
+                f"a request would wait about {wait_s:.0f} s now; the limit is {self.limits.max_wait_s:g} s",
                 remedy="try again later, or raise --max-queue-wait-s",
                 now_s=now_s,
             )
 
     def check_count(self, count: int, *, now_s: float) -> None:
         """Raise Overloaded if so many may not wait now, whatever they are."""
-        if self.num_accepted + count > self.capacity:
+        taken = self.num_accepted + self.num_preparing
+        if taken + count > self.capacity:
+            requests = "1 request is" if taken == 1 else f"{taken} requests are"
             raise self.refusal(
                 Reason.MAX_QUEUE,
-                f"{self.num_accepted} requests are running or waiting, the limit is {self.capacity}",
+                f"{requests} running or waiting; the limit is {self.capacity}",
                 remedy="try again later, or raise --max-queue",
                 now_s=now_s,
             )
@@ -110,47 +125,88 @@ class AdmissionControl:
         and before all that may wait has been served: however wrong the guess is, the line does not run dry.
         """
         self._metrics.rejected(reason.value)
-        seconds = self._seconds_per_place() or _UNKNOWN_RETRY_AFTER_S
+        seconds = self._seconds_per_place(now_s) or _UNKNOWN_RETRY_AFTER_S
         longest_s = min(self.limits.max_wait_s or _LONGEST_RETRY_AFTER_S, _LONGEST_RETRY_AFTER_S)
         self._promised_s = min(max(now_s, self._promised_s) + seconds / 2, now_s + longest_s)
         retry_after_s = max(_SHORTEST_RETRY_AFTER_S, self._promised_s - now_s)
         return Overloaded(message, retry_after_s=retry_after_s, remedy=remedy)
 
+    def reserve(self, count: int, *, priority: int) -> None:
+        """Count places of a request whose prompts are still to be prepared."""
+        self._preparing[priority] += count
+
+    def release(self, count: int, *, priority: int) -> None:
+        """Take back what `reserve` counted."""
+        _subtract(self._preparing, priority, count)
+
+    def accept(self, num_slots: int) -> None:
+        """Count what may run now, or wait."""
+        self.num_accepted += num_slots
+
+    def leave(self, num_slots: int) -> None:
+        """Take back what `accept` counted: it has ended."""
+        self.num_accepted -= num_slots
+
     def wait(self, num_slots: int, *, num_tokens: int, priority: int) -> None:
-        """Count a sequence that waits for its first step; `accept` has counted its slots."""
+        """Count one that was accepted among those that wait for their first step."""
         self.num_tokens += num_tokens
         self._waiting[priority] += num_slots
 
     def begin(self, num_slots: int, *, num_tokens: int, priority: int) -> None:
         """Take back what `wait` counted: it has begun, or it ended before."""
         self.num_tokens -= num_tokens
-        self._waiting[priority] -= num_slots
-        if not self._waiting[priority]:
-            del self._waiting[priority]
+        _subtract(self._waiting, priority, num_slots)
         if not self._waiting:
             self._full = False  # all may have left, and then there is no step to say so
 
-    def note_step(self, seconds: float, *, num_begun: int, full: bool, num_waiting: int) -> None:
-        """Note that a step took so long, that so many began with it, and that so many waited then.
+    def note_step(
+        self, seconds: float, *, num_begun: int, full: bool, num_waiting: int, now_s: float
+    ) -> None:
+        """Note how long a step took, what began with it, and how many waited then.
 
-        `full`: the first of these found no slot or no memory.
+        Args:
+            seconds: that it took.
+            num_begun: slots of those that had their first step, as `wait` counted them.
+            full: the first of those that waited found no slot or no memory.
+            num_waiting: how many waited.
+            now_s: when it ended.
         """
-        self._full = full or (self._full and num_waiting > 0)
-        if self._full:
+        was_full = self._full
+        self._full = full or (was_full and num_waiting > 0)
+        if self._full or was_full:  # the step that empties the queue is the last of a full engine
+            self._forget_if_outdated(now_s - seconds)
             self._full_s += seconds
+            self._last_full_s = now_s
             self._begun_s.extend([self._full_s] * num_begun)
 
-    def _predicted_wait_s(self, priority: int) -> float:
-        seconds = self._seconds_per_place()
-        if seconds is None:
-            return 0.0
-        num_free = self._num_slots - (self.num_accepted - self._waiting.total())
-        ahead = sum(count for other, count in self._waiting.items() if other <= priority)
+    def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
+        seconds = self._seconds_per_place(now_s)
+        num_waiting = self._waiting.total()
         # Where memory is short, free slots are no help.
-        places = ahead + 1 - (0 if self._full else num_free)
-        return max(0, places) * seconds
+        num_free = 0 if self._full else self._num_slots - (self.num_accepted - num_waiting)
+        if seconds is None or num_waiting + self.num_preparing <= num_free:
+            return 0.0
+        line = [*self._waiting.items(), *self._preparing.items()]
+        ahead = sum(count for other, count in line if other <= priority)
+        return max(0, ahead + 1 - num_free) * seconds
 
-    def _seconds_per_place(self) -> float | None:
-        """Return how long the line of a full engine takes to get on by one; None: not known yet."""
+    def _seconds_per_place(self, now_s: float) -> float | None:
+        """Return how long the line of a full engine takes to get on by one; None: not known now."""
         num_begun = len(self._begun_s) - 1
-        return (self._full_s - self._begun_s[0]) / num_begun if num_begun >= self._num_slots else None
+        if num_begun < self._num_slots or self._is_outdated(now_s):
+            return None
+        return (self._full_s - self._begun_s[0]) / num_begun
+
+    def _forget_if_outdated(self, now_s: float) -> None:
+        if self._is_outdated(now_s):
+            self._begun_s.clear()
+            self._begun_s.append(self._full_s)
+
+    def _is_outdated(self, now_s: float) -> bool:
+        return now_s - self._last_full_s > _MEASUREMENT_LASTS_S
+
+
+def _subtract(counter: Counter[int], priority: int, count: int) -> None:
+    counter[priority] -= count
+    if not counter[priority]:
+        del counter[priority]

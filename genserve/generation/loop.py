@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits, Reason
@@ -20,7 +20,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.metrics import GenerationMetrics
 from genserve.request import Delta
 
-__all__ = ["EngineLoop", "Outbox", "Parcel"]
+__all__ = ["EngineLoop", "Outbox", "Parcel", "Reservation"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Outbox(Protocol):
 class _Request:
     """Token sequences that were submitted together."""
 
-    submitted_s: float      # by the engine's clock
+    arrived_s: float        # before they were prepared
     begun: bool = False     # one of them has had its first step
 
 
@@ -53,15 +53,54 @@ class _Ticket:
 
     request: _Request
     outbox: Outbox
-    submitted_s: float
     num_slots: int          # that it counts for, of a beam search the first for all beams beyond the answers
     num_tokens: int         # of its prompt; of a beam search only the first has them
+
+
+class Reservation:
+    """Places that `EngineLoop.reserve` keeps for a request while its prompts are prepared.
+
+    A context manager; safe from any thread.
+
+    Attributes:
+        count: how many.
+        priority: of the request.
+        arrived_s: when it came, by the engine's clock; its wait begins there.
+        queued: whether others were being prepared when it came; otherwise it waits for none of them.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, count: int, *, priority: int, arrived_s: float, queued: bool
+    ) -> None:
+        self.count = count
+        self.priority = priority
+        self.arrived_s = arrived_s
+        self.queued = queued
+        self.released = False
+        self._loop = loop
+
+    def check(self) -> None:
+        """Raise what `EngineLoop.submit` would for a loop that has ended, or a wait that was too long.
+
+        To be called when a thread is free, before it prepares the prompts.
+        """
+        self._loop.check_reserved(self)
+
+    def release(self) -> None:
+        """Give the places back; a second call does nothing."""
+        self._loop.release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.release()
 
 
 class EngineLoop:
     """The thread that owns an engine.
 
-    `submit`, `submit_logits`, `cancel`, `drain`, `close` and the properties are safe from any thread. Every
+    Everything public is safe from any thread; times are those of the engine's clock. Every
     sequence that `submit` accepts ends with exactly one last parcel, and every logits request is
     answered exactly once, unless it is cancelled: then nothing follows.
     """
@@ -110,8 +149,13 @@ class EngineLoop:
 
     @property
     def capacity(self) -> int:
-        """How many may run and wait together."""
+        """How many may run, wait and be prepared together."""
         return self._admission.capacity
+
+    @property
+    def num_preparing(self) -> int:
+        """Places that are reserved for those whose prompts are being prepared."""
+        return self._admission.num_preparing
 
     @property
     def now_s(self) -> float:
@@ -127,8 +171,45 @@ class EngineLoop:
         """Return how many tokens each of so many sequences that need each other may have."""
         return self._engine.longest(num_sequences)
 
-    def submit(self, *sequences: TokenSequence, outbox: Outbox) -> None:
+    def reserve(self, count: int, *, priority: int = 0) -> Reservation:
+        """Keep so many places for a request whose prompts are still to be prepared.
+
+        Raises:
+            Closed, ModelNotReady, Overloaded: as `submit` would if so many short prompts came now.
+        """
+        now_s = self._engine.clock()
+        with self._changed:
+            self._check_open()
+            self._admission.check(count, num_tokens=0, priority=priority, now_s=now_s)
+            queued = self._admission.num_preparing > 0
+            self._admission.reserve(count, priority=priority)
+        return Reservation(self, count, priority=priority, arrived_s=now_s, queued=queued)
+
+    def check_reserved(self, reservation: Reservation) -> None:
+        """See `Reservation.check`."""
+        limit_s = self._admission.limits.max_wait_s
+        now_s = self._engine.clock()
+        with self._changed:
+            self._check_open()
+            if limit_s is not None and reservation.queued and now_s - reservation.arrived_s > limit_s:
+                raise self._overdue(limit_s, now_s=now_s)
+
+    def release(self, reservation: Reservation) -> None:
+        """See `Reservation.release`."""
+        with self._changed:
+            if not reservation.released:
+                reservation.released = True
+                self._admission.release(reservation.count, priority=reservation.priority)
+
+    def submit(
+        self, *sequences: TokenSequence, outbox: Outbox, reservation: Reservation | None = None
+    ) -> None:
         """Accept token sequences, all of them or none; their parcels go to `outbox`.
+
+        Args:
+            sequences: of one request.
+            outbox: called on the engine's thread.
+            reservation: of the request; it is given back whether they are accepted or not.
 
         Raises:
             Closed: the loop was closed.
@@ -137,18 +218,22 @@ class EngineLoop:
 
         Sequences of which none has had its first step within the limit end with Overloaded, too.
         """
-        request = _Request(submitted_s=self._engine.clock())
+        now_s = self._engine.clock()
+        request = _Request(arrived_s=reservation.arrived_s if reservation else now_s)
         arrivals = [(sequence, _ticket(sequence, request, outbox)) for sequence in sequences]
+        num_slots = sum(ticket.num_slots for _, ticket in arrivals)
         with self._changed:
+            if reservation is not None:
+                self.release(reservation)
             self._check_open()
             self._admission.check(
-                sum(ticket.num_slots for _, ticket in arrivals),
+                num_slots,
                 num_tokens=sum(ticket.num_tokens for _, ticket in arrivals),
                 priority=sequences[0].priority,
-                now_s=request.submitted_s,
+                now_s=now_s,
             )
+            self._admission.accept(num_slots)
             for sequence, ticket in arrivals:
-                self._admission.num_accepted += ticket.num_slots
                 self._admission.wait(
                     ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
                 )
@@ -168,13 +253,8 @@ class EngineLoop:
         with self._changed:
             self._check_open()
             self._admission.check_count(len(requests), now_s=now_s)
-            self._admission.num_accepted += len(requests)
+            self._admission.accept(len(requests))
             self._arrive(requests)
-
-    def check_room(self, count: int, *, priority: int = 0) -> None:
-        """Raise what `submit` would raise if so many short prompts came now; for work that precedes it."""
-        with self._changed:
-            self._admission.check(count, num_tokens=0, priority=priority, now_s=self._engine.clock())
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -293,17 +373,18 @@ class EngineLoop:
         if result is None:
             return not (self._tickets or self._unanswered)
         self._num_steps += 1
-        now = time.monotonic()
-        self._note_begun(result, seconds=now - started_s, now=now)
+        seconds = time.monotonic() - started_s
+        now_s = self._engine.clock()
+        self._note_begun(result, seconds=seconds, now_s=now_s)
         if not result.num_prompt_tokens:
-            self._decode_s = now - started_s
+            self._decode_s = seconds
         self._metrics.step(
-            seconds=now - started_s,
+            seconds=seconds,
             prompt_tokens=result.num_prompt_tokens,
             preempted=result.num_preempted,
         )
         self._metrics.speculated(drafted=result.num_drafted, accepted=result.num_accepted)
-        self._hand_over(self._parcels(result), now=now)
+        self._hand_over(self._parcels(result), now_s=now_s)
         for request, logits in result.answered:
             self._answer(request, logits)
         for occupant, error in result.failed.items():
@@ -311,27 +392,30 @@ class EngineLoop:
                 self._answer(occupant, error)
         return True
 
-    def _note_begun(self, result: StepResult, *, seconds: float, now: float) -> None:
+    def _note_begun(self, result: StepResult, *, seconds: float, now_s: float) -> None:
+        """Note what had its first step; begun are also logits requests, and those that come back."""
         with self._changed:
+            starting = [s for s in result.begun if isinstance(s, TokenSequence) and s in self._waiting]
             self._admission.note_step(
                 seconds,
-                num_begun=len(result.begun),
+                num_begun=sum(self._waiting[sequence].num_slots for sequence in starting),
                 full=result.full,
                 num_waiting=self._engine.num_waiting,
+                now_s=now_s,
             )
-            for occupant in result.begun:
-                if isinstance(occupant, TokenSequence) and (ticket := self._leave_queue(occupant)):
-                    ticket.request.begun = True
-                    self._metrics.queued(now - seconds - ticket.submitted_s)
+            for sequence in starting:
+                request = self._waiting[sequence].request
+                request.begun = True
+                self._metrics.queued(max(0.0, now_s - seconds - request.arrived_s))
+                self._leave_queue(sequence)
 
-    def _leave_queue(self, sequence: TokenSequence) -> _Ticket | None:
+    def _leave_queue(self, sequence: TokenSequence) -> None:
         """Take a sequence out of those that wait for their first step, if it does."""
         ticket = self._waiting.pop(sequence, None)
         if ticket is not None:
             self._admission.begin(
                 ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
             )
-        return ticket
 
     def _refuse_overdue(self) -> None:
         """End the requests that have waited too long, and did not begin with this step either."""
@@ -344,21 +428,24 @@ class EngineLoop:
         with self._changed:
             for sequence, ticket in self._waiting.items():
                 request = ticket.request
-                if now_s - request.submitted_s <= limit_s or sequence not in self._tickets:
-                    break
-                if request.begun:
+                if sequence not in self._tickets:
+                    break   # it has come since the step began
+                if request.begun or now_s - request.arrived_s <= limit_s:
                     continue
                 if id(request) not in refused:
-                    refused[id(request)] = self._admission.refusal(
-                        Reason.QUEUE_TIMEOUT,
-                        f"the request has waited for {limit_s:g} s, which is the limit",
-                        remedy="try again later, or raise --max-queue-wait-s",
-                        now_s=now_s,
-                    )
+                    refused[id(request)] = self._overdue(limit_s, now_s=now_s)
                 overdue.append((sequence, refused[id(request)]))
         if overdue:
             self._engine.remove(sequence for sequence, _ in overdue)
-            self._hand_over(overdue, now=time.monotonic())
+            self._hand_over(overdue, now_s=now_s)
+
+    def _overdue(self, limit_s: float, *, now_s: float) -> Overloaded:
+        return self._admission.refusal(
+            Reason.QUEUE_TIMEOUT,
+            f"the request has waited for {limit_s:g} s, which is the limit",
+            remedy="try again later, or raise --max-queue-wait-s",
+            now_s=now_s,
+        )
 
     def _parcels(self, result: StepResult) -> list[Parcel]:
         parcels: list[Parcel] = [(s, e) for s, e in result.failed.items() if isinstance(s, TokenSequence)]
@@ -368,12 +455,12 @@ class EngineLoop:
                 parcels.append((sequence, delta))
         return parcels
 
-    def _hand_over(self, parcels: Sequence[Parcel], *, now: float) -> None:
+    def _hand_over(self, parcels: Sequence[Parcel], *, now_s: float) -> None:
         batches: defaultdict[Outbox, list[Parcel]] = defaultdict(list)
         for sequence, content in parcels:
             ticket = self._tickets[sequence]
             batches[ticket.outbox].append((sequence, content))
-            self._note(sequence, content, ticket, now=now)
+            self._note(sequence, content, ticket, now_s=now_s)
         for outbox, batch in batches.items():
             try:
                 outbox.deliver(batch)
@@ -382,7 +469,7 @@ class EngineLoop:
                     self.cancel(sequence)
 
     def _note(
-        self, sequence: TokenSequence, content: Delta | GenserveError, ticket: _Ticket, *, now: float
+        self, sequence: TokenSequence, content: Delta | GenserveError, ticket: _Ticket, *, now_s: float
     ) -> None:
         if isinstance(content, GenserveError):
             if not isinstance(content, Overloaded):     # which is counted where it is made
@@ -391,19 +478,19 @@ class EngineLoop:
             return
         self._metrics.generated(len(content.token_ids))
         if sequence.first_token_s is None and content.token_ids:
-            sequence.first_token_s = now
+            sequence.first_token_s = now_s
             self._metrics.first_token(
-                seconds=now - ticket.submitted_s,
+                seconds=now_s - ticket.request.arrived_s,
                 prompt_tokens=sequence.num_prompt_tokens,
                 cached_tokens=sequence.num_cached_tokens,
             )
         if content.finish_reason is not None:
-            seconds, num_tokens = now - ticket.submitted_s, sequence.num_new_tokens
+            seconds, num_tokens = now_s - ticket.request.arrived_s, sequence.num_new_tokens
             logger.debug("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)
             self._metrics.request_finished(
                 content.finish_reason,
                 seconds=seconds,
-                decode_seconds=now - (sequence.first_token_s or now),
+                decode_seconds=now_s - (now_s if sequence.first_token_s is None else sequence.first_token_s),
                 new_tokens=num_tokens,
             )
             self._end(sequence)
@@ -425,7 +512,7 @@ class EngineLoop:
             elif isinstance(occupant, TokenSequence):
                 num_slots = self._tickets.pop(occupant).num_slots
                 self._leave_queue(occupant)
-            self._admission.num_accepted -= num_slots
+            self._admission.leave(num_slots)
             if not self._admission.num_accepted:
                 self._idle.notify_all()
 
@@ -433,7 +520,7 @@ class EngineLoop:
         self._take_arrivals()
         self._engine.remove([*self._tickets, *self._unanswered])
         self._report_occupancy()
-        self._hand_over([(sequence, error) for sequence in self._tickets], now=time.monotonic())
+        self._hand_over([(sequence, error) for sequence in self._tickets], now_s=self._engine.clock())
         for request in tuple(self._unanswered):
             self._answer(request, error)
 
@@ -448,7 +535,6 @@ def _ticket(sequence: TokenSequence, request: _Request, outbox: Outbox) -> _Tick
     return _Ticket(
         request=request,
         outbox=outbox,
-        submitted_s=time.monotonic(),
         num_slots=num_slots,
         num_tokens=num_tokens,
     )

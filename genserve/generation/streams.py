@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Self
 
 from genserve.errors import GenserveError
-from genserve.generation.loop import EngineLoop, Parcel
+from genserve.generation.loop import EngineLoop, Parcel, Reservation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Delta
 
@@ -73,9 +73,11 @@ class EventLoopOutbox:
         self._event_loop = event_loop
         self._streams: dict[TokenSequence, AsyncStream] = {}
 
-    def open(self, loop: EngineLoop, *sequences: TokenSequence) -> AsyncStream:
-        """Submit the choices of a request and return their stream; raises what `EngineLoop.submit` raises."""
-        loop.submit(*sequences, outbox=self)
+    def open(
+        self, loop: EngineLoop, *sequences: TokenSequence, reservation: Reservation | None = None
+    ) -> AsyncStream:
+        """Submit the choices of a request and return their stream; see `EngineLoop.submit`."""
+        loop.submit(*sequences, outbox=self, reservation=reservation)
         stream = AsyncStream(loop, sequences, outbox=self)
         self._streams.update(dict.fromkeys(sequences, stream))
         return stream

@@ -71,7 +71,7 @@ class TokenSequence:
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
-        first_token_s: when its first token was there, `time.monotonic()`; None: it has none.
+        first_token_s: when its first token was there, by the engine's clock; None: it has none.
         begins_thought: whether the answer begins within a thought, since the prompt leaves one open.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.strings import string_tensor, texts
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
-from genserve.generation.loop import Parcel
+from genserve.generation.loop import Parcel, Reservation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse, Parameter
-from genserve.log import CURRENT_REQUEST, LoggedRequest
+from genserve.log import CURRENT_REQUEST
 from genserve.request import Delta
 from genserve.sampling.params import SamplingOptions, SamplingParams, sampling_params
 from genserve.sampling.refused_methods import without_refused_methods
@@ -75,12 +74,6 @@ class TextGeneration:
         self._names = names or {}
         self._output = next((name for name, known in self._names.items() if known == OUTPUT), OUTPUT)
         self._statistics = statistics
-        self._lock = threading.Lock()
-        self._num_preparing = 0
-        # Rendering and tokenizing take time in proportion to the prompt, and `submit` must not block.
-        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"prepare-{ensemble.name}")
-        # Forms may take seconds to compile: for those there is one more.
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compile-{ensemble.name}")
 
     @property
     def ready(self) -> bool:
@@ -89,70 +82,61 @@ class TextGeneration:
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that wait for a slot."""
+        """Inferences that are being prepared or wait for a slot."""
         loop = self.ensemble.loop
-        return self._num_preparing + max(0, loop.num_accepted - loop.num_running)
+        return loop.num_preparing + max(0, loop.num_accepted - loop.num_running)
 
     def submit(self, inference: Inference) -> None:
-        """Prepare the request on a worker, and hand it to the engine.
+        """Have the request prepared on a thread of the model, and hand it to the engine.
 
         Raises:
-            Overloaded: as many as may wait are waiting, those that are being prepared included.
+            Overloaded: see `EngineLoop.reserve`.
             Closed: after `close`.
         """
         inference.inputs = {
             self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
         }
-        with self._lock:
-            self.ensemble.loop.check_room(self._num_preparing + inference.batch_size)
-            self._num_preparing += inference.batch_size
-        workers = self._compiler if "guided_decoding_guide" in inference.inputs else self._workers
+        reservation = self.ensemble.loop.reserve(inference.batch_size)
         try:
-            workers.submit(self._open, inference, CURRENT_REQUEST.get())
-        except RuntimeError:
-            self._prepared(inference)
-            raise Closed(f"model '{self.ensemble.name}' is being unloaded") from None
+            self.ensemble.run_soon(
+                partial(self._prepare, inference, reservation),
+                compiles="guided_decoding_guide" in inference.inputs,
+            )
+        except Closed:
+            reservation.release()
+            raise
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
-        self._workers.shutdown(cancel_futures=False)
-        self._compiler.shutdown(cancel_futures=False)
         self.ensemble.close()
 
-    def _open(self, inference: Inference, request: LoggedRequest | None) -> None:
-        CURRENT_REQUEST.set(request)
+    def _prepare(self, inference: Inference, reservation: Reservation) -> None:
         try:
-            self._prepare(inference)
-        finally:
-            CURRENT_REQUEST.set(None)   # or the worker would keep its answers
-            self._prepared(inference)
-
-    def _prepared(self, inference: Inference) -> None:
-        with self._lock:
-            self._num_preparing -= inference.batch_size
-
-    def _prepare(self, inference: Inference) -> None:
-        if inference.cancelled or inference.ended:
-            inference.fail_cancelled()
-            return
-        try:
-            params = _params(inference.inputs, inference.request.parameters)
-            prompts = texts(inference.inputs["text_input"])
-            streaming = _scalar(inference.inputs, "stream", default=False)
-            if streaming and len(prompts) > 1:
-                raise InvalidRequest("a streamed request has one text_input", field="stream")
-            sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
-            answer = _Answer(
-                inference, sequences, ensemble=self.ensemble, output=self._output, streaming=streaming
-            )
-            inference.when_ended(self._statistics.executed_alone)
-            answer.submit()
-            if request := CURRENT_REQUEST.get():
-                request.answers = sequences
-                request.prompt_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
-            inference.when_cancelled(answer.cancel)
+            with reservation:
+                if inference.cancelled or inference.ended:
+                    inference.fail_cancelled()
+                else:
+                    self._submit(inference, reservation)
         except Exception as error:
             inference.fail(InferenceError.of(error))
+
+    def _submit(self, inference: Inference, reservation: Reservation) -> None:
+        reservation.check()
+        params = _params(inference.inputs, inference.request.parameters)
+        prompts = texts(inference.inputs["text_input"])
+        streaming = _scalar(inference.inputs, "stream", default=False)
+        if streaming and len(prompts) > 1:
+            raise InvalidRequest("a streamed request has one text_input", field="stream")
+        sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
+        answer = _Answer(
+            inference, sequences, ensemble=self.ensemble, output=self._output, streaming=streaming
+        )
+        inference.when_ended(self._statistics.executed_alone)
+        answer.submit(reservation)
+        if request := CURRENT_REQUEST.get():
+            request.answers = sequences
+            request.prompt_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
+        inference.when_cancelled(answer.cancel)
 
 
 class _Answer:
@@ -174,10 +158,10 @@ class _Answer:
         self._texts = dict.fromkeys(sequences, "")
         self._open = set(sequences)
 
-    def submit(self) -> None:
+    def submit(self, reservation: Reservation) -> None:
         """Hand the sequences to the engine, which takes all of them or none."""
         self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
-        self._loop.submit(*self._texts, outbox=self)
+        self._loop.submit(*self._texts, outbox=self, reservation=reservation)
 
     def cancel_sequences(self) -> None:
         """Free the slots."""

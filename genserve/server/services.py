@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
-from weakref import WeakKeyDictionary
 
-from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
-from genserve.errors import Closed, InvalidRequest, ModelNotReady, Overloaded
+from genserve.errors import Closed, InvalidRequest, ModelNotReady
+from genserve.generation.loop import Reservation
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
 from genserve.generation.token_sequence import TokenSequence
 from genserve.kserve.log_settings import LogSettings
@@ -25,18 +24,13 @@ from genserve.metrics import Metrics
 from genserve.public_text import add_repositories
 from genserve.repository.repository import Repository
 from genserve.repository.versions import ModelState
-from genserve.request import Chat, Prompt
+from genserve.request import Prompt
 from genserve.sampling.params import SamplingParams
 from genserve.server.faults import renamed
 from genserve.server.readiness import Readiness
 from genserve.settings import ServerSettings
 
 __all__ = ["Open", "Services", "SharedServices"]
-
-# Of one model, beside the threads that all models share.
-MAX_FORM_THREADS = 4
-MAX_CHAT_THREADS = 8
-MAX_CHAT_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +57,6 @@ class Services:
     trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
-    _limiters: WeakKeyDictionary[GenerationEnsemble, _Limiters] = field(default_factory=WeakKeyDictionary)
     _outbox: EventLoopOutbox | None = None
     _kserve_outbox: ResponseOutbox | None = None
 
@@ -102,7 +95,7 @@ class Services:
         Raises:
             InvalidRequest: it has more choices than may run and wait; otherwise, see
                 `GenerationEnsemble.prepare_choices`. Of several prompts, `field` says which.
-            GenserveError: see `Repository.get`, `EngineLoop.submit`.
+            GenserveError: see `Repository.get`, `EngineLoop.reserve`, `EngineLoop.submit`.
         """
         if self.draining:
             raise ModelNotReady("the server is stopping", remedy="try again on another server")
@@ -114,18 +107,17 @@ class Services:
             n, params = params.best_of, replace(params, logprobs=True)
         name = "best_of" if params.best_of > 1 else "n"
         _check_count(len(prompts), n=n, name=name, limit=ensemble.loop.capacity)
-        # Before its text costs anything.
-        ensemble.loop.check_room(len(prompts) * n, priority=params.priority)
-        arrived_s = ensemble.loop.now_s
-        prepare = partial(_prepare, ensemble, prompts, params, n=n, arrived_s=arrived_s)
-        limiters = self._limiters.get(ensemble) or self._limiters.setdefault(ensemble, _Limiters())
-        sequences = await to_thread.run_sync(prepare, limiter=limiters.of(prompts, params))
-        # Before the engine's thread has them.
-        prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
-        if self._outbox is None:
-            self._outbox = EventLoopOutbox(asyncio.get_running_loop())
         try:
-            stream = self._outbox.open(ensemble.loop, *sequences)
+            # Before its text costs anything.
+            with ensemble.loop.reserve(len(prompts) * n, priority=params.priority) as reservation:
+                prepare = partial(_prepare, ensemble, prompts, params, n=n, reservation=reservation)
+                future = ensemble.run_soon(prepare, compiles=params.structured_outputs is not None)
+                sequences = await asyncio.wrap_future(future)
+                # Before the engine's thread has them.
+                prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
+                if self._outbox is None:
+                    self._outbox = EventLoopOutbox(asyncio.get_running_loop())
+                stream = self._outbox.open(ensemble.loop, *sequences, reservation=reservation)
         except Closed:
             if self.repository.get(model) is ensemble:
                 raise
@@ -139,22 +131,6 @@ class Services:
             params=params,
             begins_thought=sequences[0].begins_thought,
         )
-
-
-class _Limiters:
-    """Of the threads that prepare requests to one model: what holds them up there holds up no other model.
-
-    Forms may take seconds to compile, one after the other, and so may chats whose template is at fault.
-    """
-
-    def __init__(self) -> None:
-        self._forms = CapacityLimiter(MAX_FORM_THREADS)
-        self._chats = CapacityLimiter(MAX_CHAT_THREADS)
-
-    def of(self, prompts: Sequence[Prompt], params: SamplingParams) -> CapacityLimiter | None:
-        if params.structured_outputs is not None:
-            return self._forms
-        return self._chats if any(isinstance(prompt, Chat) for prompt in prompts) else None
 
 
 def _check_count(num_prompts: int, *, n: int, name: str, limit: int) -> None:
@@ -173,18 +149,15 @@ def _prepare(
     params: SamplingParams,
     *,
     n: int,
-    arrived_s: float,
+    reservation: Reservation,
 ) -> list[TokenSequence]:
-    if ensemble.loop.now_s - arrived_s > MAX_CHAT_WAIT_S and any(isinstance(one, Chat) for one in prompts):
-        raise Overloaded(
-            f"the chats before this one have held up model {ensemble.name!r} for {MAX_CHAT_WAIT_S:g} s",
-            retry_after_s=5,
-            remedy="try again later; the server's log has the reason if the chat template is at fault",
-        )
+    reservation.check()
     sequences: list[TokenSequence] = []
     for index, prompt in enumerate(prompts):
         try:
-            sequences += ensemble.prepare_choices(prompt, params, num_choices=n, arrived_s=arrived_s)
+            sequences += ensemble.prepare_choices(
+                prompt, params, num_choices=n, arrived_s=reservation.arrived_s
+            )
         except InvalidRequest as error:
             raise renamed(error, {"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {}) from None
     return sequences

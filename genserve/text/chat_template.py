@@ -62,7 +62,6 @@ class ChatTemplate:
                 `field` is `messages`; or it knows nothing of one of `chat.template_kwargs`.
             ModelFailed: the template itself is at fault, or exceeded its limit on time, memory or output. The
                 log says why.
-            Overloaded: the chats before this one take too long.
         """
         for name in chat.template_kwargs:
             self._require_variable(name)

@@ -17,14 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from genserve.errors import Overloaded
-
 __all__ = ["ChatRefused", "NotSerializable", "TemplateExceeded", "TemplateFailed", "TemplateProcess"]
 
 MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
 MAX_RENDER_S = 10.0         # by the clock on the wall, of a machine that is busy
 MAX_START_S = 30.0
-MAX_WAIT_S = 10.0           # for the chats before it
 MAX_BYTES = 2**29           # of the process, which begins with 26 MB
 # Of a prompt: what a template may write by itself, which is more than it ever says to a model, and how many
 # times it may show what the request says. To tokenize a million characters takes a second and 100 MB.
@@ -70,7 +67,6 @@ class TemplateProcess:
 
         Raises:
             TemplateFailed: it does not compile, or not within its limits.
-            Overloaded: see `render`.
         """
         with self._turn():
             return self._variables
@@ -82,7 +78,6 @@ class TemplateProcess:
             ChatRefused: the template called `raise_exception`, or the chat lacks what it needs.
             TemplateFailed: it raised something else.
             TemplateExceeded: it does not keep to its limits.
-            Overloaded: the chats before this one take too long.
             NotSerializable: the variables cannot be written as JSON.
         """
         try:
@@ -110,13 +105,11 @@ class TemplateProcess:
 
     @contextmanager
     def _turn(self) -> Iterator[_Child]:
-        """Wait for the process, which has compiled the template then."""
-        if not self._lock.acquire(timeout=MAX_WAIT_S):
-            raise Overloaded(
-                f"the chats before this one have held up the model's chat template for {MAX_WAIT_S:g} s",
-                retry_after_s=5,
-                remedy="try again later; the server's log has the reason if the template is at fault",
-            )
+        """Wait for the process, which has compiled the template then.
+
+        So do as many as the model has threads to prepare requests, each for `MAX_RENDER_S` at the most.
+        """
+        self._lock.acquire()
         try:
             if self._child is None or not self._child.alive:
                 self._start()

@@ -109,7 +109,6 @@ class Tokenizer:
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or one is not valid Unicode.
             ModelFailed: the template or the tokenizer is at fault.
-            Overloaded: the chats before this one hold up the template.
         """
         if self.chat_template is None:
             raise InvalidRequest(

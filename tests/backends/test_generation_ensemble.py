@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from genserve.errors import ContextLengthExceeded, InvalidRequest
+from genserve.errors import Closed, ContextLengthExceeded, InvalidRequest
 from genserve.repository.repository import Repository
 from genserve.request import Chat, Message
 from genserve.sampling.params import SamplingParams
@@ -128,3 +130,21 @@ def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monke
     for sequence in sequences:
         banned = sequence.logit_rules.edits([*sequence.token_ids, *encode("you")[:-1]], row=0).banned
         assert encode("you")[-1] in banned.token_ids
+
+
+def test_what_takes_long_to_prepare_holds_up_neither_answers_with_a_form_nor_other_models(
+    ensemble, tiny_repository
+):
+    other = Repository([tiny_repository])
+    other.start()
+    may_go_on = threading.Event()
+    slow = [ensemble.run_soon(may_go_on.wait, compiles=False) for _ in range(50)]
+    assert ensemble.run_soon(lambda: "form", compiles=True).result(timeout=30) == "form"
+    assert other.get("tiny").run_soon(lambda: "other", compiles=False).result(timeout=30) == "other"
+    assert not any(one.done() for one in slow)
+    may_go_on.set()
+    assert all(one.result(timeout=30) for one in slow)
+    closed = other.get("tiny")
+    other.close()
+    with pytest.raises(Closed):
+        closed.run_soon(lambda: None, compiles=False)

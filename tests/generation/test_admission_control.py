@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from genserve.errors import Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
@@ -16,20 +21,32 @@ def control(*, num_slots: int = 2, **limits: float | None) -> AdmissionControl:
 
 def busy(admission: AdmissionControl) -> AdmissionControl:
     """Fill its two slots."""
-    admission.num_accepted += 2
+    admission.accept(2)
     return admission
 
 
 def join(admission: AdmissionControl, *, num_tokens: int = 1, priority: int = 0, now_s: float = 0.0) -> None:
     admission.check(1, num_tokens=num_tokens, priority=priority, now_s=now_s)
-    admission.num_accepted += 1
+    admission.accept(1)
     admission.wait(1, num_tokens=num_tokens, priority=priority)
 
 
-def serve_full(admission: AdmissionControl, *, seconds: float, count: int) -> None:
+def step(
+    admission: AdmissionControl,
+    seconds: float,
+    *,
+    num_begun: int = 1,
+    full: bool = True,
+    num_waiting: int = 1,
+    now_s: float = 0.0,
+) -> None:
+    admission.note_step(seconds, num_begun=num_begun, full=full, num_waiting=num_waiting, now_s=now_s)
+
+
+def serve_full(admission: AdmissionControl, *, seconds: float, count: int, now_s: float = 0.0) -> None:
     """Let so many begin while the engine is full, one in each step."""
     for _ in range(count):
-        admission.note_step(seconds, num_begun=1, full=True, num_waiting=1)
+        step(admission, seconds, now_s=now_s)
 
 
 def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
@@ -63,14 +80,14 @@ def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_kno
     admission = control(max_wait_s=0.001)
     for _ in range(50):
         join(admission)
-    admission.note_step(60.0, num_begun=1, full=True, num_waiting=1)   # one is not enough for two slots
+    step(admission, 60.0)   # one is not enough for two slots
     join(admission)
 
 
 def test_a_line_that_free_slots_are_about_to_take_refuses_nobody() -> None:
     admission = control(num_slots=4, max_wait_s=3)
     serve_full(admission, seconds=2.0, count=8)
-    admission.note_step(2.0, num_begun=1, full=False, num_waiting=0)
+    step(admission, 2.0, full=False, num_waiting=0)
     for _ in range(5):
         join(admission)     # the fifth has nobody in front of it but those that the slots take
     with pytest.raises(Overloaded, match="would wait about 4 s"):
@@ -80,9 +97,9 @@ def test_a_line_that_free_slots_are_about_to_take_refuses_nobody() -> None:
 def test_those_that_begin_together_count_until_nobody_waits() -> None:
     admission = busy(control(max_wait_s=10))
     for _ in range(4):
-        admission.note_step(8.0, num_begun=0, full=True, num_waiting=9)
-        admission.note_step(1.0, num_begun=3, full=False, num_waiting=9)     # of four free slots
-        admission.note_step(1.0, num_begun=1, full=True, num_waiting=8)
+        step(admission, 8.0, num_begun=0, num_waiting=9)
+        step(admission, 1.0, num_begun=3, full=False, num_waiting=9)    # of four free slots
+        step(admission, 1.0, num_begun=1, num_waiting=8)
     for _ in range(4):
         join(admission)     # the fourth waits for 10 s
     with pytest.raises(Overloaded, match=r"would wait about 1[23] s"):
@@ -101,7 +118,7 @@ def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
     admission = busy(control(max_wait_s=10))
     serve_full(admission, seconds=0.1, count=8)
     join(admission)
-    admission.note_step(90.0, num_begun=0, full=True, num_waiting=1)
+    step(admission, 90.0, num_begun=0)
     with pytest.raises(Overloaded, match="would wait"):
         join(admission)
 
@@ -118,9 +135,9 @@ def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
 
 def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
     admission = busy(control(max_wait_s=10))
-    serve_full(admission, seconds=2.0, count=8)
+    serve_full(admission, seconds=2.0, count=8, now_s=100.0)
     for _ in range(5):
-        join(admission)
+        join(admission, now_s=100.0)
     told = []
     for _ in range(12):
         with pytest.raises(Overloaded) as refused:
@@ -145,6 +162,178 @@ def test_a_line_that_everybody_has_left_is_forgotten() -> None:
     serve_full(admission, seconds=2.0, count=8)
     join(admission)
     admission.begin(1, num_tokens=1, priority=0)
-    admission.num_accepted -= 1
+    admission.leave(1)
     for _ in range(4):
+        join(admission)
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """What the simulated loop knows of one request."""
+
+    num_slots: int
+    num_tokens: int
+    priority: int
+    num_steps: int      # that it runs for
+
+
+class SimulatedLoop:
+    """A line and slots, as the engine has them; each step takes the time that it is told."""
+
+    def __init__(self, *, num_slots: int, **limits: float | None) -> None:
+        self.admission = control(num_slots=num_slots, **limits)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preparing: list[tuple[int, int]] = []      # places and priority
+        self.now_s = 0.0
+        self._num_slots = num_slots
+
+    @property
+    def num_free(self) -> int:
+        return self._num_slots - sum(request.num_slots for request in self.running)
+
+    def refusal(self, request: Request) -> Overloaded | None:
+        """Submit a request; returns why it was refused."""
+        sizes = {"num_tokens": request.num_tokens, "priority": request.priority}
+        try:
+            self.admission.check(request.num_slots, now_s=self.now_s, **sizes)
+        except Overloaded as error:
+            return error
+        self.admission.accept(request.num_slots)
+        self.admission.wait(request.num_slots, **sizes)
+        place = sum(other.priority <= request.priority for other in self.waiting)
+        self.waiting.insert(place, request)
+        return None
+
+    def reserve(self, count: int, *, priority: int) -> None:
+        self.admission.reserve(count, priority=priority)
+        self.preparing.append((count, priority))
+
+    def release(self) -> None:
+        count, priority = self.preparing.pop()
+        self.admission.release(count, priority=priority)
+
+    def begin(self, request: Request) -> None:
+        self.admission.begin(request.num_slots, num_tokens=request.num_tokens, priority=request.priority)
+
+    def leave_line(self) -> None:
+        request = self.waiting.pop()
+        self.begin(request)
+        self.admission.leave(request.num_slots)
+
+    def step(self, seconds: float) -> None:
+        begun = []
+        while self.waiting and self.waiting[0].num_slots <= self.num_free:
+            begun.append(self.waiting.popleft())
+            self.running.append(begun[-1])
+        if not self.running:
+            return
+        self.now_s += seconds
+        step(
+            self.admission,
+            seconds,
+            num_begun=sum(request.num_slots for request in begun),
+            full=bool(self.waiting),
+            num_waiting=len(self.waiting),
+            now_s=self.now_s,
+        )
+        for request in begun:
+            self.begin(request)
+        for request in self.running:
+            request.num_steps -= 1
+            if not request.num_steps:
+                self.admission.leave(request.num_slots)
+        self.running = [request for request in self.running if request.num_steps]
+
+
+@given(data=st.data(), num_slots=st.integers(1, 4))
+def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_returns_to_zero(
+    data: st.DataObject, num_slots: int
+) -> None:
+    loop = SimulatedLoop(num_slots=num_slots, max_requests=20, max_tokens=50, max_wait_s=10)
+    requests = st.builds(
+        Request,
+        num_slots=st.integers(1, num_slots),
+        num_tokens=st.integers(1, 20),
+        priority=st.integers(0, 2),
+        num_steps=st.integers(1, 4),
+    )
+    for _ in range(data.draw(st.integers(0, 40))):
+        match data.draw(st.sampled_from(("submit", "submit", "step", "step", "reserve", "release", "leave"))):
+            case "submit":
+                refused = loop.refusal(data.draw(requests))
+                if not (loop.waiting or loop.preparing):
+                    assert refused is None
+            case "step":
+                loop.step(data.draw(st.sampled_from((0.01, 1.0, 25.0, 100.0))))
+            case "reserve":
+                loop.reserve(1, priority=data.draw(st.integers(0, 2)))
+            case "release" if loop.preparing:
+                loop.release()
+            case "leave" if loop.waiting:
+                loop.leave_line()
+    while loop.preparing:
+        loop.release()
+    while loop.waiting or loop.running:
+        loop.step(1.0)
+    admission = loop.admission
+    assert (admission.num_accepted, admission.num_tokens, admission.num_preparing) == (0, 0, 0)
+    admission.check(admission.capacity, num_tokens=99, priority=0, now_s=loop.now_s)
+
+
+def one_slot_after_slow_answers() -> SimulatedLoop:
+    """Serve a burst of answers of 20 s, one after the other."""
+    loop = SimulatedLoop(num_slots=1, max_wait_s=10)
+    for _ in range(8):
+        assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+    for _ in range(8):
+        loop.step(20.0)
+    return loop
+
+
+def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_now() -> None:
+    loop = one_slot_after_slow_answers()
+    told = []
+    for _ in range(30):
+        for _ in range(2):  # one runs, and one waits
+            told.append(loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)))
+        loop.step(0.1)
+    assert told[0] is None
+    assert not any(told[-20:])
+
+
+def test_one_may_always_wait_behind_what_runs_for_long() -> None:
+    loop = one_slot_after_slow_answers()
+    assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=9)) is None
+    loop.step(0.1)
+    assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+    behind = loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1))
+    assert behind is not None
+    assert "would wait" in behind.message
+
+
+def test_what_was_measured_long_ago_refuses_nobody() -> None:
+    loop = one_slot_after_slow_answers()
+    loop.now_s += 100.0
+    for _ in range(5):
+        assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+    loop.step(0.1)  # full, and nobody knows yet how fast
+    assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+
+
+def test_places_of_what_is_being_prepared_are_taken() -> None:
+    admission = control(num_slots=1, max_requests=1)
+    admission.reserve(1, priority=0)
+    join(admission)
+    with pytest.raises(Overloaded, match="2 requests are running or waiting; the limit is 2"):
+        admission.check_count(1, now_s=0.0)
+    admission.release(1, priority=0)
+    admission.check_count(1, now_s=0.0)
+
+
+def test_what_is_being_prepared_is_in_front() -> None:
+    admission = busy(control(max_wait_s=10))
+    serve_full(admission, seconds=2.0, count=8)
+    admission.reserve(5, priority=0)
+    with pytest.raises(Overloaded, match="would wait about 12 s"):
         join(admission)

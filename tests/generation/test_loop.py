@@ -583,3 +583,85 @@ def test_the_next_token_of_a_loop_is_not_refused_for_tokens_or_time(full):
     clock.now_s = 1000.0
     model.open_gate()
     assert isinstance(answers.get(), np.ndarray)
+
+
+def num_measured(loop: EngineLoop) -> int:
+    """Return how many slots were taken, by what has been measured of the full engine."""
+    return len(loop._admission._begun_s) - 1
+
+
+def test_all_beams_of_a_search_are_measured_as_they_are_counted(full):
+    model, _, _, loop, _ = full
+    answers = [sequence_of([5], use_beam_search=True, max_tokens=4)]
+    BeamSearch(answers, width=2, text=IdText())
+    loop.submit(*answers, outbox=Recorder())
+    before = num_measured(loop)
+    model.open_gate()
+    loop.drain(timeout_s=60)
+    assert num_measured(loop) - before == 2
+
+
+def test_only_first_steps_are_measured():
+    # Two sequences of 40 tokens are more than the cache holds: they leave and come back, with others in line.
+    model, metrics = CachedLogits(num_slots=2, page_tokens=8, max_cached_tokens=64), Metrics()
+    loop = loop_over(model, metrics=metrics)
+    loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6, 7)), outbox=Recorder())
+    loop.submit_logits([logits_request([8, i]) for i in (1, 2, 3)])
+    loop.drain(timeout_s=60)
+    loop.close()
+    preempted = metrics.registry.get_sample_value("genserve_num_preemptions_total", {"model": "test"})
+    assert preempted > 0
+    assert num_measured(loop) <= 3
+
+
+def test_places_that_are_reserved_are_taken_until_the_request_is_submitted(full):
+    *_, metrics, loop, _ = full
+    reservation = loop.reserve(8)
+    with pytest.raises(Overloaded, match="10 requests are running or waiting; the limit is 10"):
+        loop.reserve(1)
+    with pytest.raises(Overloaded):
+        loop.submit(sequence_of([5]), outbox=Recorder())
+    with pytest.raises(Overloaded):
+        loop.submit_logits([logits_request([5])])
+    assert rejections(metrics, "max_queue") == 3
+    loop.submit(*(sequence_of([5]) for _ in range(8)), outbox=Recorder(), reservation=reservation)
+    reservation.release()
+    assert (loop.num_accepted, loop.num_preparing) == (10, 0)
+
+
+def test_a_reservation_is_given_back_where_the_preparation_fails(full):
+    *_, loop, _ = full
+    with pytest.raises(KeyError), loop.reserve(8):
+        raise KeyError
+    assert loop.num_preparing == 0
+
+
+def test_a_request_waits_from_when_it_came_and_not_from_when_it_was_prepared(full):
+    model, clock, metrics, loop, _ = full
+    waiting, reservation = Recorder(), loop.reserve(1)
+    clock.now_s = 8.0
+    loop.submit(sequence_of([5]), outbox=waiting, reservation=reservation)
+    clock.now_s = 10.5
+    model.gate.release(2)
+    assert isinstance(ended(waiting), Overloaded)
+    assert rejections(metrics, "queue_timeout") == 1
+
+
+def test_one_that_has_waited_too_long_for_others_to_be_prepared_is_refused(full):
+    _, clock, metrics, loop, _ = full
+    first, second = loop.reserve(1), loop.reserve(1)
+    clock.now_s = 10.5
+    first.check()   # it waited for nobody
+    with pytest.raises(Overloaded, match="has waited for 10 s"):
+        second.check()
+    assert rejections(metrics, "queue_timeout") == 1
+
+
+def test_nothing_is_reserved_by_a_loop_that_was_closed():
+    loop = loop_over(CachedLogits())
+    reservation = loop.reserve(1)
+    loop.close()
+    with pytest.raises(Closed):
+        loop.reserve(1)
+    with pytest.raises(Closed):
+        reservation.check()

@@ -223,7 +223,7 @@ def test_a_grpc_stream_goes_on_behind_a_refusal(full: Gated) -> None:
     with grpc.insecure_channel(full.live.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         told = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
-    assert told == ["1 requests are running or waiting, the limit is 1"] * 2
+    assert told == ["1 request is running or waiting; the limit is 1"] * 2
 
 
 def test_infer_of_a_generation_model_is_refused_over_both_protocols(

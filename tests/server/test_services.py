@@ -22,6 +22,7 @@ from genserve.sampling.params import SamplingParams
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from tests.live import LiveServer
+from tests.server.test_overload import gated
 
 
 class Outdated(Repository):
@@ -71,26 +72,36 @@ ODD = {
 }
 
 
+# Takes a while, and fails.
+LINGER = "{% for i in range(30) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ 'a' + 1 }}"
+
+
 @pytest.fixture(scope="module")
 def neighbours(
     tiny_repository: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    """A server of the models `tiny` and `odd`."""
+    """A server of the models `tiny` and `odd`, where a request may wait for a second."""
     root = tmp_path_factory.mktemp("neighbours") / "models"
     shutil.copytree(tiny_repository, root)
     export_model(
         str(tiny_checkpoint), repository=root, name="odd", precision="fp32", progress=SilentProgress()
     )
     where = "{{% if messages[0].content == {!r} %}}{}{{% endif %}}"
-    source = "".join(where.format(name, does) for name, does in ODD.items())
+    source = "".join(where.format(name, does) for name, does in {**ODD, "linger": LINGER}.items())
     (root / "odd_tokenizer" / "1" / "chat_template.jinja").write_text(source + "{{ messages[0].content }}")
-    with LiveServer(root) as server:
+    with LiveServer(root, max_queue_wait_s=1.0) as server:
         yield server
 
 
 def chat(server: LiveServer, model: str, content: str, **body: Any) -> httpx2.Response:
     body |= {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 2}
     return httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=100)
+
+
+def rejections(server: LiveServer, model: str, reason: str) -> float:
+    registry = server.server.services.metrics.registry
+    labels = {"model": model, "reason": reason}
+    return registry.get_sample_value("genserve_admission_rejections_total", labels) or 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -111,12 +122,29 @@ def test_a_chat_template_at_fault_is_told_without_what_is_inside_the_server(
 
 def test_chats_that_hang_hold_up_no_other_model(neighbours: LiveServer) -> None:
     with ThreadPoolExecutor(41) as pool:
-        hanging = [pool.submit(chat, neighbours, "odd", "hang") for _ in range(41)]
-        answers = [chat(neighbours, "tiny", "hello") for _ in range(3)]
+        hanging = [pool.submit(chat, neighbours, "odd", "linger") for _ in range(41)]
+        answer = chat(neighbours, "tiny", "hello")
         assert not all(one.done() for one in hanging)
-    assert [answer.status_code for answer in answers] == [200] * 3
+    assert answer.status_code == 200
     assert {(one.result().status_code, one.result().json()["error"]["code"]) for one in hanging} == {
         (500, "model_failed"),
         (429, "overloaded"),
     }
+    assert rejections(neighbours, "odd", "queue_timeout") > 0
     assert chat(neighbours, "odd", "hello").status_code == 200
+
+
+def test_long_prompts_that_come_together_take_places_while_they_are_prepared(
+    tiny_repository: Path, tmp_path: Path
+) -> None:
+    repository = gated(tmp_path, tiny_repository)   # one slot
+    body = {"model": "tiny", "prompt": "long " * 100_000, "max_tokens": 1}
+
+    def ask(_: int) -> int:
+        return httpx2.post(f"{server.url}/v1/completions", json=body, timeout=100).status_code
+
+    with LiveServer(repository, max_queue=0) as server, ThreadPoolExecutor(20) as pool:
+        statuses = list(pool.map(ask, range(20)))
+        assert rejections(server, "tiny", "max_queue") == statuses.count(429)
+        assert server.model.loop.num_preparing == 0
+    assert set(statuses) == {400, 429}  # the context is shorter
