@@ -43,130 +43,6 @@ def step(
     admission.note_step(seconds, num_begun=num_begun, full=full, num_waiting=num_waiting, now_s=now_s)
 
 
-def serve_full(admission: AdmissionControl, *, seconds: float, count: int, now_s: float = 0.0) -> None:
-    """Let so many begin while the engine is full, one in each step."""
-    for _ in range(count):
-        step(admission, seconds, now_s=now_s)
-
-
-def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
-    admission = control(max_tokens=10)
-    join(admission, num_tokens=6)
-    join(admission, num_tokens=4)
-    with pytest.raises(Overloaded, match="10 tokens are waiting") as refused:
-        join(admission, num_tokens=1)
-    assert "--max-queue-tokens" in refused.value.remedy
-    admission.begin(1, num_tokens=6, priority=0)
-    join(admission, num_tokens=6)
-
-
-def test_a_prompt_longer_than_all_that_may_wait_is_taken_where_none_waits() -> None:
-    admission = control(max_tokens=10)
-    join(admission, num_tokens=99)
-    with pytest.raises(Overloaded):
-        join(admission)
-
-
-def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
-    admission = busy(control(max_wait_s=10))
-    serve_full(admission, seconds=2.0, count=8)
-    for _ in range(5):
-        join(admission)     # the fifth waits for 10 s
-    with pytest.raises(Overloaded, match="would wait about 12 s"):
-        join(admission)
-
-
-def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_known() -> None:
-    admission = control(max_wait_s=0.001)
-    for _ in range(50):
-        join(admission)
-    step(admission, 60.0)   # one is not enough for two slots
-    join(admission)
-
-
-def test_a_line_that_free_slots_are_about_to_take_refuses_nobody() -> None:
-    admission = control(num_slots=4, max_wait_s=3)
-    serve_full(admission, seconds=2.0, count=8)
-    step(admission, 2.0, full=False, num_waiting=0)
-    for _ in range(5):
-        join(admission)     # the fifth has nobody in front of it but those that the slots take
-    with pytest.raises(Overloaded, match="would wait about 4 s"):
-        join(admission)
-
-
-def test_those_that_begin_together_count_until_nobody_waits() -> None:
-    admission = busy(control(max_wait_s=10))
-    for _ in range(4):
-        step(admission, 8.0, num_begun=0, num_waiting=9)
-        step(admission, 1.0, num_begun=3, full=False, num_waiting=9)    # of four free slots
-        step(admission, 1.0, num_begun=1, num_waiting=8)
-    for _ in range(4):
-        join(admission)     # the fourth waits for 10 s
-    with pytest.raises(Overloaded, match=r"would wait about 1[23] s"):
-        join(admission)
-
-
-def test_where_memory_is_short_free_slots_are_no_help() -> None:
-    admission = control(num_slots=4, max_wait_s=3)
-    serve_full(admission, seconds=2.0, count=8)
-    join(admission)
-    with pytest.raises(Overloaded, match="would wait about 4 s"):
-        join(admission)
-
-
-def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
-    admission = busy(control(max_wait_s=10))
-    serve_full(admission, seconds=0.1, count=8)
-    join(admission)
-    step(admission, 90.0, num_begun=0)
-    with pytest.raises(Overloaded, match="would wait"):
-        join(admission)
-
-
-def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
-    admission = busy(control(max_wait_s=10))
-    serve_full(admission, seconds=2.0, count=8)
-    for _ in range(5):
-        join(admission, priority=1)
-    with pytest.raises(Overloaded):
-        join(admission, priority=1)
-    join(admission, priority=0)
-
-
-def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
-    admission = busy(control(max_wait_s=10))
-    serve_full(admission, seconds=2.0, count=8, now_s=100.0)
-    for _ in range(5):
-        join(admission, now_s=100.0)
-    told = []
-    for _ in range(12):
-        with pytest.raises(Overloaded) as refused:
-            join(admission, now_s=100.0)
-        told.append(refused.value.retry_after_s)
-    assert told == pytest.approx([*range(1, 11), 10, 10])   # later the line might have run dry
-    with pytest.raises(Overloaded) as refused:
-        join(admission, now_s=105.0)
-    assert refused.value.retry_after_s == pytest.approx(6)
-
-
-def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> None:
-    admission = control(max_requests=0, num_slots=1)
-    join(admission)
-    with pytest.raises(Overloaded, match="the limit is 1") as refused:
-        join(admission)
-    assert refused.value.retry_after_s == pytest.approx(0.5)
-
-
-def test_a_line_that_everybody_has_left_is_forgotten() -> None:
-    admission = control(num_slots=4, max_wait_s=3)
-    serve_full(admission, seconds=2.0, count=8)
-    join(admission)
-    admission.begin(1, num_tokens=1, priority=0)
-    admission.leave(1)
-    for _ in range(4):
-        join(admission)
-
-
 @dataclass(eq=False, kw_only=True)
 class Request:
     """What the simulated loop knows of one request."""
@@ -204,6 +80,11 @@ class SimulatedLoop:
         place = sum(other.priority <= request.priority for other in self.waiting)
         self.waiting.insert(place, request)
         return None
+
+    def submit(self, *, num_steps: int = 1, num_slots: int = 1, priority: int = 0) -> None:
+        request = Request(num_slots=num_slots, num_tokens=1, priority=priority, num_steps=num_steps)
+        refused = self.refusal(request)
+        assert refused is None, refused
 
     def reserve(self, count: int, *, priority: int) -> None:
         self.admission.reserve(count, priority=priority)
@@ -246,6 +127,137 @@ class SimulatedLoop:
         self.running = [request for request in self.running if request.num_steps]
 
 
+def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
+    """Serve a line, one in each step; two long answers are left, which hold both slots."""
+    loop = SimulatedLoop(num_slots=2, **limits)
+    for num_steps in (1, *[2] * 10, 99, 99):
+        loop.submit(num_steps=num_steps)
+    while loop.waiting:
+        loop.step(seconds)
+    assert loop.num_free == 0
+    return loop.admission
+
+
+def serve_short_of_memory(admission: AdmissionControl) -> None:
+    """Let eight begin, each 2 s after the other, while one that was preempted finds no memory."""
+    for _ in range(8):
+        step(admission, 2.0)
+
+
+def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
+    admission = control(max_tokens=10)
+    join(admission, num_tokens=6)
+    join(admission, num_tokens=4)
+    with pytest.raises(Overloaded, match="10 tokens are waiting") as refused:
+        join(admission, num_tokens=1)
+    assert "--max-queue-tokens" in refused.value.remedy
+    admission.begin(1, num_tokens=6, priority=0)
+    join(admission, num_tokens=6)
+
+
+def test_a_prompt_longer_than_all_that_may_wait_is_taken_where_none_waits() -> None:
+    admission = control(max_tokens=10)
+    join(admission, num_tokens=99)
+    with pytest.raises(Overloaded):
+        join(admission)
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+    admission = served(max_wait_s=10)
+    for _ in range(5):
+        join(admission)     # the fifth waits for 10 s
+    with pytest.raises(Overloaded, match="would wait about 12 s"):
+        join(admission)
+
+
+def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_known() -> None:
+    admission = control(max_wait_s=0.001)
+    for _ in range(50):
+        join(admission)
+    step(admission, 60.0)   # one is not enough for two slots
+    join(admission)
+
+
+def test_a_line_that_free_slots_are_about_to_take_refuses_nobody() -> None:
+    admission = control(num_slots=4, max_wait_s=3)
+    serve_short_of_memory(admission)
+    step(admission, 2.0, full=False, num_waiting=0)
+    for _ in range(5):
+        join(admission)     # the fifth has nobody in front of it but those that the slots take
+    with pytest.raises(Overloaded, match="would wait about 4 s"):
+        join(admission)
+
+
+def test_those_that_begin_together_count_until_nobody_waits() -> None:
+    admission = busy(control(max_wait_s=10))
+    for _ in range(4):
+        step(admission, 8.0, num_begun=0, num_waiting=9)
+        step(admission, 1.0, num_begun=3, full=False, num_waiting=9)    # of four free slots
+        step(admission, 1.0, num_begun=1, num_waiting=8)
+    for _ in range(4):
+        join(admission)     # the fourth waits for 10 s
+    with pytest.raises(Overloaded, match=r"would wait about 1[23] s"):
+        join(admission)
+
+
+def test_where_memory_is_short_free_slots_are_no_help() -> None:
+    admission = control(num_slots=4, max_wait_s=3)
+    serve_short_of_memory(admission)
+    join(admission)
+    with pytest.raises(Overloaded, match="would wait about 4 s"):
+        join(admission)
+
+
+def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
+    admission = served(seconds=0.1, max_wait_s=10)
+    join(admission)
+    step(admission, 90.0, num_begun=0)
+    with pytest.raises(Overloaded, match="would wait"):
+        join(admission)
+
+
+def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
+    admission = served(max_wait_s=10)
+    for _ in range(5):
+        join(admission, priority=1)
+    with pytest.raises(Overloaded):
+        join(admission, priority=1)
+    join(admission, priority=0)
+
+
+def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
+    admission = served(max_wait_s=10)
+    for _ in range(5):
+        join(admission, now_s=50.0)
+    told = []
+    for _ in range(12):
+        with pytest.raises(Overloaded) as refused:
+            join(admission, now_s=50.0)
+        told.append(refused.value.retry_after_s)
+    assert told == pytest.approx([*range(1, 11), 10, 10])   # later the line might have run dry
+    with pytest.raises(Overloaded) as refused:
+        join(admission, now_s=55.0)
+    assert refused.value.retry_after_s == pytest.approx(6)
+
+
+def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> None:
+    admission = control(max_requests=0, num_slots=1)
+    join(admission)
+    with pytest.raises(Overloaded, match="the limit is 1") as refused:
+        join(admission)
+    assert refused.value.retry_after_s == pytest.approx(0.5)
+
+
+def test_a_line_that_everybody_has_left_is_forgotten() -> None:
+    admission = control(num_slots=4, max_wait_s=3)
+    serve_short_of_memory(admission)
+    join(admission)
+    admission.begin(1, num_tokens=1, priority=0)
+    admission.leave(1)
+    for _ in range(4):
+        join(admission)
+
+
 @given(data=st.data(), num_slots=st.integers(1, 4))
 def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_returns_to_zero(
     data: st.DataObject, num_slots: int
@@ -285,7 +297,7 @@ def one_slot_after_slow_answers() -> SimulatedLoop:
     """Serve a burst of answers of 20 s, one after the other."""
     loop = SimulatedLoop(num_slots=1, max_wait_s=10)
     for _ in range(8):
-        assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+        loop.submit()
     for _ in range(8):
         loop.step(20.0)
     return loop
@@ -304,9 +316,9 @@ def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_no
 
 def test_one_may_always_wait_behind_what_runs_for_long() -> None:
     loop = one_slot_after_slow_answers()
-    assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=9)) is None
+    loop.submit(num_steps=9)
     loop.step(0.1)
-    assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+    loop.submit()
     behind = loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1))
     assert behind is not None
     assert "would wait" in behind.message
@@ -316,9 +328,9 @@ def test_what_was_measured_long_ago_refuses_nobody() -> None:
     loop = one_slot_after_slow_answers()
     loop.now_s += 100.0
     for _ in range(5):
-        assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
-    loop.step(0.1)  # full, and nobody knows yet how fast
-    assert loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)) is None
+        loop.submit()
+    loop.step(0.1)  # full again, and fast
+    loop.submit()
 
 
 def test_places_of_what_is_being_prepared_are_taken() -> None:
@@ -332,8 +344,7 @@ def test_places_of_what_is_being_prepared_are_taken() -> None:
 
 
 def test_what_is_being_prepared_is_in_front() -> None:
-    admission = busy(control(max_wait_s=10))
-    serve_full(admission, seconds=2.0, count=8)
+    admission = served(max_wait_s=10)
     admission.reserve(5, priority=0)
     with pytest.raises(Overloaded, match="would wait about 12 s"):
         join(admission)

@@ -160,6 +160,23 @@ def test_a_request_that_waits_too_long_is_refused_before_its_first_byte(
     assert impatient.rejections("queue_timeout") == 1
 
 
+def test_what_is_being_prepared_takes_its_place_on_every_route(
+    tmp_path: Path, tiny_repository: Path
+) -> None:
+    repository = gated(tmp_path, tiny_repository)
+    (tmp_path / "gate").touch()
+    with (
+        LiveServer(repository, max_queue=0) as server,
+        httpx2.Client(base_url=server.url, timeout=100) as http,
+    ):
+        loop = server.model.loop
+        with loop.reserve(1):
+            assert {http.post(path, json=body).status_code for path, body in ROUTES} == {429}
+        for path, body in ROUTES:
+            assert http.post(path, json=body).status_code == 200
+            wait_until(lambda: loop.num_accepted + loop.num_preparing == 0)
+
+
 def test_a_stream_that_runs_goes_on_while_others_are_refused(impatient: Gated) -> None:
     with impatient.send("/generate", TGI) as client:
         wait_until(lambda: impatient.loop.num_accepted == 2)
