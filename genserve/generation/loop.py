@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -117,6 +118,7 @@ class EngineLoop:
         self._admission = AdmissionControl(num_slots=num_slots, limits=limits, metrics=metrics)
         self._arriving: list[tuple[TokenSequence, _Ticket] | LogitsRequest] = []
         self._waiting: dict[TokenSequence, _Ticket] = {}    # for their first step, as they came
+        self._oldest_s = math.inf           # nobody in there has come before
         self._num_awaited = 1               # arrivals for which the thread is worth waking
         self._cancelled: set[Occupant] = set()
         self._closing = False
@@ -238,6 +240,7 @@ class EngineLoop:
                     ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
                 )
                 self._waiting[sequence] = ticket
+            self._oldest_s = min(self._oldest_s, request.arrived_s)
             self._arrive(arrivals)
 
     def submit_logits(self, requests: Sequence[LogitsRequest]) -> None:
@@ -420,17 +423,19 @@ class EngineLoop:
     def _refuse_overdue(self) -> None:
         """End the requests that have waited too long, and did not begin with this step either."""
         limit_s = self._admission.limits.max_wait_s
-        if limit_s is None or not self._waiting:
-            return
         now_s = self._engine.clock()
+        if limit_s is None or now_s - self._oldest_s <= limit_s:
+            return
         overdue: list[Parcel] = []
         refused: dict[int, Overloaded] = {}     # by request
         with self._changed:
+            self._oldest_s = math.inf
             for sequence, ticket in self._waiting.items():
                 request = ticket.request
-                if sequence not in self._tickets:
-                    break   # it has come since the step began
-                if request.begun or now_s - request.arrived_s <= limit_s:
+                if request.begun:
+                    continue
+                if now_s - request.arrived_s <= limit_s or sequence not in self._tickets:   # came meanwhile
+                    self._oldest_s = min(self._oldest_s, request.arrived_s)
                     continue
                 if id(request) not in refused:
                     refused[id(request)] = self._overdue(limit_s, now_s=now_s)

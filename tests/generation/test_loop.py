@@ -665,3 +665,18 @@ def test_nothing_is_reserved_by_a_loop_that_was_closed():
         loop.reserve(1)
     with pytest.raises(Closed):
         reservation.check()
+
+
+def test_one_that_came_first_and_was_prepared_last_is_refused_first(full):
+    model, clock, _, loop, _ = full
+    early, late, reservation = Recorder(), Recorder(), loop.reserve(1)
+    clock.now_s = 8.0
+    loop.submit(sequence_of([5]), outbox=late)
+    loop.submit(sequence_of([6]), outbox=early, reservation=reservation)
+    clock.now_s = 10.5
+    model.gate.release(2)
+    assert isinstance(ended(early), Overloaded)
+    assert not late.parcels
+    clock.now_s = 18.5
+    model.gate.release(2)
+    assert isinstance(ended(late), Overloaded)
