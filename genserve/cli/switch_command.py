@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from typer.core import TyperCommand, TyperOption
@@ -14,7 +15,7 @@ _YES, _NO = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no"
 
 
 class SwitchCommand(TyperCommand):
-    """Takes `--switch`, `--no-switch`, `--switch=true` and `--switch=false`.
+    """Takes `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`.
 
     A flag that only tritonserver has is refused with what to do instead, or ignored if its value changes
     nothing.
@@ -29,7 +30,7 @@ class SwitchCommand(TyperCommand):
             for name in option.opts
         }
         words = []
-        for word in args:
+        for word in _joined(args, {*switches, *REFUSED}):
             name, _, value = word.partition("=")
             flag = REFUSED.get(name)
             if flag is None:
@@ -37,6 +38,19 @@ class SwitchCommand(TyperCommand):
             elif not value or _switch_value(value) != _switch_value(flag.ignored_value):
                 ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {flag.instead}")
         return super().parse_args(ctx, words)
+
+
+def _joined(words: list[str], flags: Collection[str]) -> Iterator[str]:
+    """Yield `--switch=false` for `--switch` and `false`, as tritonserver reads them."""
+    rest = iter([*words, ""])
+    word = next(rest)
+    for following in rest:
+        if word in flags and following.lower() in _YES | _NO:
+            yield f"{word}={following}"
+            word = next(rest)
+        else:
+            yield word
+            word = following
 
 
 def _switch_value(value: str) -> str:

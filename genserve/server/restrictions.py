@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,6 +17,7 @@ _PARTS = (
     "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",
     "trace", "logging",
 )  # fmt: skip
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +52,16 @@ def parse_restrictions(words: Iterable[str], *, prefix: str = "") -> Restriction
     for word in words:
         parts, _, pair = word.partition(":")
         header, _, value = pair.partition("=")
-        if not (parts and header and value and pair.isascii() and pair.isprintable()):
+        if not (parts and _HEADER.fullmatch(header) and value and value.isascii() and value.isprintable()):
             raise GenserveError(
-                "a restriction is not of the form PART,PART:HEADER=VALUE, in printable ASCII",
+                "a restriction is not of the form PART,PART:HEADER=VALUE, with a header's name and a value in "
+                "printable ASCII",
                 remedy="write for example --http-restricted-api=model-repository,logging:admin-key=SECRET",
             )
         for part in parts.split(","):
             if part not in _PARTS:
                 raise GenserveError(
-                    f"'{part}' is restricted, which is no part of the protocol",
+                    f"'{part}' is not a part of the protocol that can be restricted",
                     remedy=f"parts: {', '.join(_PARTS)}",
                 )
             if part in restrictions:

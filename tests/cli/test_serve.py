@@ -177,6 +177,7 @@ def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--model-namespacing=true", "rename one of two models of the same name"),
         ("--allow-http=false", "--http-address=127.0.0.1"),
         ("--grpc-use-ssl=true", "--ssl-certfile"),
+        ("--grpc-use-ssl false --grpc-server-cert x.pem", "--ssl-certfile"),
         ("--host-policy=cpu_0,numa-node=0", "numactl"),
         ("--cache-directory=/opt/caches", "--cache-config=local,size=BYTES"),
     ],

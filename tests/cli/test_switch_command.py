@@ -28,6 +28,9 @@ def show(
         (["--no-strict", "--strict=true"], "True "),
         (["--no-strict"], "False "),
         (["--name=false"], "True false"),
+        (["--name", "false"], "True false"),
+        (["--strict", "false", "--name", "x"], "False x"),
+        (["--strict", "TRUE"], "True "),
     ],
 )
 def test_switches_are_written_in_either_way(words, shown):

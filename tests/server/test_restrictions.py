@@ -122,7 +122,9 @@ def test_every_route_of_kserve_belongs_to_a_part(tmp_path):
         (["health:key"], "is not of the form"),
         (["health:=secret"], "is not of the form"),
         (["health:key=schlüssel"], "in printable ASCII"),
-        (["helth:key=secret"], "'helth' is restricted, which is no part of the protocol"),
+        (["helth:key=secret"], "'helth' is not a part of the protocol that can be restricted"),
+        (["trace:bad header=secret"], "not of the form"),
+        (["trace:admin-key =secret"], "not of the form"),
         (["health,trace:key=secret", "trace:other=secret"], "'trace' is restricted twice"),
     ],
 )
