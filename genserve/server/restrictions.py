@@ -54,8 +54,8 @@ def parse_restrictions(words: Iterable[str], *, prefix: str = "") -> Restriction
         header, _, value = pair.partition("=")
         if not (parts and _HEADER.fullmatch(header) and value and value.isascii() and value.isprintable()):
             raise GenserveError(
-                "a restriction is not of the form PART,PART:HEADER=VALUE, with a header's name and a value in "
-                "printable ASCII",
+                "a restriction is not of the form PART,PART:HEADER=VALUE, with a header's name and a "
+                "value in printable ASCII",
                 remedy="write for example --http-restricted-api=model-repository,logging:admin-key=SECRET",
             )
         for part in parts.split(","):
