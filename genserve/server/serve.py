@@ -215,7 +215,7 @@ class Server(uvicorn.Server):
         """Refuse new work, let what runs end until the drain is over, then close the models."""
         self.services.draining = True
         drain_s = self.services.settings.drain_s
-        logger.info("stopping: requests that run may go on for %g s", 0 if self.force_exit else drain_s)
+        logger.info("stopping; running requests have %g s to end", 0 if self.force_exit else drain_s)
         self._expect_end(drain_s + _FAREWELL_S)
         event_loop = asyncio.get_running_loop()
         end = event_loop.time() + drain_s + _FAREWELL_S

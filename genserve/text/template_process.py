@@ -55,7 +55,10 @@ class TemplateProcess:
     object: it reads the end of its input, or has used up its CPU time.
     """
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, str], max_cpu_s: float = MAX_CPU_S
+    ) -> None:
+        self._max_cpu_s = max_cpu_s
         self._template = _json({"source": source, "special_tokens": dict(special_tokens)})
         self._lock = threading.Lock()   # whoever has it uses the process
         self._child: _Child | None = None
@@ -129,7 +132,7 @@ class TemplateProcess:
     def _start(self) -> None:
         self._end()
         try:
-            child = self._child = _Child()
+            child = self._child = _Child(max_cpu_s=self._max_cpu_s)
         except OSError as error:
             raise TemplateExceeded(f"its process does not start: {error}") from None
         self._finalizer = weakref.finalize(self, child.end)
@@ -148,11 +151,12 @@ class TemplateProcess:
 class _Child:
     """The process itself. One call at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_cpu_s: float) -> None:
+        self._max_cpu_s = max_cpu_s
         specs = (importlib.util.find_spec(package) for package in ("jinja2", "markupsafe"))
         folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin}
         program = str(Path(__file__).with_name("template_renderer.py"))
-        command = [sys.executable, "-I", "-S", program, str(MAX_CPU_S), str(MAX_BYTES), *folders]
+        command = [sys.executable, "-I", "-S", program, str(max_cpu_s), str(MAX_BYTES), *folders]
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -219,7 +223,7 @@ class _Child:
         self._process.kill()    # or it has only closed its output
         status = self._process.wait()
         if status == -signal.SIGPROF:
-            return f"it takes more than {MAX_CPU_S:g} s of CPU time"
+            return f"it takes more than {self._max_cpu_s:g} s of CPU time"
         return f"its process ended with status {status}"
 
 

@@ -211,6 +211,7 @@ def test_a_step_that_fails_sets_a_waiting_one_free(root, producer, more):
         (notes / "go").touch()
         with pytest.raises(client.InferenceServerException, match=r"in ensemble 'both', .*no more"):
             list(stream.numbers())
+        stream.leave()      # the server would wait for it at its end
         wait_for(notes / "done")
         (notes / "fail").unlink()
         assert list(Stream(server, 4).numbers()) == [0, 1, 2, 3]

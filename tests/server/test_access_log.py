@@ -286,7 +286,7 @@ def test_the_file_has_the_servers_life_and_stderr_nothing(tmp_path):
         r"INFO \S+: model speaks version 1 is ready, loaded in \d+\.\d s",
         r"INFO \S+: ready: the models were loaded in \d+\.\d s",
         r"WARNING \S+: \[\w{32}\] 127\.0\.0\.1:\d+ GET /nothing 404 .*",
-        r"INFO \S+: stopping: requests that run may go on for 30 s",
+        r"INFO \S+: stopping; running requests have 30 s to end",
         r"INFO \S+: unloaded in \d+\.\d s: speaks version 1",
         r"INFO \S+: stopped",
     ]

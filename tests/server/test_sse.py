@@ -16,7 +16,7 @@ from tests.fakes.sequences import sequence_of
 class Idle:
     """Stands for an `EngineLoop`; what it makes is delivered by the test."""
 
-    def submit(self, *sequences, outbox):
+    def submit(self, *sequences, outbox, reservation=None):
         pass
 
     def cancel(self, sequence):

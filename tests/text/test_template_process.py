@@ -76,7 +76,8 @@ def test_it_renders_one_chat_after_the_other() -> None:
     ],
 )
 def test_a_template_that_takes_too_much_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
-    template = process("{% if hostile %}" + source + "{% endif %}{{ text }}")
+    hostile = "{% if hostile %}" + source + "{% endif %}{{ text }}"
+    template = TemplateProcess(hostile, special_tokens={}, max_cpu_s=0.5)
     with pytest.raises(TemplateExceeded, match=r"CPU time|memory|characters"):
         template.render({"hostile": True, "n": 10, "text": ""})
     assert template.render({"text": "fine"}) == "fine"
