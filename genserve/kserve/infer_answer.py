@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,9 @@ def answer_of(
     return InferAnswer(body=b"".join((head, *blobs)), header_length=len(head))
 
 
-def dump(document: Mapping[str, Any]) -> bytes:
+def dump(document: dict[str, Any]) -> bytes:
     """Write JSON, arrays as lists, NaN and infinities as Triton does: as bare words."""
-    if all(map(_is_finite, _leaves(document))):
+    if _is_finite(document):
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=np.ndarray.tolist)
     return text.encode()
@@ -91,16 +91,14 @@ def _output(
     return entry
 
 
-def _leaves(value: Any) -> Sequence[Any]:
-    """Return the arrays and numbers of a document."""
-    if isinstance(value, Mapping):
-        return [leaf for inner in value.values() for leaf in _leaves(inner)]
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return [leaf for inner in value for leaf in _leaves(inner)]
-    return [value] if isinstance(value, (float, np.ndarray)) else []
-
-
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, np.ndarray) and value.dtype.kind != "f":
+    """Whether no number of a document is NaN or infinite; arrays stand in mappings, never in lists."""
+    if isinstance(value, (str, int)):
         return True
-    return bool(np.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return not (value and isinstance(value[0], dict)) or all(map(_is_finite, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+    return not isinstance(value, float) or math.isfinite(value)

@@ -81,6 +81,8 @@ def member(owner: Any, name: str, kind: Kind) -> Any:
     Raises:
         InferenceError: INTERNAL, it is missing or of another kind.
     """
+    if isinstance(owner, dict) and name in owner and _is(owner[name], kind):
+        return owner[name]
     doing = f"Unable to parse '{name}'"
     if not isinstance(owner, dict) or name not in owner:
         text = f"{doing}: attempt to access non-existing object member '{name}'"
@@ -106,15 +108,15 @@ def _read_slowly(text: JsonText, parse: Any) -> Any:
     raise InferenceError(f"{_FAILED}: {reason}", status=Status.INTERNAL)
 
 
+# The members of an enumeration are looked up anew each time that they are named, and this is asked most.
+_STRING, _BOOLEAN, _UNSIGNED, _ARRAY = Kind.STRING, Kind.BOOLEAN, Kind.UNSIGNED, Kind.ARRAY
+
+
 def _is(value: Any, kind: Kind) -> bool:
-    match kind:
-        case Kind.STRING:
-            return isinstance(value, str)
-        case Kind.BOOLEAN:
-            return isinstance(value, bool)
-        case Kind.UNSIGNED:
-            return type(value) is int and 0 <= value < 2**64
-        case Kind.ARRAY:
-            return isinstance(value, list)
-        case Kind.OBJECT:
-            return isinstance(value, dict)
+    if kind is _STRING:
+        return isinstance(value, str)
+    if kind is _BOOLEAN:
+        return isinstance(value, bool)
+    if kind is _UNSIGNED:
+        return type(value) is int and 0 <= value < 2**64
+    return isinstance(value, list if kind is _ARRAY else dict)

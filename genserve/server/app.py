@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -54,10 +55,10 @@ class _App(FastAPI):
         self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services, check=self._check)
         self._others: ASGIApp = AccessLog(self._answer_others)
-        self._entrance: ASGIApp = self._route
+        self._cors: ASGIApp | None = None
         if settings.allowed_origins:
-            self._entrance = CORSMiddleware(
-                self._entrance,
+            self._cors = CORSMiddleware(
+                self._route,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
@@ -67,11 +68,11 @@ class _App(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; the ASGI protocol."""
-        await self._entrance(scope, receive, send)
+        await (self._cors or self._route)(scope, receive, send)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _route(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_of_kserve = scope["type"] == "http" and is_kserve(scope["path"])
-        await (self._kserve if is_of_kserve else self._others)(scope, receive, send)
+        return (self._kserve if is_of_kserve else self._others)(scope, receive, send)
 
     async def _answer_others(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = super().__call__
