@@ -4,9 +4,9 @@
 
 starts `genserve serve` and loads it in turns: with as many streaming clients as it has slots, which is its
 capacity, and with many more. Each sends its next request when its answer is complete, and a refused one again
-when the server says (`retry-after-ms`). What counts are the tokens of complete answers until so many are
-there; beside them stands how many of them a second of the server's processor time gave, which tells on a busy
-machine what the clock does not. A figure is the median of the rounds, a share the median of their shares.
+when the server says (`retry-after-ms`). What counts are the tokens of answers until so many of these are
+complete; beside them stands how many of them a second of the server's processor time gave, which tells on a
+busy machine what the clock does not. A figure is the median of the rounds, a share the median of their shares.
 
 `--serve` hands a flag to the server: `--serve=--max-queue=0`.
 """
@@ -77,14 +77,17 @@ def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
 def overload_figures(measured: Measured) -> Figures:
     """Summarise the fields of `genserve.client.load.Measured`; times in milliseconds."""
     first_s, refused_s = measured["first_text_s"], measured["refused_s"]
+    # A text is a token. Answers of more clients than slots do not end together: those that are cut off would
+    # be missing on one side of the comparison alone.
+    num_tokens = sum(measured["new_tokens"]) + measured["unfinished_texts"]
     num_sent = len(first_s) + len(refused_s)
     figures = {
-        "tokens_per_s": sum(measured["new_tokens"]) / measured["elapsed_s"],
+        "tokens_per_s": num_tokens / measured["elapsed_s"],
         "refused": len(refused_s) / num_sent,
         "client_cpu": measured["cpu_s"] / measured["elapsed_s"],
     }
     if "server_cpu_s" in measured:
-        figures["tokens_per_cpu_s"] = sum(measured["new_tokens"]) / measured["server_cpu_s"]
+        figures["tokens_per_cpu_s"] = num_tokens / measured["server_cpu_s"]
     for name, times_s in (("first", first_s), ("refusal", refused_s)):
         if times_s:
             figures |= {f"{name}_p{percent}_ms": percentile(times_s, percent) * 1e3 for percent in (50, 99)}

@@ -74,6 +74,7 @@ class Measured:
     first_text_s: list[float] = field(default_factory=list)         # per request: sent to first text
     gaps_s: list[float] = field(default_factory=list)               # between texts; 0 if they came together
     refused_s: list[float] = field(default_factory=list)            # per refusal: sent to refused
+    unfinished_texts: int = 0                                       # of answers cut off by the load's end
 
 
 def run(load: Load) -> Measured:
@@ -114,6 +115,7 @@ def run(load: Load) -> Measured:
                 # A server may close a connection that is idle for so long.
                 connection.send(connection.request, anew=True)
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
+        measured.unfinished_texts = sum(key.data.num_texts for key in selector.get_map().values())
         measured.elapsed_s = time.perf_counter() - started_s
         measured.cpu_s = time.process_time() - cpu_started_s
     return measured
@@ -129,6 +131,7 @@ class _Connection:
     Attributes:
         request: the one that was sent last.
         retry_after_s: after how long to send it again; None: it was not refused.
+        num_texts: of the answer so far.
     """
 
     def __init__(self, address: tuple[str, int], measured: Measured) -> None:
@@ -136,6 +139,7 @@ class _Connection:
         self.socket = _connect(address)
         self.request = b""
         self.retry_after_s: float | None = None
+        self.num_texts = 0
         self._measured = measured
         self._sent_s = 0.0
         self._last_text_s: float | None = None
@@ -150,7 +154,7 @@ class _Connection:
         if anew:
             self.socket.close()
             self.socket = _connect(self._address)
-        self.request, self.retry_after_s = request, None
+        self.request, self.retry_after_s, self.num_texts = request, None, 0
         self._line = self._end = b""
         self._sent_s, self._last_text_s = time.perf_counter(), None
         self.socket.sendall(request)
@@ -190,6 +194,7 @@ class _Connection:
         else:
             self._measured.gaps_s.append(now_s - self._last_text_s)
         self._last_text_s = now_s
+        self.num_texts += 1
 
     def _note_end(self) -> None:
         prompt, new = _PROMPT_TOKENS.findall(self._end), _NEW_TOKENS.findall(self._end)

@@ -94,6 +94,9 @@ def test_a_request_that_is_refused_for_the_moment_is_sent_again_when_the_server_
 def test_a_load_may_end_with_so_many_answers_whoever_still_waits(tiny_server: LiveServer) -> None:
     measured = run(load(tiny_server, num_requests=10_000, num_answers=5))
     assert 5 <= len(measured.new_tokens) <= 5 + 3
+    texts = len(measured.first_text_s) + len(measured.gaps_s)
+    assert 0 <= measured.unfinished_texts < texts
+    assert run(load(tiny_server)).unfinished_texts == 0
 
 
 def test_a_port_where_nobody_listens_is_an_error_with_what_to_do() -> None:
