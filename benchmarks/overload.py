@@ -6,7 +6,7 @@ starts `genserve serve` and loads it in turns: with as many streaming clients as
 capacity, and with many more. Each sends its next request when its answer is complete, and a refused one again
 when the server says (`retry-after-ms`). What counts are the tokens of answers until so many of these are
 complete; beside them stands how many of them a second of the server's processor time gave, which tells on a
-busy machine what the clock does not. A figure is the median of the rounds, a share the median of their shares.
+busy machine what the clock does not. A figure is the median of the rounds, a share that of their shares.
 
 `--serve` hands a flag to the server: `--serve=--max-queue=0`.
 """
