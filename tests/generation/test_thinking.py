@@ -106,7 +106,8 @@ def test_a_prompt_begins_a_thought_that_nothing_has_ended_no_turn_of_a_chat_eith
 
 
 def test_it_is_vllms_name_on_the_wire(thinking_repository):
-    body = {"model": "tiny", "prompt": "why <think>", "max_tokens": 4, "return_token_ids": True, "seed": 1}
+    body = {"model": "tiny", "prompt": "why <think>", "max_tokens": 4, "return_token_ids": True}
+    body |= {"seed": 1, "ignore_eos": True}
     with LiveServer(thinking_repository) as server:
-        reply = httpx2.post(f"{server.url}/v1/completions", json=body | {"thinking_token_budget": 2, "ignore_eos": True})
+        reply = httpx2.post(f"{server.url}/v1/completions", json=body | {"thinking_token_budget": 2})
     assert reply.json()["choices"][0]["token_ids"][2] == END
