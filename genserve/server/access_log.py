@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, ModelFailed
 from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
+from genserve.server.sse import ClientLeft
 
 __all__ = [
     "CLIENT_CLOSED_REQUEST",
@@ -81,6 +82,9 @@ async def answer_logged(
 
     try:
         await app(scope, receive, send_with_id)
+    except ClientLeft:
+        log_http(request, scope, status=status or CLIENT_CLOSED_REQUEST)
+        raise
     except BaseException as error:
         if request.error is None and not isinstance(error, asyncio.CancelledError):
             request.error = ModelFailed("the answer broke off")

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.errors import GenserveError
 from genserve.server.access import AccessControl
-from genserve.server.access_log import AccessLog
+from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.faults import add_fault_handlers, fault_answer
 from genserve.server.restrictions import check_restriction, parse_restrictions
 from genserve.server.routes import health, openai, openai_completions, reference, tgi
@@ -22,8 +22,6 @@ from genserve.server.sse import ClientLeft
 from genserve.version import __version__
 
 __all__ = ["create_app"]
-
-_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies' logs use this number
 
 
 def create_app(services: Services) -> FastAPI:
@@ -103,4 +101,4 @@ def _part_of_others(scope: Scope) -> str:
 
 
 async def _on_client_left(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

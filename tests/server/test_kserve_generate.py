@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 
 import httpx2
@@ -169,7 +170,8 @@ def test_bad_bodies_are_told_in_tritons_words(server, body: bytes, status: int, 
     assert text in answer.json()["error"]
 
 
-def test_a_client_that_leaves_a_stream_cancels_it(server) -> None:
+def test_a_client_that_leaves_a_stream_cancels_it(server, caplog) -> None:
+    caplog.set_level(logging.DEBUG, logger="genserve")
     body = b'{"N": 100000000}'
     with server.connect() as connection:
         path = "/v2/models/endless/generate_stream"
@@ -178,3 +180,6 @@ def test_a_client_that_leaves_a_stream_cancels_it(server) -> None:
         assert connection.recv(16).startswith(b"HTTP/1.1 200")
     # There is one instance: it answers once the endless request has noticed that nobody reads it.
     assert post(server, "endless", {"N": 1}).status_code == 200
+    # Said once, and as no failure of the server.
+    [left] = [line for line in caplog.messages if "generate_stream" in line]
+    assert "error=" not in left

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -143,14 +144,16 @@ class KServe:
         request = begin_request(scope)
         try:
             response = await self._respond(request, scope, receive)
-            if isinstance(response, Answer):
-                # A wrapper around `send`, as for streams, would cost `infer` a tenth.
-                await response.send(send, id_header(request))
-                log_http(request, scope, status=response.status_code)
-            else:
-                await answer_logged(request, response, scope, receive, send)
         except ClientLeft:
             log_http(request, scope, status=CLIENT_CLOSED_REQUEST)
+            return
+        if isinstance(response, Answer):
+            # A wrapper around `send`, as for streams, would cost `infer` a tenth.
+            await response.send(send, id_header(request))
+            log_http(request, scope, status=response.status_code)
+        else:
+            with suppress(ClientLeft):
+                await answer_logged(request, response, scope, receive, send)
 
     async def _respond(self, request: LoggedRequest, scope: Scope, receive: Receive) -> ASGIApp:
         try:
