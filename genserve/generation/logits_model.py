@@ -1,73 +1,74 @@
-"""Logits model: all that the engine asks of a model, a forward over slots of a KV cache."""
+"""Logits model: all that the engine asks of a model, a forward over sequences in a paged KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FloatArray", "LogitsArray", "LogitsModel", "TokenArray", "on_host"]
+__all__ = ["FloatArray", "ForwardBatch", "IndexArray", "LogitsArray", "LogitsModel", "TokenArray", "on_host"]
 
 FloatArray = NDArray[np.float32]
 TokenArray = NDArray[np.int64]
+IndexArray = NDArray[np.int32]
 # float32: a numpy array, or of a model on another device a torch tensor that lies there. Both are indexed
 # alike and have `__dlpack__`.
 LogitsArray: TypeAlias = Any
 
 
-class LogitsModel(Protocol):
-    """A model with a KV cache of `num_slots` slots, each with room for `max_length` tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """The tokens of one forward: T tokens of B sequences, those of a sequence together and in order.
 
-    Both forwards write the keys and values of the tokens they are given into the cache, at the
-    positions after `past`, and answer with a view of a buffer that the next forward overwrites.
-    One thread calls all of it.
+    A sequence has one token or many, behind any number of computed ones: a prompt, a chunk of one, a decode
+    and a decode with drafted tokens are the same thing. The arrays are C-contiguous; they belong to the
+    caller, who may overwrite them after the forward.
     """
 
+    token_ids: TokenArray               # [T]
+    positions: TokenArray               # [T], of each token in its sequence
+    query_start_loc: IndexArray         # [B + 1]: sequence b has the tokens query_start_loc[b] up to [b + 1]
+    num_computed_tokens: IndexArray     # [B]: how many tokens of each are in the KV cache already
+    block_table: IndexArray             # [B, max_blocks]: block ids, in order; what is behind the last is void
+    logits_indices: TokenArray          # [R]: the tokens behind which logits are wanted, ascending
+
+
+class LogitsModel(Protocol):
+    """A model with a KV cache of `num_blocks` blocks of `block_size` tokens each. One thread calls all of it."""
+
     @property
-    def num_slots(self) -> int:
-        """How many token sequences can share a step."""
+    def max_num_seqs(self) -> int:
+        """How many sequences can share a forward."""
 
     @property
     def max_length(self) -> int:
-        """How many tokens one slot holds, prompt and answer together."""
+        """How many tokens one sequence has at the most, prompt and answer together."""
 
     @property
     def vocab_size(self) -> int:
         """Length of a row of logits."""
 
     @property
-    def page_tokens(self) -> int:
-        """A slot's memory is taken and given back for so many tokens at a time."""
+    def block_size(self) -> int:
+        """Tokens of a block."""
 
     @property
-    def max_cached_tokens(self) -> int:
-        """How many tokens all slots together may hold, in whole pages; at least one full slot."""
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache; at least as many as a sequence of `max_length` tokens needs."""
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
-        """Run `chunks[i]` in slot `first_slot + i`; more than one chunk needs `past == 0`.
-
-        Returns:
-            [len(chunks), vocab_size] float32: the logits after the last token of each chunk.
-        """
-
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> LogitsArray:
-        """Run one token in each of the slots 0 to B-1.
-
-        Args:
-            token_ids: [B] int64.
-            past: [B] int64, how many positions each slot holds already.
+    def forward(self, batch: ForwardBatch) -> LogitsArray:
+        """Run the tokens, and write their keys and values into the blocks of their sequences.
 
         Returns:
-            [B, vocab_size] float32.
+            [R, vocab_size] float32: the logits behind the tokens that are asked for; a view of a buffer that
+            the next forward overwrites.
         """
 
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` over those of slot `target`."""
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """Give back the memory of slot `slot` behind its first `length` positions; nobody needs them."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the keys and values of whole blocks: of each pair (source, target) the first to the second."""
 
 
 def on_host(logits: LogitsArray) -> FloatArray:
