@@ -1,4 +1,4 @@
-"""Quantise: weights as small integers, with one scale per block of inputs or one per output."""
+"""Quantise: weights as small integers, with one scale per output or per block of inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from genserve.export.checkpoint import FloatArray
 
-__all__ = ["Blocks", "Rows", "Scheme", "quantize", "quantize_rows"]
+__all__ = ["Quantized", "Scheme", "quantize"]
 
 _ROWS = 1024  # at a time: what lies between weight and result takes some times their memory
 _NOTHING = np.float32(1e-30)    # what is smaller becomes 0: float32 has no inverse of the smallest numbers
@@ -18,72 +18,47 @@ _NOTHING = np.float32(1e-30)    # what is smaller becomes 0: float32 has no inve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How weights become integers; symmetric, the zero point is the middle of the range."""
+    """How weights become integers; symmetric, 0 is 0."""
 
     bits: Literal[4, 8]
-    block_size: int  # inputs that share a scale
+    block_size: int | None  # inputs that share a scale; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """A weight [N, K] in blocks; K is padded with zeros to whole blocks."""
+class Quantized:
+    """A weight [N, K] in integers; w is about q * scale of its block."""
 
-    values: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]; of two 4-bit values the first is low
-    scales: FloatArray         # [N, blocks]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """A weight [N, K] in 8 bits; w is about q * scale of its row."""
-
-    values: NDArray[np.int8]  # [N, K], -127 to 127
-    scales: FloatArray        # [N]
+    values: NDArray[np.int8]    # [N, K]: -127 to 127, or -8 to 7
+    scales: FloatArray          # [N, blocks]; the last block may be shorter than the others
 
 
-def quantize_rows(weight: FloatArray) -> Rows:
-    """Round a weight [N, K] to 8 bits, row by row, the way MatMulIntegerToFloat reads its transpose."""
-    parts = [_quantize_rows(weight[i : i + _ROWS]) for i in range(0, len(weight), _ROWS)]
-    return Rows(
-        values=np.concatenate([part.values for part in parts]),
-        scales=np.concatenate([part.scales for part in parts]),
-    )
-
-
-def _quantize_rows(weight: FloatArray) -> Rows:
-    magnitude = np.abs(weight).max(axis=1)
-    scales = np.where(magnitude > _NOTHING, magnitude, 1).astype(np.float32) / np.float32(127)
-    return Rows(values=np.rint(weight / scales[:, None]).astype(np.int8), scales=scales)
-
-
-def quantize(weight: FloatArray, scheme: Scheme) -> Blocks:
+def quantize(weight: FloatArray, scheme: Scheme) -> Quantized:
     """Round a weight [N, K] to integers, block by block.
 
-    w is about (q - 2^(bits-1)) * scale. The entry of largest magnitude fits exactly: in 8 bits as +-127; in 4
-    bits as -8, whose sign the scale takes over, since the range -8..7 has one step more below zero.
+    The entry of largest magnitude fits exactly: in 8 bits as +-127; in 4 bits as -8, whose sign the scale
+    takes over, since the range -8..7 has one step more below zero.
 
-    Source: the operator MatMulNBits of ONNX Runtime (com.microsoft), without its zero_points input; in 4 bits
-    the rounding is that of Q4_0 in llama.cpp.
+    Source: in 4 bits the rounding is that of Q4_0 in llama.cpp.
     """
     parts = [_quantize(weight[i : i + _ROWS], scheme) for i in range(0, len(weight), _ROWS)]
-    return Blocks(
+    return Quantized(
         values=np.concatenate([part.values for part in parts]),
         scales=np.concatenate([part.scales for part in parts]),
     )
 
 
-def _quantize(weight: FloatArray, scheme: Scheme) -> Blocks:
+def _quantize(weight: FloatArray, scheme: Scheme) -> Quantized:
     num_outputs, num_inputs = weight.shape
-    num_blocks = -(-num_inputs // scheme.block_size)
-    padded = np.pad(weight, ((0, 0), (0, num_blocks * scheme.block_size - num_inputs)))
-    blocks = padded.reshape(num_outputs, num_blocks, scheme.block_size)
+    block_size = scheme.block_size or num_inputs
+    num_blocks = -(-num_inputs // block_size)
+    padded = np.pad(weight, ((0, 0), (0, num_blocks * block_size - num_inputs)))
+    blocks = padded.reshape(num_outputs, num_blocks, block_size)
     scales = _scales(blocks, bits=scheme.bits)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=np.abs(scales) > _NOTHING)
-    middle = 1 << (scheme.bits - 1)
-    rounded = np.rint(blocks * inverse[..., None]) + middle
-    values = np.minimum(rounded, 2 * middle - 1).astype(np.uint8)
-    if scheme.bits == 4:
-        values = values[..., 0::2] | (values[..., 1::2] << 4)
-    return Blocks(values=values, scales=scales)
+    rounded = np.minimum(np.rint(blocks * inverse[..., None]), 2 ** (scheme.bits - 1) - 1)
+    return Quantized(
+        values=rounded.astype(np.int8).reshape(num_outputs, -1)[:, :num_inputs], scales=scales
+    )
 
 
 def _scales(blocks: FloatArray, *, bits: int) -> FloatArray:
