@@ -49,7 +49,7 @@ class PagedAttention(OpRun):
         assert (np.diff(bounds) + past_seqlens).max() <= attention_metadata[1]
         block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
         caches = [torch.from_numpy(cache.copy()) for cache in (key_cache, value_cache)]
-        heads = torch.from_numpy(query).view(len(query), -1, head_dim).split(
+        heads = torch.tensor(query).view(len(query), -1, head_dim).split(
             [num_heads, kv_num_heads, kv_num_heads], dim=1
         )
         outputs = []
@@ -80,7 +80,7 @@ class PagedAttention(OpRun):
                 hidden |= distance >= attributes["local_window_size"]
             shares = functional.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
             outputs.append(torch.einsum("hqk,khd->qhd", shares, read[1]).flatten(1))
-        output = torch.cat(outputs).to(torch.from_numpy(query).dtype)
+        output = torch.cat(outputs).to(caches[0].dtype)
         return output.numpy(), *(cache.numpy() for cache in caches)
 
 
@@ -92,7 +92,7 @@ class SimplifiedLayerNormalization(OpRun):
     def _run(
         self, x: np.ndarray, weight: np.ndarray, epsilon: float = 1e-5, **_others: Any
     ) -> tuple[np.ndarray]:
-        return (_normed(torch.from_numpy(x).float(), weight, epsilon).numpy().astype(x.dtype),)
+        return (_normed(torch.tensor(x).float(), weight, epsilon).numpy().astype(x.dtype),)
 
 
 def reference_evaluator(path: Path) -> ReferenceEvaluator:
@@ -103,12 +103,12 @@ def reference_evaluator(path: Path) -> ReferenceEvaluator:
 
 def _normed(x: torch.Tensor, weight: Any, epsilon: float) -> torch.Tensor:
     shares = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon)
-    return shares * torch.from_numpy(weight).float()
+    return shares * torch.tensor(weight).float()
 
 
 def _turned(x: torch.Tensor, cos_cache: Any, sin_cache: Any, positions: torch.Tensor) -> torch.Tensor:
     """Turn the first numbers of every head, one half against the other."""
-    cosines, sines = (torch.from_numpy(table).float()[positions][:, None] for table in (cos_cache, sin_cache))
+    cosines, sines = (torch.tensor(table).float()[positions][:, None] for table in (cos_cache, sin_cache))
     half = cosines.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1)
