@@ -1,89 +1,93 @@
-"""Forwards: sequences in the blocks of a logits model, run in any company and any pieces."""
+"""Forwards: token sequences in the KV cache of a logits model, run without an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
 
-__all__ = ["BlockPool", "Row", "forward_batch", "logits_of"]
+__all__ = ["CachedSequences"]
+
+_VOID = 2**30   # what stands in a block table behind the last block; no model has such a block
 
 
-@dataclass(slots=True)
-class Row:
-    """A sequence: all its token ids, how many of them are computed, and its blocks."""
+class CachedSequences:
+    """Sequences by name, in blocks of a model's cache that are taken and freed in a random order.
 
-    ids: NDArray[np.int64]
-    num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
+    Attributes:
+        histories: the tokens of each sequence, all of which are in the cache.
+    """
 
-    @property
-    def num_left(self) -> int:
-        return len(self.ids) - self.num_computed
+    def __init__(self, model: LogitsModel, *, seed: int = 0) -> None:
+        self.histories: dict[Hashable, list[int]] = {}
+        self._model = model
+        self._tables: dict[Hashable, list[int]] = {}
+        self._rng = random.Random(seed)
+        self._free = list(range(model.num_blocks))
 
+    def forward(
+        self, new: Mapping[Hashable, Sequence[int]], *, wanted: Sequence[int] | str = "last"
+    ) -> list[tuple[list[int], NDArray[np.float32]]]:
+        """Append tokens to sequences, new ones among them, in one forward.
 
-class BlockPool:
-    """The blocks of a model, given out in order, or in a random one."""
+        Args:
+            new: the tokens, by name.
+            wanted: which of all tokens together have their logits asked for; "all", or the "last" of each.
 
-    def __init__(self, model: LogitsModel, *, seed: int | None = None) -> None:
-        self.model = model
-        ids = np.arange(model.num_blocks) if seed is None else np.random.default_rng(seed).permutation(
-            model.num_blocks
+        Returns:
+            The row behind each wanted token, and before it the tokens up to this one.
+        """
+        histories, starts = [], [0]
+        computed = [len(self.histories.get(name, ())) for name in new]
+        for name, token_ids in new.items():
+            history = self.histories.setdefault(name, [])
+            for token_id in token_ids:
+                history.append(token_id)
+                histories.append(list(history))
+            self._take(name)
+            starts.append(len(histories))
+        if wanted == "all":
+            wanted = range(len(histories))
+        elif wanted == "last":
+            wanted = [start - 1 for start in starts[1:]]
+        tables = [self._tables[name] for name in new]
+        table = np.full((len(new), max(map(len, tables)) + 1), _VOID, dtype=np.int32)
+        for row, blocks in zip(table, tables, strict=True):
+            row[: len(blocks)] = blocks
+        batch = ForwardBatch(
+            token_ids=np.array([history[-1] for history in histories]),
+            positions=np.array([len(history) - 1 for history in histories]),
+            query_start_loc=np.array(starts, dtype=np.int32),
+            num_computed_tokens=np.array(computed, dtype=np.int32),
+            block_table=table,
+            logits_indices=np.array(wanted, dtype=np.int64),
         )
-        self.free: list[int] = ids.tolist()[::-1]
+        logits = on_host(self._model.forward(batch))
+        assert logits.shape == (len(wanted), self._model.vocab_size)
+        assert logits.dtype == np.float32
+        return [(histories[index], row.copy()) for index, row in zip(wanted, logits, strict=True)]
 
-    def forward(self, rows: Sequence[Row], *, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-        """Run so many of the next tokens of each row, in one forward: the logits [length, vocab] behind each."""
-        for row, length in zip(rows, lengths, strict=True):
-            needed = -(-(row.num_computed + length) // self.model.block_size)
-            while len(row.blocks) < needed:
-                row.blocks.append(self.free.pop())
-        batch = forward_batch(rows, lengths)
-        logits = on_host(self.model.forward(batch)).copy()
-        for row, length in zip(rows, lengths, strict=True):
-            row.num_computed += length
-        return np.split(logits, batch.query_start_loc[1:-1])
+    def shorten(self, name: Hashable, length: int) -> None:
+        """Forget the tokens of a sequence from the `length`-th on, as those of a draft that was wrong."""
+        del self.histories[name][length:]
+        self._give_back(name)
 
-    def run(self, rows: Sequence[Row], *, length: int) -> list[NDArray[np.float32]]:
-        """Run all tokens of the rows, at most `length` of each in a forward: the logits [tokens, vocab] of each."""
-        parts: list[list[NDArray[np.float32]]] = [[] for _ in rows]
-        while left := [index for index, row in enumerate(rows) if row.num_left]:
-            lengths = [min(length, rows[index].num_left) for index in left]
-            found = self.forward([rows[index] for index in left], lengths=lengths)
-            for index, logits in zip(left, found, strict=True):
-                parts[index].append(logits)
-        self.end(rows)
-        return [np.concatenate(part) for part in parts]
+    def copy(self, source: Hashable, target: Hashable, *, length: int) -> None:
+        """Begin a sequence with the first tokens of another, in copies of their blocks."""
+        self.histories[target] = self.histories[source][:length]
+        self._take(target)
+        self._model.copy_blocks(list(zip(self._tables[source], self._tables[target], strict=False)))
 
-    def end(self, rows: Sequence[Row]) -> None:
-        """Give the blocks of rows back; what is in them stays."""
-        for row in rows:
-            self.free += row.blocks[::-1]
-            row.blocks, row.num_computed = [], 0
+    def _take(self, name: Hashable) -> None:
+        table = self._tables.setdefault(name, [])
+        while len(table) * self._model.block_size < len(self.histories[name]):
+            table.append(self._free.pop(self._rng.randrange(len(self._free))))
 
-
-def forward_batch(rows: Sequence[Row], lengths: Sequence[int]) -> ForwardBatch:
-    """The next tokens of each row, with the logits of all of them asked for."""
-    pieces = [slice(row.num_computed, row.num_computed + n) for row, n in zip(rows, lengths, strict=True)]
-    block_table = np.full((len(rows), max(len(row.blocks) for row in rows)), -1, np.int32)
-    for line, row in zip(block_table, rows, strict=True):
-        line[: len(row.blocks)] = row.blocks
-    return ForwardBatch(
-        token_ids=np.concatenate([row.ids[piece] for row, piece in zip(rows, pieces, strict=True)]),
-        positions=np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]),
-        query_start_loc=np.cumsum([0, *lengths], dtype=np.int32),
-        num_computed_tokens=np.array([row.num_computed for row in rows], np.int32),
-        block_table=block_table,
-        logits_indices=np.arange(sum(lengths)),
-    )
-
-
-def logits_of(model: LogitsModel, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
-    """The logits [tokens, vocab] of a sequence alone, in one forward."""
-    row = Row(np.array(ids, np.int64))
-    [logits] = BlockPool(model).forward([row], lengths=[len(row.ids)])
-    return logits
+    def _give_back(self, name: Hashable) -> None:
+        table, num_kept = self._tables[name], -(-len(self.histories[name]) // self._model.block_size)
+        self._free += table[num_kept:]
+        del table[num_kept:]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from genserve.export import CacheType, Precision
 from tests.export.graphs import WrittenGraph, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
-from tests.forwards import BlockPool, Row
+from tests.export.rows import BlockPool, Row
 
 # Precision and KV cache: keys and values in fp32, fp16 and int8.
 NUMBERS: dict[str, tuple[Precision, CacheType]] = {
