@@ -1,7 +1,7 @@
 // ort_api.hpp: the little of ONNX Runtime's C interface that an operator needs.
 //
 // The C header comes with no package that pip can install. Its ABI is versioned instead: OrtApi is a table of functions
-// that only ever grows, so that a function is its position, and what is asked by version 17 (September 2024 and later)
+// that only ever grows, so that a function is its position, and what version 17 (ONNX Runtime 1.17, January 2024) has
 // stays where it is. Every call's status is looked at.
 #pragma once
 
@@ -35,6 +35,14 @@ class Api {
   static bool open(const ApiBase* base) {
     table_ = static_cast<void* const*>(base->get_api(kVersion));
     return table_ != nullptr;
+  }
+
+  // A status that says that this ONNX Runtime is too old for us; what makes it was there from the beginning.
+  static Status* refuse(const ApiBase* base) {
+    table_ = static_cast<void* const*>(base->get_api(1));
+    char text[160];
+    snprintf(text, sizeof text, "genserve's kernels need ONNX Runtime 1.17 or later; this is %s", base->get_version());
+    return create_status(text);
   }
 
   static Status* create_status(const char* message) { return call<0, Status*>(kFail, message); }
@@ -234,6 +242,46 @@ inline float attribute(const KernelInfo* info, const char* name, float fallback)
   float value = 0;
   Error ignored;
   return ok(Api::attribute(info, name, &value), ignored) ? value : fallback;
+}
+
+// An attribute that is one of some words, as their number; the first word where the node has none.
+template <class Enum, size_t count>
+bool attribute(const KernelInfo* info, const char* name, const char* const (&words)[count], Enum& value, Error& error) {
+  char text[64] = "";
+  size_t size = sizeof text;
+  Error ignored;
+  value = Enum{};
+  if (!ok(Api::attribute(info, name, text, &size), ignored) && size <= sizeof text) return true;
+  for (size_t i = 0; i < count; i++) {
+    if (strcmp(text, words[i]) != 0) continue;
+    value = static_cast<Enum>(i);
+    return true;
+  }
+  return error.set("%s is \"%s\", which is not known", name, text);
+}
+
+// Views of the inputs that are constant in the graph; the others are left missing. `count` says how many a node names.
+inline bool constant_inputs(const KernelInfo* info, Tensor* tensors, size_t most, size_t& count, Error& error) {
+  if (!ok(Api::count_inputs(info, &count), error)) return false;
+  if (count > most) return error.set("%zu inputs are more than %zu", count, most);
+  for (size_t i = 0; i < count; i++) {
+    int is_constant = 0;
+    const Value* value = nullptr;
+    Error ignored;  // of an input that was left out
+    if (!ok(Api::constant_input(info, i, &is_constant, &value), ignored) || !is_constant) continue;
+    if (!view(value, tensors[i], error)) return false;
+  }
+  return true;
+}
+
+// Views of the inputs that are not there yet.
+inline bool inputs(const KernelContext* context, Tensor* tensors, size_t count, Error& error) {
+  for (size_t i = 0; i < count; i++) {
+    if (tensors[i].present()) continue;
+    const Value* value = nullptr;
+    if (!ok(Api::input(context, i, &value), error) || !view(value, tensors[i], error)) return false;
+  }
+  return true;
 }
 
 }  // namespace genserve::ort

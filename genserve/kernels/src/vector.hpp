@@ -77,6 +77,12 @@ GENSERVE_INLINE void store_first(T* to, V v, int64_t count) {
 GENSERVE_INLINE f32x16 broadcast(float x) { return f32x16{} + x; }
 GENSERVE_INLINE i32x16 broadcast(int32_t x) { return i32x16{} + x; }
 
+// The first `count` lanes, and zero in the others.
+GENSERVE_INLINE f32x16 keep_first(f32x16 v, int64_t count) {
+  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return lane < (int32_t)(count < kLanes ? count : kLanes) ? v : f32x16{};
+}
+
 // ------------------------------------------------------------------------------------------- one lane at a time
 
 // a * b + c, rounded once.
