@@ -74,8 +74,8 @@ GENSERVE_INLINE void store_first(T* to, V v, int64_t count) {
   memcpy(to, lanes, (size_t)count * sizeof(T));
 }
 
-GENSERVE_INLINE f32x16 broadcast(float x) { return f32x16{} + x; }
-GENSERVE_INLINE i32x16 broadcast(int32_t x) { return i32x16{} + x; }
+GENSERVE_INLINE f32x16 broadcast(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+GENSERVE_INLINE i32x16 broadcast(int32_t x) { return i32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 // The first `count` lanes, and zero in the others.
 GENSERVE_INLINE f32x16 keep_first(f32x16 v, int64_t count) {
