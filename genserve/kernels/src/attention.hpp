@@ -126,25 +126,32 @@ struct PagedAttention {
 
   bool open(const AttentionAttributes& attributes, const AttentionInputs& inputs, Error& error);
   bool check_sequences(Error& error) const;
+  bool compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads, Error& error) const;
 };
+
+// Whether attributes make sense on their own.
+inline bool check_attributes(const AttentionAttributes& a, Error& error) {
+  typedef long long ll;
+  if (a.num_heads <= 0 || a.kv_num_heads <= 0 || a.num_heads > INT32_MAX || a.num_heads % a.kv_num_heads != 0) {
+    return error.set("num_heads is %lld, not a multiple of kv_num_heads, %lld", (ll)a.num_heads, (ll)a.kv_num_heads);
+  }
+  if (a.local_window_size != -1 && (a.local_window_size < 1 || a.local_window_size > INT32_MAX)) {
+    return error.set("local_window_size is %lld, neither -1 nor at least 1", (ll)a.local_window_size);
+  }
+  if (!(a.softcap >= 0)) return error.set("softcap is %g, not at least 0", (double)a.softcap);
+  return true;
+}
 
 // Checks types, shapes and attributes, and keeps what they say.
 inline bool PagedAttention::open(const AttentionAttributes& attributes, const AttentionInputs& in, Error& error) {
   typedef long long ll;
   *this = {};
+  if (!check_attributes(attributes, error)) return false;
   num_heads = attributes.num_heads;
   kv_num_heads = attributes.kv_num_heads;
   local_window_size = attributes.local_window_size;
   softcap = attributes.softcap;
   qk_norm_epsilon = attributes.qk_norm_epsilon;
-  if (num_heads <= 0 || kv_num_heads <= 0 || num_heads > INT32_MAX || num_heads % kv_num_heads != 0) {
-    return error.set("num_heads is %lld, not a multiple of kv_num_heads, %lld", (ll)num_heads, (ll)kv_num_heads);
-  }
-  if (local_window_size != -1 && (local_window_size < 1 || local_window_size > INT32_MAX)) {
-    return error.set("local_window_size is %lld, neither -1 nor at least 1", (ll)local_window_size);
-  }
-  if (!(softcap >= 0)) return error.set("softcap is %g, not at least 0", (double)softcap);
-
   query_type = in.query.type == Type::kFloat16 ? Type::kFloat16 : Type::kFloat32;
   if (!check(in.query, "query", query_type, error, kAny, kAny)) return false;
   num_tokens = in.query.shape[0];
@@ -891,22 +898,22 @@ class AttentionJob {
   Workspace* workspaces_ = nullptr;
 };
 
-// Computes a call whose inputs were opened. What is wrong with the outputs goes into `error`.
-inline bool paged_attention(const PagedAttention& a, const AttentionInputs& in, const AttentionOutputs& out,
-                            const Threads& threads, Error& error) {
-  if (!check(out.output, "output", a.query_type, error, a.num_tokens, a.num_heads * a.head_dim)) return false;
+// Checks the outputs and computes what open() has checked.
+inline bool PagedAttention::compute(const AttentionInputs& in, const AttentionOutputs& out, const Threads& threads,
+                                    Error& error) const {
+  if (!check(out.output, "output", query_type, error, num_tokens, num_heads * head_dim)) return false;
   if (out.key_cache.data != in.key_cache.data || out.value_cache.data != in.value_cache.data) {
     return error.set("key_cache_out and value_cache_out are not bound to the memory of key_cache and value_cache");
   }
-  if (a.cache_type == Type::kInt8 &&
+  if (cache_type == Type::kInt8 &&
       (out.key_scales.data != in.key_scales.data || out.value_scales.data != in.value_scales.data)) {
     return error.set("key_scales_out and value_scales_out are not bound to the memory of key_scales and value_scales");
   }
-  if (a.num_tokens == 0) return true;
-  switch (a.cache_type) {
-    case Type::kFloat16: return AttentionJob<_Float16>(a, out.output).run(threads, error);
-    case Type::kInt8: return AttentionJob<int8_t>(a, out.output).run(threads, error);
-    default: return AttentionJob<float>(a, out.output).run(threads, error);
+  if (num_tokens == 0) return true;
+  switch (cache_type) {
+    case Type::kFloat16: return AttentionJob<_Float16>(*this, out.output).run(threads, error);
+    case Type::kInt8: return AttentionJob<int8_t>(*this, out.output).run(threads, error);
+    default: return AttentionJob<float>(*this, out.output).run(threads, error);
   }
 }
 

@@ -1,5 +1,6 @@
 // operators.cpp: what the library offers: operators to ONNX Runtime, and plain C functions to Python and to tests.
 
+#include "attention.hpp"
 #include "cpu.hpp"
 #include "linear.hpp"
 #include "ort_api.hpp"
@@ -58,6 +59,74 @@ struct LinearKernel {
   }
 };
 
+// ------------------------------------------------------------------------------------------- genserve.PagedAttention
+
+constexpr ort::Port kAttentionInputs[] = {
+    {Type::kMissing, false},  // query [T, (Hq + 2 Hk) * D]: float32 or float16
+    {Type::kMissing, false},  // key_cache [num_blocks, block_size, Hk, D]: float32, float16 or int8
+    {Type::kMissing, false},  // value_cache
+    {Type::kInt32, false},    // cumulative_sequence_length [B + 1]
+    {Type::kInt32, false},    // past_seqlens [B]
+    {Type::kInt32, false},    // block_table [B, max_blocks]
+    {Type::kFloat32, true},   // cos_cache [positions, R / 2]
+    {Type::kFloat32, true},   // sin_cache
+    {Type::kFloat32, true},   // q_norm_weight [D]
+    {Type::kFloat32, true},   // k_norm_weight [D]
+    {Type::kFloat32, true},   // alibi_slopes [Hq]
+    {Type::kFloat32, true},   // key_scales [num_blocks, block_size, Hk]
+    {Type::kFloat32, true},   // value_scales
+    {Type::kInt32, true},     // attention_metadata: for CUDA
+};
+constexpr ort::Port kAttentionOutputs[] = {
+    {Type::kMissing, false},  // output [T, Hq * D]
+    {Type::kMissing, false},  // key_cache_out
+    {Type::kMissing, false},  // value_cache_out
+    {Type::kFloat32, true},   // key_scales_out
+    {Type::kFloat32, true},   // value_scales_out
+};
+constexpr size_t kNumAttentionInputs = sizeof kAttentionInputs / sizeof *kAttentionInputs;
+constexpr size_t kNumAttentionOutputs = sizeof kAttentionOutputs / sizeof *kAttentionOutputs;
+
+inline Tensor* begin(AttentionInputs& inputs) { return &inputs.query; }
+static_assert(sizeof(AttentionInputs) == kNumAttentionInputs * sizeof(Tensor));
+static_assert(sizeof(AttentionOutputs) == kNumAttentionOutputs * sizeof(Tensor));
+
+struct PagedAttentionKernel {
+  static constexpr const char* kName = "genserve.PagedAttention";
+  AttentionAttributes attributes;
+  AttentionInputs constants;
+  size_t num_inputs;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    attributes.num_heads = ort::attribute(info, "num_heads", int64_t{0});
+    attributes.kv_num_heads = ort::attribute(info, "kv_num_heads", int64_t{0});
+    attributes.do_rotary = ort::attribute(info, "do_rotary", int64_t{0});
+    attributes.local_window_size = ort::attribute(info, "local_window_size", int64_t{-1});
+    attributes.scale = ort::attribute(info, "scale", 0.0f);
+    attributes.softcap = ort::attribute(info, "softcap", 0.0f);
+    attributes.qk_norm_epsilon = ort::attribute(info, "qk_norm_epsilon", 1e-6f);
+    return check_attributes(attributes, error) &&
+           ort::constant_inputs(info, begin(constants), kNumAttentionInputs, num_inputs, error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    AttentionInputs inputs = constants;
+    PagedAttention attention;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error) || !attention.open(attributes, inputs, error)) {
+      return false;
+    }
+    AttentionOutputs outputs{};
+    const int64_t shape[] = {inputs.query.shape[0], attributes.num_heads * attention.head_dim};
+    const bool scales = inputs.key_scales.present();
+    return ort::allocate_output(context, 0, shape, 2, outputs.output, error) &&
+           ort::allocate_output(context, 1, inputs.key_cache.shape, 4, outputs.key_cache, error) &&
+           ort::allocate_output(context, 2, inputs.value_cache.shape, 4, outputs.value_cache, error) &&
+           (!scales || (ort::allocate_output(context, 3, inputs.key_scales.shape, 3, outputs.key_scales, error) &&
+                        ort::allocate_output(context, 4, inputs.value_scales.shape, 3, outputs.value_scales, error))) &&
+           attention.compute(inputs, outputs, ort::threads_of(context), error);
+  }
+};
+
 }  // namespace genserve
 
 using namespace genserve;
@@ -67,9 +136,13 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
   if (!ort::Api::open(base)) return ort::Api::refuse(base);
   static const ort::CustomOp linear =
       ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
+  static const ort::CustomOp attention =
+      ort::make_operator<PagedAttentionKernel>("PagedAttention", kAttentionInputs, kNumAttentionInputs,
+                                               kAttentionOutputs, kNumAttentionOutputs);
   ort::Domain* domain = nullptr;
   if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &attention)) return failed;
   return ort::Api::add_domain(options, domain);
 }
 
@@ -85,4 +158,12 @@ GENSERVE_EXPORT int32_t genserve_linear(const LinearAttributes* attributes, cons
   const bool good = check_weights(*attributes, *inputs, *error) && check_rows(*attributes, *inputs, *error) &&
                     check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], LinearSizes(*attributes).outputs);
   return good && Linear(*attributes, *inputs, y->as<float>()).compute(*threads, *error);
+}
+
+// PagedAttention on tensors of the caller's, in the same way.
+GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attributes, const AttentionInputs* inputs,
+                                                 const AttentionOutputs* outputs, const Threads* threads,
+                                                 Error* error) {
+  PagedAttention attention;
+  return attention.open(*attributes, *inputs, *error) && attention.compute(*inputs, *outputs, *threads, *error);
 }
