@@ -115,7 +115,7 @@ constexpr int kInt8Offset = 0;  // sdot multiplies signed bytes
 struct Quarters {
   int8x16_t bytes[4];
 };
-struct Sums {
+struct SumQuarters {
   int32x4_t sums[4];
 };
 typedef Quarters Int8Weights, Int4Weights;
@@ -123,7 +123,7 @@ GENSERVE_INLINE Quarters int8_weights(u8x64 bytes) { return __builtin_bit_cast(Q
 GENSERVE_INLINE Quarters int4_weights(u8x64 bytes) { return __builtin_bit_cast(Quarters, bytes); }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, const Quarters& w, int32_t x) {
   const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(x));
-  Sums a = __builtin_bit_cast(Sums, sums);
+  SumQuarters a = __builtin_bit_cast(SumQuarters, sums);
   for (int i = 0; i < 4; i++) a.sums[i] = vdotq_s32(a.sums[i], w.bytes[i], four);
   return __builtin_bit_cast(u32x16, a);
 }
@@ -138,8 +138,21 @@ typedef u8x64 Int8Weights, Int4Weights;
 GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
 GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
-  const u32x16 words = (u32x16)w;
-  for (int i = 0; i < 4; i++) sums += (words >> (8 * i) & 255u) * (uint32_t)(int8_t)((uint32_t)x >> (8 * i));
+#if defined(__x86_64__)  // SSE2, which all have, multiplies 16 bits: first bytes 0 and 2, then 1 and 3
+  const __m128i bytes = _mm_set1_epi16(0x00ff);
+  const __m128i four = _mm_set1_epi32(x), odd = _mm_srai_epi16(four, 8);
+  const __m128i even = _mm_srai_epi16(_mm_slli_epi16(four, 8), 8);
+  for (int i = 0; i < 4; i++) {
+    __m128i part, total;
+    memcpy(&part, (const char*)&w + 16 * i, 16);
+    memcpy(&total, (const char*)&sums + 16 * i, 16);
+    total = _mm_add_epi32(total, _mm_madd_epi16(_mm_and_si128(part, bytes), even));
+    total = _mm_add_epi32(total, _mm_madd_epi16(_mm_srli_epi16(part, 8), odd));
+    memcpy((char*)&sums + 16 * i, &total, 16);
+  }
+#else
+  for (int i = 0; i < 4; i++) sums += ((u32x16)w >> (8 * i) & 255u) * (uint32_t)(int8_t)((uint32_t)x >> (8 * i));
+#endif
   return sums;
 }
 

@@ -168,7 +168,7 @@ struct NormedRow {
 };
 
 // Rows as a tile reads them: of int8 with scales and sums, or of floats as they are.
-struct Rows {
+struct InputRows {
   const int8_t* q;        // [rows, stride]
   const float* values;    // [rows, stride], where weights are float32
   int64_t stride;
@@ -246,7 +246,7 @@ struct Int8Format {
   static constexpr int kRowsOfTile = kInt8Rows;
 
   template <int kRows>
-  static void tile(const Rows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
     constexpr int kChains = kRows <= 2 ? 4 : 1;  // few sums would wait for each other
     for (int first = 0; first < 2; first += kGroups) {
       u32x16 sums[kChains][kRows][kGroups];
@@ -304,7 +304,7 @@ struct BlockFormat {
   static constexpr int kOffset = kBits == 8 ? kInt8Offset : kInt4Offset;
 
   template <int kRows>
-  static void tile(const Rows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
     for (int first = 0; first < 2; first += kGroups) {
       f32x16 totals[kRows][kGroups];
       GENSERVE_UNROLL
@@ -367,7 +367,7 @@ struct Float32Format {
   static constexpr int kRowsOfTile = kFloatRows;
 
   template <int kRows>
-  static void tile(const Rows& x, int64_t row, const void* panel, const float*, int64_t panel_bytes, Outputs* y) {
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float*, int64_t panel_bytes, Outputs* y) {
     for (int first = 0; first < 2; first += kGroups) {
       f32x16 sums[kRows][kGroups];
       GENSERVE_UNROLL
@@ -404,7 +404,7 @@ struct Float32Format {
 
 // A tile of `rows` (1 to kRows) rows.
 template <class Format, int kRows = Format::kRowsOfTile>
-inline void multiply(int rows, const Rows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes,
+inline void multiply(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes,
                      Outputs* y) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return multiply<Format, kRows - 1>(rows, x, row, panel, scales, panel_bytes, y);
@@ -516,7 +516,7 @@ class Linear {
   template <class Format>
   void multiply_panel(int64_t panel, int64_t from, int64_t to) {
     const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
-    const Rows rows{q_ + from * sizes_.inputs,
+    const InputRows rows{q_ + from * sizes_.inputs,
                     (as_they_are ? in_.x.as<float>() : normed_) + from * sizes_.inputs,
                     sizes_.inputs,
                     scales_ + from * sizes_.blocks,

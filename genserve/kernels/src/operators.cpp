@@ -3,6 +3,7 @@
 #include "attention.hpp"
 #include "cpu.hpp"
 #include "linear.hpp"
+#include "logits.hpp"
 #include "ort_api.hpp"
 
 #define GENSERVE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -23,6 +24,11 @@ constexpr ort::Port kLinearInputs[] = {
 constexpr ort::Port kLinearOutputs[] = {{Type::kFloat32, false}};
 constexpr size_t kNumLinearInputs = sizeof kLinearInputs / sizeof *kLinearInputs;
 
+// The words of the attributes, in the order of their enums.
+constexpr const char* kWeightFormats[] = {"int8", "int8_block", "int4_block", "float32"};
+constexpr const char* kNorms[] = {"", "rms", "layer"};
+constexpr const char* kActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu"};
+
 // The inputs in their order; LinearInputs has nothing else.
 inline Tensor* begin(LinearInputs& inputs) { return &inputs.x; }
 static_assert(sizeof(LinearInputs) == kNumLinearInputs * sizeof(Tensor));
@@ -39,9 +45,9 @@ struct LinearKernel {
     attributes.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
     attributes.epsilon = ort::attribute(info, "epsilon", 1e-5f);
     attributes.softcap = ort::attribute(info, "softcap", 0.0f);
-    return ort::attribute(info, "weight_format", {"int8", "int8_block", "int4_block", "float32"}, attributes.weight_format, error) &&
-           ort::attribute(info, "norm", {"", "rms", "layer"}, attributes.norm, error) &&
-           ort::attribute(info, "activation", {"", "silu", "gelu", "gelu_tanh", "relu"}, attributes.activation, error) &&
+    return ort::attribute(info, "weight_format", kWeightFormats, attributes.weight_format, error) &&
+           ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
+           ort::attribute(info, "activation", kActivations, attributes.activation, error) &&
            ort::constant_inputs(info, begin(constants), kNumLinearInputs, num_inputs, error) &&
            (!constants.weight.present() || check_weights(attributes, constants, error));
   }
@@ -127,6 +133,21 @@ struct PagedAttentionKernel {
   }
 };
 
+// An output's type must be known before a graph is seen, so there is an operator for each pair of types.
+struct PagedAttentionOperator {
+  ort::Port inputs[kNumAttentionInputs], outputs[kNumAttentionOutputs];
+  ort::CustomOp op;
+
+  PagedAttentionOperator(Type query, Type cache) {
+    memcpy(inputs, kAttentionInputs, sizeof inputs);
+    memcpy(outputs, kAttentionOutputs, sizeof outputs);
+    inputs[0].type = outputs[0].type = query;
+    inputs[1].type = inputs[2].type = outputs[1].type = outputs[2].type = cache;
+    op = ort::make_operator<PagedAttentionKernel>("PagedAttention", inputs, kNumAttentionInputs, outputs,
+                                                  kNumAttentionOutputs);
+  }
+};
+
 }  // namespace genserve
 
 using namespace genserve;
@@ -136,13 +157,16 @@ GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, con
   if (!ort::Api::open(base)) return ort::Api::refuse(base);
   static const ort::CustomOp linear =
       ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
-  static const ort::CustomOp attention =
-      ort::make_operator<PagedAttentionKernel>("PagedAttention", kAttentionInputs, kNumAttentionInputs,
-                                               kAttentionOutputs, kNumAttentionOutputs);
+  static const PagedAttentionOperator attention[] = {
+      {Type::kFloat32, Type::kFloat32}, {Type::kFloat32, Type::kFloat16}, {Type::kFloat32, Type::kInt8},
+      {Type::kFloat16, Type::kFloat32}, {Type::kFloat16, Type::kFloat16}, {Type::kFloat16, Type::kInt8},
+  };
   ort::Domain* domain = nullptr;
   if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;
-  if (ort::Status* failed = ort::Api::add_to_domain(domain, &attention)) return failed;
+  for (const PagedAttentionOperator& each : attention) {
+    if (ort::Status* failed = ort::Api::add_to_domain(domain, &each.op)) return failed;
+  }
   return ort::Api::add_domain(options, domain);
 }
 
@@ -166,4 +190,10 @@ GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attr
                                                  Error* error) {
   PagedAttention attention;
   return attention.open(*attributes, *inputs, *error) && attention.compute(*inputs, *outputs, *threads, *error);
+}
+
+// The best tokens of rows of logits: see scan_logits.
+GENSERVE_EXPORT int32_t genserve_scan_logits(const float* logits, int64_t num_rows, int64_t size, int64_t k,
+                                             int64_t* best_ids, float* best, int64_t* top_ids, double* log_sums) {
+  return scan_logits(logits, num_rows, size, k, best_ids, best, top_ids, log_sums);
 }

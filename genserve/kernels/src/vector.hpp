@@ -85,13 +85,10 @@ GENSERVE_INLINE f32x16 keep_first(f32x16 v, int64_t count) {
 
 // ------------------------------------------------------------------------------------------- one lane at a time
 
-// a * b + c, rounded once.
-GENSERVE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__FMA__) || defined(__aarch64__)
-  return __builtin_elementwise_fma(a, b, c);
-#else
-  // In double the product is exact and the sum is not: where something was lost, an odd last bit says so, and the
-  // rounding to float then falls on the right side ("round to odd", Boldo and Melquiond).
+#if !defined(__FMA__) && !defined(__aarch64__)
+// fma() of a processor that has none: in double the product is exact and the sum is not. Where something of it was lost,
+// an odd last bit says so, and the rounding to float then falls on the right side ("round to odd", Boldo, Melquiond).
+__attribute__((noinline)) inline f32x16 fma_by_double(const f32x16& a, const f32x16& b, const f32x16& c) {
   typedef double f64x16 __attribute__((vector_size(128)));
   typedef int64_t i64x16 __attribute__((vector_size(128)));
   const f64x16 product = __builtin_convertvector(a, f64x16) * __builtin_convertvector(b, f64x16);
@@ -99,11 +96,20 @@ GENSERVE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   const f64x16 sum = product + addend;
   const f64x16 part = sum - product;
   const f64x16 lost = (product - (sum - part)) + (addend - part);
-  const i64x16 inexact = (lost > 0) | (lost < 0);                   // neither of them where the sum is not finite
+  const i64x16 inexact = (lost > 0) | (lost < 0);      // neither of them where the sum is not finite
   const i64x16 even = ((i64x16)sum & 1) == 0;
-  const i64x16 away = ((lost > 0) == (sum > 0)) & 1;                // 1: away from zero, 0: towards it
+  const i64x16 away = ((lost > 0) == (sum > 0)) & 1;   // 1: away from zero, 0: towards it
   const i64x16 odd = (i64x16)sum + ((inexact & even) & (2 * away - 1));
   return __builtin_convertvector((f64x16)odd, f32x16);
+}
+#endif
+
+// a * b + c, rounded once.
+GENSERVE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_elementwise_fma(a, b, c);
+#else
+  return fma_by_double(a, b, c);
 #endif
 }
 GENSERVE_INLINE f32x16 fma(float a, f32x16 b, f32x16 c) { return fma(broadcast(a), b, c); }
@@ -146,6 +152,7 @@ GENSERVE_INLINE int32_t sum(i32x16 v) {
 GENSERVE_INLINE float maximum(f32x16 v) {
   return fold_lanes(v, [](f32x16 a, f32x16 b) { return max(a, b); });
 }
+GENSERVE_INLINE bool any(i32x16 mask) { return __builtin_reduce_or(mask) != 0; }
 GENSERVE_INLINE int32_t maximum(i32x16 v) {
   return fold_lanes(v, [](i32x16 a, i32x16 b) { return max(a, b); });
 }
