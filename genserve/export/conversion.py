@@ -20,7 +20,7 @@ from genserve.export.family import Family, Unsupported
 from genserve.export.form import Form
 from genserve.export.fused_layers import FusedLayers
 from genserve.export.graph import Graph
-from genserve.export.precision import BY_ROW, FORMATS, cache_numbers, require_cache, resolve_precision
+from genserve.export.precision import FORMATS, cache_numbers, require_cache, resolve_precision
 from genserve.export.progress import Progress
 from genserve.export.report import CacheType, Precision
 from genserve.export.smoothing import can_be_smoothed, smoothed
@@ -87,7 +87,7 @@ class Conversion:
         return {
             role: part.name
             for role, part in parts.items()
-            if can_be_smoothed(role) and (numbers.head if role == "norm" else numbers.normed) == BY_ROW
+            if can_be_smoothed(role) and (numbers.head if role == "norm" else numbers.normed) == "int8"
         }
 
     def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:

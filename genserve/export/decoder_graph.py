@@ -29,7 +29,7 @@ from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
 from genserve.export.graph import Graph
 from genserve.export.layers import Layers, Norm, write_norm
-from genserve.export.paged_attention import paged_attention_function
+from genserve.export.paged_attention import has_function, paged_attention_function
 from genserve.export.weights import DecoderWeights
 
 __all__ = ["write_decoder"]
@@ -77,7 +77,7 @@ class _Writer:
     layers: Layers
     graph: Graph
     kv_cache: type[np.generic]
-    tables: dict[Rotary, list[str]] = field(default_factory=dict)
+    tables: dict[Rotary | None, list[str]] = field(default_factory=dict)
 
     def inputs(self) -> None:
         """Declare the inputs but for the cache, and add what all layers share."""
@@ -93,12 +93,13 @@ class _Writer:
                 names = [f"rotary.{len(self.tables)}.{table}" for table in ("cos", "sin")]
                 tables = attention.rotary.tables(self.decoder.context_length)
                 self.tables[attention.rotary] = [
-                    self.layers.vector(name, table) for name, table in zip(names, tables, strict=True)
+                    self.graph.weight(name, table) for name, table in zip(names, tables, strict=True)
                 ]
         if self.decoder.alibi:
             self.graph.weight("alibi.slopes", alibi_slopes(self.decoder.num_heads))
-        elif self.kv_cache is np.float16 and self.layers.numbers.activations is np.float16:
-            self.graph.function(paged_attention_function())
+        if {self.kv_cache, self.layers.numbers.activations} == {np.float16} and has_function(self.decoder):
+            qk_norm = self._has("layers.0.attention.query_norm")
+            self.graph.function(paged_attention_function(rotary=bool(self.tables), qk_norm=qk_norm))
 
     def embedded(self) -> str:
         """What the first layer reads: embeddings, scaled, with positions, normed."""
@@ -120,6 +121,8 @@ class _Writer:
             x, weight, f"{layer}.qkv", place="normed", bias=bias, norm=self.norm(f"{layer}.norm")
         )
         past, present = self._cache(index)
+        # A layer without rotary positions has the tables of another, for the sake of the function's body.
+        tables = self.tables.get(attention.rotary) or next(iter(self.tables.values()), ["", ""])
         output = self.graph.value(f"{layer}.heads", self.layers.numbers.activations)
         inputs = [
             packed,
@@ -127,8 +130,8 @@ class _Writer:
             "cumulative_sequence_length",
             "past_seqlens",
             "block_table",
-            *(self.tables[attention.rotary] if attention.rotary else ["", ""]),
-            *(self._vector(f"{layer}.{part}_norm.weight") for part in ("query", "key")),
+            *tables,
+            *(self._fp32(f"{layer}.{part}_norm.weight") for part in ("query", "key")),
             "alibi.slopes" if decoder.alibi else "",
             *(past[2:] or ["", ""]),
             "attention_metadata",
@@ -228,9 +231,9 @@ class _Writer:
         shifts = [bias for bias in biases if bias is not None]
         return np.concatenate(weights), np.concatenate(shifts) if shifts else None
 
-    def _vector(self, role: str) -> str:
-        """The tensor of a role; an empty name, if the decoder has none."""
-        return self.layers.vector(role, self.weights.load(role)) if role in self.weights.roles else ""
+    def _fp32(self, role: str) -> str:
+        """The tensor of a role in float32; an empty name, if the decoder has none."""
+        return self.graph.weight(role, self.weights.load(role)) if role in self.weights.roles else ""
 
     def _has(self, part: str) -> bool:
         return f"{part}.weight" in self.weights.roles

@@ -12,10 +12,18 @@ from genserve.export.decoder import Activation
 from genserve.export.graph import Graph
 from genserve.export.layers import Norm, Place
 from genserve.export.precision import Format
-from genserve.export.quantize import Scheme, quantize
-from genserve.kernels.packing import pack_bias, pack_float32, pack_int4, pack_int8, pack_scales
+from genserve.kernels.packing import (
+    BLOCKS,
+    Quantized,
+    WeightFormat,
+    pack_float32,
+    pack_quantized,
+    quantize,
+)
 
 __all__ = ["FusedLayers"]
+
+_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +39,20 @@ class FusedLayers:
 
     def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
         """See `Layers.embedding`."""
-        scheme, hidden = self.numbers.embedding, weight.shape[1]
-        if scheme is None:
+        weight_format, hidden = self.numbers.embedding, weight.shape[1]
+        if weight_format is None:
             return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
-        assert scheme.block_size is not None
-        rounded, padding = quantize(weight, scheme), -hidden % scheme.block_size
-        values = np.pad(rounded.values, ((0, 0), (0, padding))).view(np.uint8) + np.uint8(128)
+        block_size = BLOCKS[weight_format]
+        assert block_size is not None
+        values, scales = _quantized(weight, weight_format)
+        padding = -hidden % block_size
+        offset = np.pad(values, ((0, 0), (0, padding))).view(np.uint8) + np.uint8(128)
         rows = self.graph.node(
             "GatherBlockQuantized",
-            [
-                self.graph.weight("embedding", values),
-                ids,
-                self.graph.weight("embedding.scales", rounded.scales),
-            ],
+            [self.graph.weight("embedding", offset), ids, self.graph.weight("embedding.scales", scales)],
             f"{output}.padded" if padding else output,
-            bits=scheme.bits,
-            block_size=scheme.block_size,
+            bits=8,
+            block_size=block_size,
             gather_axis=0,
             quantize_axis=1,
         )
@@ -67,12 +73,12 @@ class FusedLayers:
         softcap: float | None = None,
     ) -> str:
         """See `Layers.linear`; `softcap` bends the outputs."""
-        scheme: Scheme | None = getattr(self.numbers, place)
+        weight_format: WeightFormat | None = getattr(self.numbers, place)
         norm_weights = self._norm_weights(norm) if norm else ["", ""]
         inputs = [
             x,
-            *self._packed(f"{output}.weight", weight, scheme, gated=gated),
-            "" if bias is None else self.vector(f"{output}.bias", pack_bias(bias, gated=gated)),
+            *self._packed(f"{output}.weight", weight, weight_format, gated=gated),
+            "" if bias is None else self.vector(f"{output}.bias", bias),
             *norm_weights,
             residual,
         ]
@@ -82,7 +88,7 @@ class FusedLayers:
             self.graph.value(output, np.float32),
             out_features=weight.shape[0],
             in_features=weight.shape[1],
-            weight_format=_weight_format(scheme),
+            weight_format=weight_format or "float32",
             activation=activation or "",
             gated=int(gated),
             softcap=softcap or 0.0,
@@ -101,16 +107,15 @@ class FusedLayers:
         weight = self.vector(f"{norm.name}.weight", norm.weight)
         return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
 
-    def _packed(self, name: str, weight: FloatArray, scheme: Scheme | None, *, gated: bool) -> list[str]:
+    def _packed(
+        self, name: str, weight: FloatArray, weight_format: WeightFormat | None, *, gated: bool
+    ) -> list[str]:
         """Add a weight [N, K] and its scales, if it has some, as the operator reads them."""
-        if scheme is None:
+        if weight_format is None:
             return [self.graph.weight(name, pack_float32(weight, gated=gated)), ""]
-        rounded = quantize(weight, scheme)
-        pack = pack_int8 if scheme.bits == 8 else pack_int4
-        scales = pack_scales(rounded.scales, gated=gated)
+        packed = pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated)
         return [
-            self.graph.weight(name, pack(rounded.values, gated=gated)),
-            self.graph.weight(f"{name}.scales", scales if scheme.block_size else scales[:, 0]),
+            self.graph.weight(name, packed.weight), self.graph.weight(f"{name}.scales", packed.scales)
         ]
 
     def _first_columns(self, x: str, output: str, *, width: int) -> str:
@@ -121,7 +126,8 @@ class FusedLayers:
         return self.graph.node("Slice", [x, *constants], output)
 
 
-def _weight_format(scheme: Scheme | None) -> str:
-    if scheme is None:
-        return "float32"
-    return f"int{scheme.bits}_block" if scheme.block_size else f"int{scheme.bits}"
+def _quantized(weight: FloatArray, weight_format: WeightFormat) -> Quantized:
+    """Round a weight some rows at a time: what lies between it and the result takes some times its memory."""
+    parts = [quantize(weight[i : i + _ROWS], weight_format) for i in range(0, len(weight), _ROWS)]
+    values, scales = map(np.concatenate, zip(*parts, strict=True))
+    return Quantized(values, scales)

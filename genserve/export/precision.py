@@ -11,38 +11,34 @@ import numpy as np
 
 from genserve.errors import ExportError
 from genserve.export.form import Form
-from genserve.export.quantize import Scheme
 from genserve.export.report import CacheType, Precision
+from genserve.kernels.packing import WeightFormat
 
-__all__ = ["BY_ROW", "FORMATS", "Format", "cache_numbers", "require_cache", "resolve_precision"]
+__all__ = ["FORMATS", "Format", "cache_numbers", "require_cache", "resolve_precision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """The numbers of one precision; a scheme of None keeps the weights in the type of the activations."""
+    """The numbers of one precision; a weight format of None keeps weights in the type of the activations."""
 
     activations: type[np.float32] | type[np.float16] = np.float32
     kv_cache: type[np.float32] | type[np.float16] = np.float16
-    embedding: Scheme | None = None     # with blocks
-    # Weights of what reads a norm, of what reads attention or the inside of an MLP, and of the head. One
-    # scale for a row of activations is enough behind a norm, where `smoothing.py` evens the channels out;
-    # the others have tails too heavy for it, and nothing that could smooth them.
-    normed: Scheme | None = None
-    inner: Scheme | None = None
-    head: Scheme | None = None
+    # Weights of what reads a norm, of what reads attention or the inside of an MLP, and of the head. "int8"
+    # has one scale for a row of activations, which is enough behind a norm, where `smoothing.py` evens the
+    # channels out; the others have tails too heavy for it, and nothing that could smooth them.
+    normed: WeightFormat | None = None
+    inner: WeightFormat | None = None
+    head: WeightFormat | None = None
+    embedding: WeightFormat | None = None
 
-
-BY_ROW = Scheme(bits=8, block_size=None)
-_INT8_BLOCKS = Scheme(bits=8, block_size=64)
-_INT4_BLOCKS = Scheme(bits=4, block_size=32)
 
 FORMATS: Mapping[Precision, Format] = MappingProxyType(
     {
         "fp32": Format(kv_cache=np.float32),
         "fp16": Format(activations=np.float16),
-        "int8": Format(embedding=_INT8_BLOCKS, normed=BY_ROW, inner=_INT8_BLOCKS, head=BY_ROW),
+        "int8": Format(normed="int8", inner="int8_block", head="int8", embedding="int8_block"),
         # The head in 8 bits: perplexity x1.24 of fp32 where 4 bits have x1.33 (SmolLM2-135M).
-        "int4": Format(embedding=_INT8_BLOCKS, normed=_INT4_BLOCKS, inner=_INT4_BLOCKS, head=BY_ROW),
+        "int4": Format(normed="int4_block", inner="int4_block", head="int8", embedding="int8_block"),
     }
 )
 
