@@ -1,45 +1,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
-from genserve.generation.logits_model import FloatArray, ForwardBatch
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
 
-class OneSequence:
-    """Implements `LogitsModel` for one sequence in a forward; its blocks hold token ids."""
-
-    max_num_seqs, vocab_size, block_size = 1, VOCAB_SIZE, 4
-
-    def __init__(self, *, max_length: int = 64, num_blocks: int = 16) -> None:
-        self.max_length, self.num_blocks = max_length, num_blocks
-        self.num_tokens: list[int] = []     # of each forward
-        self._slots = np.full(num_blocks * self.block_size, -1)
-
-    def forward(self, batch: ForwardBatch) -> FloatArray:
-        [num_computed], [blocks] = batch.num_computed_tokens, batch.block_table
-        assert batch.positions.tolist() == list(range(num_computed, num_computed + len(batch.token_ids)))
-        assert batch.query_start_loc.tolist() == [0, len(batch.token_ids)]
-        assert batch.logits_indices.tolist() == [len(batch.token_ids) - 1]
-        self.num_tokens.append(len(batch.token_ids))
-        slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
-        self._slots[slots[batch.positions]] = batch.token_ids
-        return logits_after(self._slots[slots[: batch.positions[-1] + 1]].tolist())[None]
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("a draft model copies nothing")
-
-
-def drafting(model: OneSequence) -> DraftModel:
+def drafting(model: PagedLogits) -> DraftModel:
     return DraftModel(model, vocab_size=VOCAB_SIZE)
 
 
@@ -50,7 +23,7 @@ def grow(sequence: TokenSequence, *token_ids: int) -> None:
 
 def test_the_best_tokens_of_the_model_are_proposed():
     sequence = sequence_of([5, 6, 7])
-    assert drafting(OneSequence()).propose(sequence, 4) == greedy_answer([5, 6, 7], num_tokens=4)
+    assert drafting(PagedLogits()).propose(sequence, 4) == greedy_answer([5, 6, 7], num_tokens=4)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -58,7 +31,7 @@ def test_the_best_tokens_of_the_model_are_proposed():
 def test_whatever_follows_each_draft_the_next_is_that_of_a_plain_loop(seed, num_blocks):
     """Sequences that take turns in fewer blocks, and go on as was drafted, or not, or in part."""
     rng = random.Random(seed)
-    draft = drafting(OneSequence(num_blocks=num_blocks))
+    draft = drafting(PagedLogits(num_blocks=num_blocks))
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(3)]
     sequences = [sequence_of(prompt) for prompt in prompts]
     for _ in range(40):
@@ -76,37 +49,37 @@ def test_whatever_follows_each_draft_the_next_is_that_of_a_plain_loop(seed, num_
 
 
 def test_only_what_is_new_is_computed():
-    model = OneSequence()
+    model = PagedLogits()
     draft, sequence = drafting(model), sequence_of([5, 6, 7])
     proposed = draft.propose(sequence, 3)
     grow(sequence, *proposed, 9)
-    model.num_tokens.clear()
+    model.forwards.clear()
     draft.propose(sequence, 3)
-    assert model.num_tokens == [2, 1, 1]
+    assert model.forwards == [(2,), (1,), (1,)]
 
 
 def test_the_sequence_that_was_asked_for_least_recently_loses_its_blocks():
-    model = OneSequence(num_blocks=16)
+    model = PagedLogits(num_blocks=16)
     draft, sequences = drafting(model), [sequence_of([number] * 20) for number in range(4)]
     for number in (0, 1, 0, 2, 0):      # two of them fill the cache
         draft.propose(sequences[number], 2)
-    model.num_tokens.clear()
+    model.forwards.clear()
     draft.propose(sequences[0], 2)
     draft.propose(sequences[1], 2)
-    assert model.num_tokens == [1, 1, 20, 1]
+    assert model.forwards == [(1,), (1,), (20,), (1,)]
 
 
 def test_a_long_prompt_is_computed_in_chunks_that_propose_nothing():
-    model = OneSequence(max_length=700, num_blocks=175)
+    model = PagedLogits(max_length=700, num_blocks=175)
     sequence = sequence_of([i % VOCAB_SIZE for i in range(600)], max_length=700)
     draft = drafting(model)
     assert [len(draft.propose(sequence, 2)) for _ in range(3)] == [0, 0, 2]
-    assert model.num_tokens[:3] == [256, 256, 88]
+    assert model.forwards[:3] == [(256,), (256,), (88,)]
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():
     engine = Engine(
-        CachedLogits(), decode=sample_loop, speculation=Speculation(drafting(OneSequence())), clock=Clock()
+        PagedLogits(), decode=sample_loop, speculation=Speculation(drafting(PagedLogits())), clock=Clock()
     )
     sequence = sequence_of([5, 6, 7], max_tokens=41)
     engine.add(sequence)
