@@ -21,7 +21,7 @@ from genserve.errors import InferenceError, Status
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
-from genserve.generation.loop import EngineLoop
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference
@@ -212,7 +212,7 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
     for batch in warmup_batches(entry.config, entry.path):
         for _ in range(batch.count):
             engine = Engine(logits, decode=_nothing, prefix_cache=False)
-            loop = EngineLoop(
+            loop = EngineThread(
                 engine,
                 name=f"warmup-{entry.name}",
                 num_slots=logits.num_slots,
@@ -252,11 +252,11 @@ def _start(
     options: RepositoryOptions,
     metrics: Metrics,
     speculation: Speculation | None = None,
-) -> EngineLoop:
+) -> EngineThread:
     """Start the engine of a model, `entry`, whose logits stage is `stage`."""
     assert stage.config is not None  # or it would have an error
     prefix_cache = boolean_parameter(stage.config.parameters, "prefix_cache", default=True)
-    return EngineLoop(
+    return EngineThread(
         Engine(
             logits,
             decode=decode,

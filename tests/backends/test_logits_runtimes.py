@@ -20,11 +20,11 @@ from genserve.export.form import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
+from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
-from tests.forwards import CachedSequences
 from tests.reference import greedy_ids, reference_model
 
 TOLERANCE = 1e-4

@@ -12,12 +12,11 @@ from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.likelihood import likelihood
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.planner import PrefillBudget
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
 from tests.fakes.drafts import Oracle
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 from tests.generation.test_beam_search import alone, answers_of, search_of
 
@@ -34,10 +33,10 @@ class Schedule:
         pages = rng.choice([4, 8])
         num_slots = rng.choice([1, 2, 3, 6])
         slot_tokens = -(-MAX_LENGTH // pages) * pages
-        self.model = CachedLogits(
-            num_slots=num_slots,
+        self.model = PagedLogits(
+            max_num_seqs=num_slots,
             max_length=MAX_LENGTH,
-            page_tokens=pages,
+            block_size=pages,
             max_cached_tokens=rng.randint(slot_tokens // pages, num_slots * slot_tokens // pages) * pages,
         )
         self.clock = Clock()
@@ -97,7 +96,7 @@ class Schedule:
             "cache_salt": self.rng.choice(SALTS),
             "priority": self.rng.choice([0, 1]),
         }
-        if width <= self.model.num_slots and self.engine.longest(width) >= 42:
+        if width <= self.model.max_num_seqs and self.engine.longest(width) >= 42:
             group = search_of(**options)
             self.searches[group] = options
             for answer in group.answers:

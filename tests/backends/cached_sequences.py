@@ -1,4 +1,4 @@
-"""Forwards: token sequences in the KV cache of a logits model, run without an engine."""
+"""Cached sequences: token sequences in the KV cache of a logits model, run without an engine."""
 
 from __future__ import annotations
 
