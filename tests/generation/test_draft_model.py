@@ -8,12 +8,12 @@ from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
-from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
+from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
 
-def drafting(model: PagedLogits, *, num_slots: int = 2) -> DraftModel:
-    return DraftModel(model, max_num_seqs=num_slots, vocab_size=VOCAB_SIZE)
+def drafting(model: CachedLogits, *, num_slots: int = 2) -> DraftModel:
+    return DraftModel(model, num_slots=num_slots, vocab_size=VOCAB_SIZE)
 
 
 def grow(sequence: TokenSequence, *token_ids: int) -> None:
@@ -23,14 +23,14 @@ def grow(sequence: TokenSequence, *token_ids: int) -> None:
 
 def test_the_best_tokens_of_the_model_are_proposed():
     sequence = sequence_of([5, 6, 7])
-    assert drafting(PagedLogits()).propose(sequence, 4) == greedy_answer([5, 6, 7], num_tokens=4)
+    assert drafting(CachedLogits()).propose(sequence, 4) == greedy_answer([5, 6, 7], num_tokens=4)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_whatever_follows_each_draft_the_next_is_that_of_a_plain_loop(seed):
     """Sequences that take turns in fewer slots, and go on as was drafted, or not, or in part."""
     rng = random.Random(seed)
-    draft = drafting(PagedLogits())
+    draft = drafting(CachedLogits())
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(3)]
     sequences = [sequence_of(prompt) for prompt in prompts]
     for _ in range(40):
@@ -48,7 +48,7 @@ def test_whatever_follows_each_draft_the_next_is_that_of_a_plain_loop(seed):
 
 
 def test_only_what_is_new_is_computed():
-    model = PagedLogits()
+    model = CachedLogits()
     draft, sequence = drafting(model), sequence_of([5, 6, 7])
     proposed = draft.propose(sequence, 3)
     grow(sequence, *proposed, 9)
@@ -58,7 +58,7 @@ def test_only_what_is_new_is_computed():
 
 
 def test_a_long_prompt_is_computed_in_chunks_that_propose_nothing():
-    model = PagedLogits(max_length=700)
+    model = CachedLogits(max_length=700)
     draft = drafting(model)
     sequence = sequence_of([i % VOCAB_SIZE for i in range(600)], max_length=700)
     assert [len(draft.propose(sequence, 2)) for _ in range(3)] == [0, 0, 2]
@@ -66,8 +66,8 @@ def test_a_long_prompt_is_computed_in_chunks_that_propose_nothing():
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():
-    model = PagedLogits()
-    speculation = Speculation(drafting(PagedLogits()))
+    model = CachedLogits()
+    speculation = Speculation(model, drafting(CachedLogits()))
     engine = Engine(model, decode=sample_loop, speculation=speculation, clock=Clock())
     sequence = sequence_of([5, 6, 7], max_tokens=41)
     engine.add(sequence)
