@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genserve.backends.cached_logits import CachedLogits, resolve_max_length
 from genserve.backends.kv_cache import TokenShapes
@@ -107,7 +108,7 @@ class OnnxLogits(CachedLogits):
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """See `LogitsModel.forward`."""
-        inputs = {
+        inputs: dict[str, NDArray[Any]] = {
             "input_ids": batch.token_ids,
             "position_ids": batch.positions,
             "cumulative_sequence_length": batch.query_start_loc,

@@ -70,7 +70,7 @@ class Graph:
         return name
 
     def function(self, function: onnx.FunctionProto) -> None:
-        """Add what an operator of ours does in operators of others, for a runtime that has no kernel of it."""
+        """Add what an operator of ours does, in operators of others: for a runtime without our kernels."""
         self._functions.append(function)
 
     def constant(self, name: str, value: NDArray[Any]) -> str:

@@ -81,13 +81,13 @@ def test_a_budget_for_less_than_one_sequence_shortens_all(path, caplog):
 
 
 def test_a_budget_without_room_for_a_block_is_refused(path):
-    with pytest.raises(RepositoryError, match="no room for one block: 16 tokens take 8192 bytes") as caught:
+    with pytest.raises(RepositoryError, match=r"no room for one block: 16 tokens take 8192 bytes") as caught:
         OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=1000)
     assert "kv_cache_bytes" in caught.value.remedy
 
 
 def test_more_tokens_than_the_context_are_refused(path):
-    with pytest.raises(RepositoryError, match="max_sequence_length is 257; the context of .* is 256"):
+    with pytest.raises(RepositoryError, match=r"max_sequence_length is 257; the context of .* is 256"):
         OnnxLogits(path, max_num_seqs=1, max_length=257)
 
 
@@ -123,7 +123,7 @@ def test_a_graph_of_an_older_export_is_refused_with_what_to_do(tmp_path):
     graph = helper.make_graph([node], "g", values, [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(RepositoryError, match="no input .*block_table.*older genserve") as caught:
+    with pytest.raises(RepositoryError, match=r"no input .*block_table.*older genserve") as caught:
         OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
     assert "export it again" in caught.value.remedy
 
@@ -212,7 +212,7 @@ def claim_more_inputs(folder: Path, model: onnx.ModelProto) -> None:
 )
 def test_weights_of_other_sizes_are_an_error_and_no_crash(path, tmp_path, spoil):
     """At the load, or by the first forward: nothing is read behind the end of a buffer."""
-    with pytest.raises(Exception, match="export|Linear|PagedAttention"):
+    with pytest.raises(Exception, match=r"export|Linear|PagedAttention"):
         logits_of(OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1, max_length=32), [5, 6])
 
 

@@ -24,8 +24,8 @@ from genserve.export.cached_rows import forward_rows
 from genserve.export.form import Form
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
-from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.export.rows import BlockPool, Row
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.reference import greedy_ids, reference_logits, reference_model
 
 MAX_DIFFERENCE = 1e-4
