@@ -2,7 +2,7 @@
 
     python genserve/kernels/build.py
 
-The compiler is clang, in the package ziglang. The build hook runs this where nothing of ours is installed yet.
+The compiler is clang, in the package ziglang. The build hook runs this where genserve is not installed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _target() -> tuple[str, str]:
     """Say what is compiled for.
 
     Returns:
-        The compiler's name for this platform, with the oldest C library or system that a wheel runs on, and the
-        platform tag of that wheel.
+        The compiler's name for this platform, with the oldest C library or system that a wheel runs on, and
+        the platform tag of that wheel.
     """
     arch = _machine()
     if sys.platform == "win32":

@@ -12,7 +12,7 @@ Values of 8 bits, -127 to 127, are stored as q + 128. Of 4 bits, -8 to 7, as q +
 group g has input 8g + b in its low half and 8g + 4 + b in its high half.
 
 The weight of a gated layer is the rows of I gates and then of the I values that they let through, N = 2I; a
-panel holds 16 gates and then their 16 values, so that P = ceil(I / 16). A bias [N] stays as it is, gates first.
+panel holds 16 gates and then their 16 values, and P = ceil(I / 16). A bias [N] stays as it is, gates first.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Packed(NamedTuple):
 def quantize(weight: NDArray[np.float32], weight_format: WeightFormat) -> Quantized:
     """Round a weight [N, K] to integers, each block by its largest value.
 
-    Eight bits have a scale of largest / 127. With four, the value that is largest in size becomes -8, whatever
-    its sign: so all sixteen integers are used.
+    Eight bits have a scale of largest / 127. With four, the value that is largest in size becomes -8,
+    whatever its sign: so all sixteen integers are used.
     """
     outputs, inputs = weight.shape
     block = BLOCKS[weight_format] or inputs
@@ -107,17 +107,16 @@ def pack_quantized(quantized: Quantized, weight_format: WeightFormat, *, gated: 
     multiple = block or 64
     columns = np.zeros((len(values), -(-inputs // multiple) * multiple), np.int8)
     columns[:, :inputs] = values
-    panels = _in_panels(columns, gated=gated)  # [P, 32, Kp]
-    count = len(panels)
-    weight: NDArray[np.uint8]
     if weight_format == "int4_block":
-        nibbles = (panels + np.int8(8)).astype(np.uint8).reshape(count, PANEL, -1, 2, 4)
-        weight = (nibbles[:, :, :, 0] | nibbles[:, :, :, 1] << 4).transpose(0, 2, 1, 3)
+        panels = _in_panels((columns + 8).astype(np.uint8), gated=gated, fill=8)  # [P, 32, Kp]
+        pairs = panels.reshape(len(panels), PANEL, -1, 2, 4)
+        steps = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
     else:
-        weight = panels.astype(np.uint8).reshape(count, PANEL, -1, 4).transpose(0, 2, 1, 3) ^ np.uint8(128)
+        panels = _in_panels((columns.astype(np.int16) + 128).astype(np.uint8), gated=gated, fill=128)
+        steps = panels.reshape(len(panels), PANEL, -1, 4)
     scale_panels = _in_panels(scales.astype(np.float32), gated=gated)  # [P, 32, blocks]
     packed_scales = scale_panels[:, :, 0] if block is None else scale_panels.transpose(0, 2, 1)
-    return Packed(np.ascontiguousarray(weight), np.ascontiguousarray(packed_scales))
+    return Packed(np.ascontiguousarray(steps.transpose(0, 2, 1, 3)), np.ascontiguousarray(packed_scales))
 
 
 def pack_float32(weight: NDArray[np.float32], *, gated: bool = False) -> NDArray[np.float32]:
@@ -126,8 +125,8 @@ def pack_float32(weight: NDArray[np.float32], *, gated: bool = False) -> NDArray
     return np.ascontiguousarray(panels.transpose(0, 2, 1))
 
 
-def _in_panels(rows: NDArray[T], *, gated: bool) -> NDArray[T]:
-    """Cut rows [N, columns] into panels [P, 32, columns], the last one filled up with zeros."""
+def _in_panels(rows: NDArray[T], *, gated: bool, fill: int = 0) -> NDArray[T]:
+    """Cut rows [N, columns] into panels [P, 32, columns]; the last one is filled up."""
     if gated and len(rows) % 2:
         msg = f"a gated layer has as many gates as values, so an even number of rows, not {len(rows)}"
         raise ValueError(msg)
@@ -136,7 +135,7 @@ def _in_panels(rows: NDArray[T], *, gated: bool) -> NDArray[T]:
     count = -(-len(parts[0]) // height)
     panels = np.zeros((count, PANEL, rows.shape[1]), rows.dtype)
     for i, part in enumerate(parts):
-        padded = np.zeros((count * height, rows.shape[1]), rows.dtype)
+        padded = np.full((count * height, rows.shape[1]), fill, rows.dtype)
         padded[: len(part)] = part
         panels[:, i * height : (i + 1) * height] = padded.reshape(count, height, -1)
     return panels

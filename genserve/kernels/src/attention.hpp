@@ -231,10 +231,12 @@ inline bool PagedAttention::check_sequences(Error& error) const {
                      (ll)num_tokens);
   }
   for (int64_t b = 0; b < num_sequences; b++) {
-    const int64_t tokens = tokens_of(b), past = past_seqlens[b], length = past + tokens;
-    if (tokens < 0) {
+    if (edges[b + 1] < edges[b]) {
       return error.set("cumulative_sequence_length falls from %d to %d", edges[b], edges[b + 1]);
     }
+  }
+  for (int64_t b = 0; b < num_sequences; b++) {
+    const int64_t tokens = tokens_of(b), past = past_seqlens[b], length = past + tokens;
     if (past < 0) return error.set("past_seqlens[%lld] is %lld, below 0", (ll)b, (ll)past);
     if (tokens == 0) continue;
     if (length > INT32_MAX || (length - 1) / block_size >= max_blocks) {
