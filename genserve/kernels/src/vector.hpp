@@ -17,6 +17,7 @@
 #endif
 
 #define GENSERVE_INLINE static inline __attribute__((always_inline))
+#define GENSERVE_UNROLL _Pragma("clang loop unroll(full)")
 
 namespace genserve {
 
