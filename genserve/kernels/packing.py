@@ -17,7 +17,7 @@ panel holds 16 gates and then their 16 values, and P = ceil(I / 16). A bias [N] 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,9 +108,9 @@ def pack_quantized(quantized: Quantized, weight_format: WeightFormat, *, gated: 
     columns = np.zeros((len(values), -(-inputs // multiple) * multiple), np.int8)
     columns[:, :inputs] = values
     if weight_format == "int4_block":
-        panels = _in_panels((columns + 8).astype(np.uint8), gated=gated, fill=8)  # [P, 32, Kp]
+        panels: NDArray[Any] = _in_panels((columns + 8).astype(np.uint8), gated=gated, fill=8)  # [P, 32, Kp]
         pairs = panels.reshape(len(panels), PANEL, -1, 2, 4)
-        steps = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
+        steps: NDArray[Any] = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
     else:
         panels = _in_panels((columns.astype(np.int16) + 128).astype(np.uint8), gated=gated, fill=128)
         steps = panels.reshape(len(panels), PANEL, -1, 4)
@@ -133,7 +133,7 @@ def _in_panels(rows: NDArray[T], *, gated: bool, fill: int = 0) -> NDArray[T]:
     parts = np.split(rows, 2) if gated else [rows]
     height = PANEL // len(parts)
     count = -(-len(parts[0]) // height)
-    panels = np.zeros((count, PANEL, rows.shape[1]), rows.dtype)
+    panels = np.empty((count, PANEL, rows.shape[1]), rows.dtype)
     for i, part in enumerate(parts):
         padded = np.full((count * height, rows.shape[1]), fill, rows.dtype)
         padded[: len(part)] = part
