@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class PagedLogits:
 
     def forward(self, batch: ForwardBatch) -> FloatArray:
         starts = batch.query_start_loc.tolist()
-        counts = tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+        counts = tuple(end - start for start, end in pairwise(starts))
         self._check(batch, counts)
         self.forwards.append(counts)
         written: set[tuple[int, int]] = set()

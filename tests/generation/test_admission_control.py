@@ -57,7 +57,7 @@ class SimulatedLoop:
     """A line and slots, as the engine has them; each step takes the time that it is told."""
 
     def __init__(self, *, num_slots: int, **limits: float | None) -> None:
-        self.admission = control(max_num_seqs=num_slots, **limits)
+        self.admission = control(num_slots=num_slots, **limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preparing: list[tuple[int, int]] = []      # places and priority
@@ -82,7 +82,7 @@ class SimulatedLoop:
         return None
 
     def submit(self, *, num_steps: int = 1, num_slots: int = 1, priority: int = 0) -> None:
-        request = Request(max_num_seqs=num_slots, num_tokens=1, priority=priority, num_steps=num_steps)
+        request = Request(num_slots=num_slots, num_tokens=1, priority=priority, num_steps=num_steps)
         refused = self.refusal(request)
         assert refused is None, refused
 
@@ -129,7 +129,7 @@ class SimulatedLoop:
 
 def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
     """Serve a line, one in each step; two long answers are left, which hold both slots."""
-    loop = SimulatedLoop(max_num_seqs=2, **limits)
+    loop = SimulatedLoop(num_slots=2, **limits)
     for num_steps in (1, *[2] * 10, 99, 99):
         loop.submit(num_steps=num_steps)
     while loop.waiting:
@@ -179,7 +179,7 @@ def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_kno
 
 
 def test_a_line_that_free_slots_are_about_to_take_refuses_nobody() -> None:
-    admission = control(max_num_seqs=4, max_wait_s=3)
+    admission = control(num_slots=4, max_wait_s=3)
     serve_short_of_memory(admission)
     step(admission, 2.0, full=False, num_waiting=0)
     for _ in range(5):
@@ -201,7 +201,7 @@ def test_those_that_begin_together_count_until_nobody_waits() -> None:
 
 
 def test_where_memory_is_short_free_slots_are_no_help() -> None:
-    admission = control(max_num_seqs=4, max_wait_s=3)
+    admission = control(num_slots=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
     with pytest.raises(Overloaded, match="would wait about 4 s"):
@@ -241,7 +241,7 @@ def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
 
 
 def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> None:
-    admission = control(max_requests=0, max_num_seqs=1)
+    admission = control(max_requests=0, num_slots=1)
     join(admission)
     with pytest.raises(Overloaded, match="the limit is 1") as refused:
         join(admission)
@@ -249,7 +249,7 @@ def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> No
 
 
 def test_a_line_that_everybody_has_left_is_forgotten() -> None:
-    admission = control(max_num_seqs=4, max_wait_s=3)
+    admission = control(num_slots=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
     admission.begin(1, num_tokens=1, priority=0)
@@ -258,14 +258,14 @@ def test_a_line_that_everybody_has_left_is_forgotten() -> None:
         join(admission)
 
 
-@given(data=st.data(), max_num_seqs=st.integers(1, 4))
+@given(data=st.data(), num_slots=st.integers(1, 4))
 def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_returns_to_zero(
     data: st.DataObject, num_slots: int
 ) -> None:
-    loop = SimulatedLoop(max_num_seqs=num_slots, max_requests=20, max_tokens=50, max_wait_s=10)
+    loop = SimulatedLoop(num_slots=num_slots, max_requests=20, max_tokens=50, max_wait_s=10)
     requests = st.builds(
         Request,
-        max_num_seqs=st.integers(1, num_slots),
+        num_slots=st.integers(1, num_slots),
         num_tokens=st.integers(1, 20),
         priority=st.integers(0, 2),
         num_steps=st.integers(1, 4),
@@ -295,7 +295,7 @@ def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_retur
 
 def one_slot_after_slow_answers() -> SimulatedLoop:
     """Serve a burst of answers of 20 s, one after the other."""
-    loop = SimulatedLoop(max_num_seqs=1, max_wait_s=10)
+    loop = SimulatedLoop(num_slots=1, max_wait_s=10)
     for _ in range(8):
         loop.submit()
     for _ in range(8):
@@ -308,7 +308,7 @@ def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_no
     told = []
     for _ in range(30):
         for _ in range(2):  # one runs, and one waits
-            told.append(loop.refusal(Request(max_num_seqs=1, num_tokens=1, priority=0, num_steps=1)))
+            told.append(loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)))
         loop.step(0.1)
     assert told[0] is None
     assert not any(told[-20:])
@@ -319,7 +319,7 @@ def test_one_may_always_wait_behind_what_runs_for_long() -> None:
     loop.submit(num_steps=9)
     loop.step(0.1)
     loop.submit()
-    behind = loop.refusal(Request(max_num_seqs=1, num_tokens=1, priority=0, num_steps=1))
+    behind = loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1))
     assert behind is not None
     assert "would wait" in behind.message
 
@@ -334,7 +334,7 @@ def test_what_was_measured_long_ago_refuses_nobody() -> None:
 
 
 def test_places_of_what_is_being_prepared_are_taken() -> None:
-    admission = control(max_num_seqs=1, max_requests=1)
+    admission = control(num_slots=1, max_requests=1)
     admission.reserve(1, priority=0)
     join(admission)
     with pytest.raises(Overloaded, match="2 requests are running or waiting; the limit is 2"):

@@ -18,7 +18,6 @@ from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_af
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 
 ENDS = range(1, 9)
-BUDGET = PrefillBudget(alone=8, beside_decoding=4)
 
 
 def search_of(prompt, *, width=3, n=1, stop_at=None, **options) -> BeamSearch:
@@ -65,8 +64,8 @@ def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
 def test_company_arrivals_departures_and_short_memory_never_change_an_answer(seed, prefix_cache):
     """Searches and ordinary sequences over few slots and a cache that cannot hold them all."""
     rng = random.Random(seed)
-    model = PagedLogits(max_num_seqs=rng.choice([3, 4, 7, 8]), max_cached_tokens=rng.choice([120, 160, 400]))
-    engine = Engine(model, decode=sample_loop, budget=BUDGET, prefix_cache=prefix_cache)
+    model = PagedLogits(max_num_seqs=rng.choice([3, 4, 7, 8]), num_blocks=rng.choice([30, 40, 100]))
+    engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8, prefix_cache=prefix_cache)
     arrivals = sorted(rng.randrange(30) for _ in range(10))
     groups: list[tuple[BeamSearch, dict]] = []
     others: list[TokenSequence] = []
@@ -105,7 +104,7 @@ def test_company_arrivals_departures_and_short_memory_never_change_an_answer(see
 
 
 def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_same():
-    model = PagedLogits(max_num_seqs=6, max_length=32, block_size=4, max_cached_tokens=64)
+    model = PagedLogits(max_num_seqs=6, max_length=32, block_size=4, num_blocks=16)
     engine = Engine(model, decode=sample_loop)
     groups = [search_of([i, 9, 9], max_tokens=13, max_length=32) for i in (1, 2)]
     for group in groups:
@@ -373,10 +372,10 @@ def test_a_search_whose_time_is_over_gives_the_best_it_has():
 @pytest.mark.parametrize("budget", [64, 68, 100, 128, 200, 256])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_the_longest_search_that_is_let_in_comes_to_its_end(budget, width):
-    model = PagedLogits(max_num_seqs=4, max_length=64, block_size=4, max_cached_tokens=budget)
+    model = PagedLogits(max_num_seqs=4, max_length=64, block_size=4, num_blocks=budget // 4)
     engine = Engine(model, decode=sample_loop)
     longest = engine.longest(width)
-    assert width * (longest + 8) > budget or longest == 64
+    assert width * (longest + 4) > budget or longest == 64
     for num_prompt_tokens in (1, longest - 1):
         group = search_of([7] * num_prompt_tokens, width=width, max_length=longest)
         add(engine, group)
