@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -64,7 +62,7 @@ input [
 output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, {vocab_size} ] }} ]
 
 # The tokens of a sequence, prompt and answer together; the model can do {context_length}.
-# A token takes {token_kib:g} KiB of KV cache, so many {sequence_mib:.4g} MiB.
+# A token takes {token_kib:.4g} KiB of KV cache, so many {sequence_mib:.4g} MiB.
 parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequence_length}" }} }} ]
 
 # What the KV cache of all sequences may take; without it, half of the memory that is free at the load.
@@ -213,8 +211,7 @@ def stage_files(
     `cache` is the type of the keys and values in the KV cache.
     """
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
-    states = _states(dimensions, cache=cache, form=form)
-    token_bytes = sum(abs(math.prod(dims)) * dtype.itemsize for dims, dtype in states.values())
+    token_bytes = _token_bytes(dimensions, cache)
     values = {
         **_RUNTIMES[form],
         "ensemble": stages.ensemble,
@@ -227,15 +224,7 @@ def stage_files(
         "max_sequence_length": length,
         "token_kib": token_bytes / 2**10,
         "sequence_mib": token_bytes * length / 2**20,
-        "states": ",\n".join(
-            _STATE.format(
-                part=part,
-                data_type=DataType.of_numpy(dtype).config_name,
-                dims=", ".join(map(str, dims)),
-                in_place="" if form is Form.TRACED else _IN_PLACE,
-            )
-            for part, (dims, dtype) in states.items()
-        ),
+        "states": _states(dimensions, cache=cache, form=form),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
             for name, (data_type, size) in _PARAMETERS.items()
@@ -253,13 +242,23 @@ def stage_files(
     }
 
 
-def _states(
-    dimensions: Dimensions, *, cache: type[np.generic], form: Form
-) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """What a sequence carries: by the part of the name, its dimensions, of which -1 are its tokens, and type."""
+def _token_bytes(dimensions: Dimensions, cache: type[np.generic]) -> int:
+    """How much of the cache a token takes; in int8, each head of its keys and values has a scale."""
+    head_bytes = dimensions.head_dim * np.dtype(cache).itemsize + (4 if cache is np.int8 else 0)
+    return 2 * dimensions.num_layers * dimensions.num_kv_heads * head_bytes
+
+
+def _states(dimensions: Dimensions, *, cache: type[np.generic], form: Form) -> str:
+    """What a sequence carries; -1 are its tokens."""
     heads, head_dim = dimensions.num_kv_heads, dimensions.head_dim
-    of_keys = (heads, -1, head_dim) if form is Form.TRACED else (-1, heads, head_dim)
-    parts = {part: (of_keys, np.dtype(cache)) for part in ("key", "value")}
-    if cache is np.int8:
-        parts |= {part: ((-1, heads), np.dtype(np.float32)) for part in ("key_scale", "value_scale")}
-    return {f"{i}.{part}": place for i in range(dimensions.num_layers) for part, place in parts.items()}
+    dims = (heads, -1, head_dim) if form is Form.TRACED else (-1, heads, head_dim)
+    return ",\n".join(
+        _STATE.format(
+            part=f"{i}.{part}",
+            data_type=DataType.of_numpy(np.dtype(cache)).config_name,
+            dims=", ".join(map(str, dims)),
+            in_place="" if form is Form.TRACED else _IN_PLACE,
+        )
+        for i in range(dimensions.num_layers)
+        for part in ("key", "value")
+    )
