@@ -18,7 +18,7 @@ from genserve.repository.repository import Repository
 from genserve.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from genserve.generation.loop import Parcel
+    from genserve.generation.engine_thread import RequestOutput
     from genserve.generation.token_sequence import TokenSequence
 
 
@@ -34,7 +34,7 @@ class GenserveEngine:
         self._repository = repository
         self._model = repository.get(name)
         self._numbers: dict[TokenSequence, int] = {}
-        self._delivered: SimpleQueue[Sequence[Parcel]] = SimpleQueue()
+        self._delivered: SimpleQueue[Sequence[RequestOutput]] = SimpleQueue()
 
     def add(self, number: int, prompt: str, *, new_tokens: int) -> int:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
@@ -43,9 +43,9 @@ class GenserveEngine:
         self._model.loop.submit(sequence, outbox=self)
         return sequence.num_prompt_tokens
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        """Take over parcels from the engine's thread."""
-        self._delivered.put(parcels)
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take over outputs from the engine's thread."""
+        self._delivered.put(outputs)
 
     def step(self) -> Mapping[int, int]:
         arrived: Counter[int] = Counter()

@@ -12,7 +12,7 @@ from typing import TypeVar
 from genserve.backends.python.plugins import Plugins
 from genserve.errors import Closed, ContextLengthExceeded, InvalidRequest, ModelFailed
 from genserve.generation.beam_search import BeamSearch
-from genserve.generation.loop import EngineLoop
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.plugins import LogitsProcessor, PluginContext
 from genserve.generation.repetition import Breakers
 from genserve.generation.thinking import ThinkingBudget
@@ -56,7 +56,7 @@ class GenerationEnsemble:
         *,
         name: str,
         tokenizer: Tokenizer,
-        loop: EngineLoop,
+        loop: EngineThread,
         plugins: Plugins,
         max_length: int,
         num_slots: int,

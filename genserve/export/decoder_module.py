@@ -89,15 +89,15 @@ class DecoderModule(nn.Module):
         )
         residual = self._embedded(input_ids, position_ids)
         for index, attention in enumerate(self._decoder.attentions):
-            layer, decoder = f"layers.{index}", self._decoder
+            layer, (keys, values) = f"layers.{index}", past_key_values[2 * index : 2 * index + 2]
             x = self._norm(residual, f"{layer}.attention.norm")
-            query, *news = self._heads(x, attention, f"{layer}.attention", positions=position_ids)
-            pasts = []
-            for new, cache in zip(news, past_key_values[2 * index : 2 * index + 2], strict=True):
-                slots = cache.view(-1, decoder.num_kv_heads, decoder.head_dim)
-                slots[batch.slots] = new
-                pasts.append(slots[batch.all_slots])
-            x = self._attended(query[batch.queries], *pasts, batch.masks[attention.window])[batch.rows]
+            query, key, value = self._heads(x, attention, f"{layer}.attention", positions=position_ids)
+            x = self._attended(
+                query[batch.queries],
+                _stored(key, keys, batch),
+                _stored(value, values, batch),
+                batch.masks[attention.window],
+            )[batch.rows]
             if index + 1 == len(self._decoder.attentions):
                 # Past the last keys and values, only the tokens that reach the head matter.
                 x, residual = x[logits_indices], residual[logits_indices]
@@ -253,6 +253,22 @@ class DecoderModule(nn.Module):
 def _counted(like: Tensor) -> Tensor:
     """0, 1, 2, ...: as many as a tensor [n] of int64 has numbers, and on its device."""
     return torch.ones_like(like).cumsum(0) - 1
+
+
+def _stored(new: Tensor, cache: Tensor, batch: _Batch) -> Tensor:
+    """Write the tokens' keys or values into a layer's cache, and return those of all tokens so far.
+
+    Args:
+        new: [T, kv_heads, head_dim].
+        cache: [num_blocks, block_size, kv_heads, head_dim].
+        batch: says where they lie.
+
+    Returns:
+        [B, L, kv_heads, head_dim].
+    """
+    slots = cache.view(-1, new.size(1), new.size(2))
+    slots[batch.slots] = new
+    return slots[batch.all_slots]
 
 
 def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

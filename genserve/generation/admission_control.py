@@ -53,11 +53,11 @@ class AdmissionControl:
         num_tokens: of the prompts that wait for their first step.
     """
 
-    def __init__(self, *, num_slots: int, limits: QueueLimits, metrics: GenerationMetrics) -> None:
+    def __init__(self, *, max_num_seqs: int, limits: QueueLimits, metrics: GenerationMetrics) -> None:
         self.limits = limits
         self.num_accepted = 0
         self.num_tokens = 0
-        self._num_slots = num_slots
+        self._max_num_seqs = max_num_seqs
         self._metrics = metrics
         # Slots, by priority.
         self._preparing: Counter[int] = Counter()
@@ -66,13 +66,13 @@ class AdmissionControl:
         self._full_s = 0.0                          # total time the engine has been full
         self._last_full_s = 0.0                     # when it was last
         # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
-        self._begun_s: deque[float] = deque([0.0], maxlen=4 * num_slots + 1)
+        self._begun_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
         self._promised_s = 0.0                      # when the last one that was refused should be back
 
     @property
     def capacity(self) -> int:
         """How many may run, wait and be prepared together."""
-        return self._num_slots + self.limits.max_requests
+        return self._max_num_seqs + self.limits.max_requests
 
     @property
     def num_preparing(self) -> int:
@@ -139,23 +139,23 @@ class AdmissionControl:
         """Take back what `reserve` counted."""
         _subtract(self._preparing, priority, count)
 
-    def accept(self, num_slots: int) -> None:
+    def accept(self, num_seqs: int) -> None:
         """Count what may run now, or wait."""
-        self.num_accepted += num_slots
+        self.num_accepted += num_seqs
 
-    def leave(self, num_slots: int) -> None:
+    def leave(self, num_seqs: int) -> None:
         """Take back what `accept` counted: it has ended."""
-        self.num_accepted -= num_slots
+        self.num_accepted -= num_seqs
 
-    def wait(self, num_slots: int, *, num_tokens: int, priority: int) -> None:
+    def wait(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Count one that was accepted among those that wait for their first step."""
         self.num_tokens += num_tokens
-        self._waiting[priority] += num_slots
+        self._waiting[priority] += num_seqs
 
-    def begin(self, num_slots: int, *, num_tokens: int, priority: int) -> None:
+    def begin(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Take back what `wait` counted: it has begun, or it ended before."""
         self.num_tokens -= num_tokens
-        _subtract(self._waiting, priority, num_slots)
+        _subtract(self._waiting, priority, num_seqs)
         if not self._waiting:
             self._full = False  # all may have left, and then there is no step to say so
 
@@ -183,7 +183,7 @@ class AdmissionControl:
         seconds = self._seconds_per_place(now_s)
         num_waiting = self._waiting.total()
         # Where memory is short, free slots are no help.
-        num_free = 0 if self._full else self._num_slots - (self.num_accepted - num_waiting)
+        num_free = 0 if self._full else self._max_num_seqs - (self.num_accepted - num_waiting)
         if seconds is None or num_waiting + self.num_preparing <= num_free:
             return 0.0
         line = [*self._waiting.items(), *self._preparing.items()]
@@ -193,7 +193,7 @@ class AdmissionControl:
     def _seconds_per_place(self, now_s: float) -> float | None:
         """Return how long the line of a full engine takes to get on by one; None: not known now."""
         num_begun = len(self._begun_s) - 1
-        if num_begun < self._num_slots or self._is_outdated(now_s):
+        if num_begun < self._max_num_seqs or self._is_outdated(now_s):
             return None
         return (self._full_s - self._begun_s[0]) / num_begun
 

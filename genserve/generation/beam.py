@@ -1,15 +1,17 @@
-"""Beam: one of the answers that a search follows, in a slot of the cache."""
+"""Beam: one of the answers that a search follows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from genserve.generation.request import LogitsTaker, Request
 from genserve.request import TokenLogprob
 
 if TYPE_CHECKING:
     from genserve.generation.beam_search import BeamSearch
+    from genserve.generation.speculation import Speculation
 
 __all__ = ["Beam", "BeamText", "Copy"]
 
@@ -29,26 +31,26 @@ class BeamText(Protocol):
 
 
 class Beam:
-    """One of the answers that a search follows: tokens in a slot of the cache, an `Occupant`.
+    """One of the answers that a search follows: tokens in the KV cache; a `Request`.
 
     Belongs to the engine's thread. The attributes that it shares with a token sequence mean the same.
 
     Attributes:
         search: that follows it.
-        num_slots: those that it needs: of the first beam, before the others have theirs, all of them.
         likelihoods: of its answer's tokens, if the request asks for them.
         text: of its answer; None: no stop string ends it.
     """
+
+    always_shares: ClassVar[bool] = False
+    reads_prefix_cache: ClassVar[bool] = True
 
     __slots__ = (
         "likelihoods",
         "logit_rules",
         "num_cached_tokens",
-        "num_computed",
-        "num_prefilled",
+        "num_computed_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
-        "num_slots",
-        "preempted",
         "search",
         "text",
         "token_ids",
@@ -61,11 +63,9 @@ class Beam:
         self.text = text
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_slots = 1
-        self.num_computed = 0
-        self.num_prefilled = 0
+        self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.preempted = False
+        self.num_preemptions = 0
         self.likelihoods: list[TokenLogprob] = []
         self.logit_rules = search.answers[0].fresh_rules()
 
@@ -77,7 +77,12 @@ class Beam:
     @property
     def num_pending(self) -> int:
         """How many tokens are not in the KV cache yet."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def first_logits(self) -> int:
+        """See `Request`: the last token."""
+        return len(self.token_ids) - 1
 
     @property
     def cache_salt(self) -> str | None:
@@ -90,19 +95,40 @@ class Beam:
         return self.search.answers[0].priority
 
     @property
-    def in_prompt(self) -> bool:
-        """Whether part of the prompt is still to be computed by a prefill."""
-        return self.num_computed < self.num_prompt_tokens
+    def lead(self) -> Beam:
+        """See `Request`."""
+        return self.search.lead
 
     @property
-    def num_to_prefill(self) -> int:
-        """How many tokens of the prompt are to be computed by a prefill."""
-        return self.num_prompt_tokens - self.num_computed
+    def group(self) -> Sequence[Beam]:
+        """See `Request`: all that are followed, or the lead, as long as it computes the prompt."""
+        return self.search.beams if self.search.begun else (self,)
+
+    @property
+    def num_seqs(self) -> int:
+        """See `Request`."""
+        return len(self.search.beams)
+
+    @property
+    def answers(self) -> Sequence[Request]:
+        """See `Request`."""
+        return self.search.answers
 
     def preempt(self) -> None:
-        """Begin anew, since its slot is somebody else's; the search stays where it is."""
-        self.num_computed = self.num_prefilled = 0
-        self.preempted = True
+        """Begin anew, since its blocks are somebody else's; the search stays where it is."""
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+
+    def draft(self, speculation: Speculation, *, max_tokens: int, least_chance: float) -> Sequence[int]:
+        """See `Request`: beams do not speculate."""
+        return ()
+
+    def take_logits(self, taker: LogitsTaker, row: int) -> None:
+        """See `Request`: its search goes on."""
+        taker.search(self, row)
+
+    def score(self, logits: Any, row: int) -> None:
+        """See `Request`: it wants no others."""
 
     def stops_with(self, token_id: int) -> bool:
         """Whether a stop string would be there, if this token came next."""
@@ -129,7 +155,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """The slot of `target` is to hold what that of `source` holds."""
+    """Beam `target` goes on from what beam `source` has computed."""
 
     source: Beam
     target: Beam

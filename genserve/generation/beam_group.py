@@ -69,8 +69,7 @@ class BeamGroup:
             tell: asked about the tokens that are taken.
 
         Returns:
-            The slots to be copied before the next forward, none if the search is done; None: the rules leave
-            no token.
+            Which beams go on from others, none if the search is done; None: the rules leave no token.
         """
         candidates = best(log_probs, scores=self._scores, count=self._num_candidates)
         if not candidates:
@@ -107,7 +106,7 @@ class BeamGroup:
         return Hypothesis(token_ids=(*beam.answer, candidate.token_id), likelihoods=likelihoods)
 
     def _go_on(self, tell: Tell) -> list[Copy]:
-        """Make the beams those that the search goes on with; returns the slots to be copied."""
+        """Make the beams those that the search goes on with; returns which go on from others."""
         live = self.standings.live
         spare = [replace(live[0], score=_SPARE)] * (len(self.beams) - len(live))
         following = [*live, *spare]

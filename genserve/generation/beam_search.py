@@ -24,23 +24,24 @@ __all__ = ["BeamSearch", "Reorder"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reorder:
-    """What a step makes of the slots."""
+    """What a step makes of the beams' blocks."""
 
-    copies: tuple[Copy, ...]        # before the next forward
+    copies: tuple[Copy, ...]        # in this order
     leaving: tuple[Beam, ...]       # they need theirs no more
 
 
 class BeamSearch:
     """One beam search. Belongs to the engine's thread.
 
-    Its beams get their slots together and lose them together. The first computes the prompt, the others
-    begin with a copy. Where a step makes two beams of one, the better goes on in its slot, and the other in
-    the slot of a beam that has ended.
+    Its beams run together and wait together. The first computes the prompt, and the others begin with its
+    blocks. Where a step makes two beams of one, the worse takes the place of a beam that has ended.
 
     Attributes:
         answers: what the caller reads: as many of the best as it asks for, the best first. A token is
             appended to them when all that may still become one of them have it: none is ever taken back.
+        lead: the beam that computes the prompt, and stands for all in the queue.
         beams: those that are followed, the best first.
+        begun: all beams have tokens of their own.
         done: the answers are complete.
     """
 
@@ -58,7 +59,8 @@ class BeamSearch:
         self.beams = [
             Beam(self, first.token_ids, text=text.fork() if params.stop else None) for _ in range(width)
         ]
-        self.lead.num_slots = width
+        self.lead = self.beams[0]
+        self.begun = False
         self.done = False
         self._max_new_tokens = first.max_new_tokens
         self._ending_ids = first.ending_ids
@@ -81,22 +83,6 @@ class BeamSearch:
         for answer in answers:
             answer.beams = self
 
-    @property
-    def lead(self) -> Beam:
-        """The beam that computes the prompt."""
-        return self.beams[0]
-
-    @property
-    def together(self) -> bool:
-        """Whether all beams have their slots, or none: the lead does not wait for the others."""
-        return self.lead.num_slots == 1
-
-    def preempt(self) -> None:
-        """Begin the computation of all but the lead anew, and need all slots again."""
-        for beam in self.beams[1:]:
-            beam.preempt()
-        self.lead.num_slots = len(self.beams)
-
     def step(self, logits: FloatArray) -> Reorder | None:
         """Add a token to each beam, and to the answers those that are sure now.
 
@@ -105,9 +91,9 @@ class BeamSearch:
                 nothing follows the prompt yet. Not modified.
 
         Returns:
-            What is to be done with the slots; None: the logits are not finite, or the rules leave no token.
+            What is to be done with the blocks; None: the logits are not finite, or the rules leave no token.
         """
-        is_first = not self.lead.answer
+        is_first = not self.begun
         if is_first:
             for answer in self.answers:
                 answer.num_cached_tokens = self.lead.num_cached_tokens
@@ -126,7 +112,10 @@ class BeamSearch:
                 return None
             copies += made
             taken.update(candidate.token_id for candidate in group.standings.live)
-        return self._reordered(groups, copies, is_first=is_first)
+        self.begun = True
+        if is_first:    # all go on from the prompt, whichever of them it is
+            copies = [Copy(source=self.lead, target=beam) for beam in self.beams if beam is not self.lead]
+        return self._reordered(groups, copies)
 
     def _edited(
         self, log_probs: FloatArray, beams: Sequence[Beam], *, taken: Mapping[int, int]
@@ -147,20 +136,13 @@ class BeamSearch:
             apply_edits(log_probs, join_edits(edits))
         return log_probs
 
-    def _reordered(
-        self, groups: Sequence[BeamGroup], copies: Sequence[Copy], *, is_first: bool
-    ) -> Reorder | None:
+    def _reordered(self, groups: Sequence[BeamGroup], copies: Sequence[Copy]) -> Reorder | None:
         """Go on with the groups that are not done, and append to the answers what is sure, or the best."""
         going = [group for group in groups if not group.standings.done]
         if not going:
             return self._end()
         leaving = [beam for group in groups if group.standings.done for beam in group.beams]
         self.beams = [beam for group in going for beam in group.beams]
-        if is_first:
-            # The lead, which has the only slot, is of the first group. That is not done if another is not:
-            # what it goes on with is worth less to the others, and what it ends with as much.
-            assert self.lead is self._groups[0].beams[0]
-            self.lead.num_slots = len(self.beams)
         self._append_sure()
         return Reorder(copies=tuple(copies), leaving=tuple(leaving))
 
@@ -188,12 +170,12 @@ class BeamSearch:
         common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
         end = self._num_sure + len(common)
         for answer in self.answers:
-            _append(answer, common, self.lead.likelihoods[self._num_sure : end])
+            _append(answer, common, self.beams[0].likelihoods[self._num_sure : end])
         self._num_sure = end
 
     def settle(self) -> None:
         """Append the rest of the best there are, complete or not; for those whose time is over."""
-        if self.lead.answer and not self.done:
+        if self.begun and not self.done:
             self.done = True
             self._append_best(self._ranked(group.best_so_far() for group in self._groups))
 

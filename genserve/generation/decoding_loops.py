@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
+from genserve.generation.request import Request
 from genserve.generation.token_sequence import TokenSequence, Want
 from genserve.request import FinishReason
 
@@ -26,8 +27,8 @@ class DecodingLoops:
 
     def __init__(self, decode: DecodeFunction) -> None:
         self._decode = decode
-        self._loops: dict[TokenSequence, Coroutine[Any, Any, None]] = {}
-        self._wants: dict[TokenSequence, Want] = {}
+        self._loops: dict[Request, Coroutine[Any, Any, None]] = {}
+        self._wants: dict[Request, Want] = {}
 
     def __len__(self) -> int:
         return len(self._loops)
@@ -53,10 +54,10 @@ class DecodingLoops:
         if not sequence.finished and sequence.num_pending == 0:
             raise ModelFailed("the decoding loop waited again without appending a token")
 
-    def drop(self, sequence: TokenSequence) -> None:
-        """Close the loop of a sequence that leaves; fine if it has none."""
-        self._wants.pop(sequence, None)
-        loop = self._loops.pop(sequence, None)
+    def drop(self, request: Request) -> None:
+        """Close the loop of a request that leaves; fine if it has none."""
+        self._wants.pop(request, None)
+        loop = self._loops.pop(request, None)
         if loop is None:
             return
         try:

@@ -1,26 +1,24 @@
-"""Engine: one step is plan, forward, pick and commit, over all running token sequences."""
+"""Engine: one step schedules, runs the model, and processes what it gives, over all requests."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
-from genserve.generation.beam import Beam
-from genserve.generation.commits import Commits, Outcome
 from genserve.generation.decoding_loops import DecodeFunction, DecodingLoops
-from genserve.generation.forwards import Forwards, note_computed
+from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.parked import hold_s
+from genserve.generation.model_runner import ModelRunner
+from genserve.generation.output_processor import OutputProcessor, Outputs
 from genserve.generation.pick import RowPicker
-from genserve.generation.planner import Prefill, PrefillBudget, StepPlan, Verify
-from genserve.generation.residents import Occupant
-from genserve.generation.roster import Roster
+from genserve.generation.request import Request
+from genserve.generation.returning_loops import ReturningLoops
 from genserve.generation.sampler import pick_rows
-from genserve.generation.slots import Slots
+from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import FinishReason
@@ -36,21 +34,20 @@ class StepResult:
 
     advanced: tuple[TokenSequence, ...]                 # each has a delta to take; some have finished
     answered: tuple[tuple[LogitsRequest, LogitsArray], ...]   # a row each, the receiver's own
-    failed: dict[Occupant, GenserveError]               # these have left without finishing
-    begun: tuple[TokenSequence | LogitsRequest, ...]    # these have left the waiting line
-    full: bool                                          # before it ended, somebody waited without a place
-    num_prompt_tokens: int                              # tokens that a prefill ran; 0: it was a decode
-    num_preempted: int                                  # so many had to leave their slots and wait again
+    failed: dict[Request, GenserveError]                # these have left without finishing
+    begun: tuple[Request, ...]                          # these have left the queue
+    full: bool                                          # somebody waited without a place or blocks
+    num_prompt_tokens: int                              # computed of prompts; 0: it was decodes only
+    num_preempted: int                                  # so many had to give back their blocks and wait
     num_drafted: int                                    # tokens that a draft proposed
     num_accepted: int                                   # so many of them were right
 
 
 class Engine:
-    """Continuous batching over the slots of one logits model. One thread owns it.
+    """Continuous batching over the paged KV cache of one logits model. One thread owns it.
 
-    A token sequence that has finished leaves its tokens in its slot, and whoever begins with them goes
-    on there, or with a copy. When the memory of the cache is short, what has been left goes first, then
-    the youngest that runs has to wait again; its stream pauses, and its text is the same.
+    What a request has computed stays cached when it leaves, and whoever begins with the same tokens goes on
+    there. When blocks run out, the youngest has to wait again; its stream pauses, and its text is the same.
 
     Attributes:
         clock: seconds; by it a logits request says when it was submitted. Safe from any thread.
@@ -61,7 +58,7 @@ class Engine:
         model: LogitsModel,
         *,
         decode: DecodeFunction,
-        budget: PrefillBudget | None = None,
+        max_num_batched_tokens: int = 512,
         picker: RowPicker = pick_rows,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
@@ -72,86 +69,70 @@ class Engine:
         Args:
             model: computes the logits.
             decode: the decoding loop of each token sequence.
-            budget: of a prefill.
+            max_num_batched_tokens: of a step.
             picker: of the model's logits.
             prefix_cache: whether token sequences share what they begin with; logits requests always do.
             speculation: several tokens of a sequence in one step; None: never.
             clock: seconds.
         """
         self.clock = clock
-        self._slots = Slots(model)
-        self._forwards = Forwards(model, self._slots, verifier=speculation.verifier if speculation else None)
-        self._speculation = speculation
-        self._roster = Roster(
-            self._slots,
-            budget=budget or PrefillBudget(),
-            prefix_cache=prefix_cache,
+        self._max_length = model.max_length
+        self._kv = KVCacheManager(
+            num_blocks=model.num_blocks, block_size=model.block_size, prefix_cache=prefix_cache
+        )
+        self._scheduler = Scheduler(
+            self._kv,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             speculation=speculation,
         )
-        self._prefix_cache = prefix_cache
+        self._runner = ModelRunner(
+            model, self._kv, max_num_batched_tokens=self._scheduler.max_num_batched_tokens
+        )
         self._loops = DecodingLoops(decode)
-        self._commits = Commits(
-            self._slots,
-            self._loops,
-            picker=picker,
-            prefix_cache=prefix_cache,
-            speculation=speculation,
-            clock=clock,
-        )
-        self._step_started_s = 0.0
+        self._processor = OutputProcessor(self._kv, self._loops, picker=picker, speculation=speculation)
+        self._speculation = speculation
+        self._returning = ReturningLoops()
         self._timed: set[TokenSequence] = set()     # those that have a deadline
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for a slot."""
-        return self._roster.num_waiting
+        """How many wait for a place."""
+        return self._scheduler.num_waiting
 
     @property
     def num_running(self) -> int:
-        """How many hold a slot and have something to compute."""
-        return len(self._slots.running)
-
-    @property
-    def num_generating(self) -> int:
-        """How many of those that run are ordinary token sequences."""
-        return sum(not isinstance(s, LogitsRequest) for s in self._slots.running)
+        """How many hold blocks of the KV cache."""
+        return self._scheduler.num_running
 
     @property
     def cache_usage(self) -> float:
-        """The share of the cache's memory that those hold that run."""
-        memory = self._slots.memory
-        return sum(memory.rounded(s.num_computed) for s in self._slots.running) / memory.budget
+        """The share of the cache's blocks that those hold that run."""
+        return self._kv.usage
 
-    def add(self, occupant: Occupant) -> None:
-        """Put it into the waiting line, or where all but the last of its tokens are known.
+    def add(self, sequence: TokenSequence) -> None:
+        """Put a token sequence into the queue; of the answers of a beam search the first brings its beams."""
+        if sequence is sequence.answers[0]:
+            self._scheduler.add(sequence.lead)
+        if sequence.deadline_s is not None:
+            self._timed.add(sequence)
 
-        Of the answers of a beam search the first one brings its beams.
-        """
-        beams = occupant.beams if isinstance(occupant, TokenSequence) else None
-        if beams is None:
-            self._roster.add(occupant)
-        elif occupant is beams.answers[0]:
-            self._roster.add(beams.lead)
-        if isinstance(occupant, TokenSequence) and occupant.deadline_s is not None:
-            self._timed.add(occupant)
+    def add_logits(self, request: LogitsRequest) -> None:
+        """Put a logits request into the queue."""
+        self._scheduler.add(request, arrival=self._returning.come_back(request))
 
-    def remove(self, occupants: Iterable[Occupant]) -> None:
-        """Drop token sequences and logits requests, wherever they are; their slots are free at once.
+    def remove(self, requests: Iterable[Request]) -> None:
+        """Drop requests, wherever they are; their blocks are free at once.
 
         A beam search leaves with the first of its answers that does.
         """
-        leaving = set(occupants)
-        if not leaving:
-            return
-        for beams in {s.beams for s in leaving if isinstance(s, TokenSequence) and s.beams}:
-            leaving.update(beams.beams)
-        self._roster.remove(leaving)
-        self._timed -= leaving
-        for occupant in leaving:
-            if isinstance(occupant, TokenSequence):
-                self._loops.drop(occupant)
+        for request in requests:
+            self._scheduler.remove(request.lead)
+            for answer in request.answers:
+                self._loops.drop(answer)
                 if self._speculation is not None:
-                    self._speculation.drop(occupant)
+                    self._speculation.drop(answer)
+            self._timed.difference_update(request.answers)
 
     def expected_back(self, *, within_s: float) -> tuple[int, float]:
         """Return how many loops over the logits should ask again soon, and for how long to expect them.
@@ -159,84 +140,64 @@ class Engine:
         Args:
             within_s: they come back in less than this, or are not expected.
         """
-        now_s = self.clock()
-        since_s = [parked.since_s for parked in self._slots.expected(now_s, within_s=within_s)]
-        return len(since_s), max(since_s, default=now_s) + within_s - now_s
-
-    def longest(self, num_sequences: int) -> int:
-        """Return how many tokens each of so many sequences that need each other may have; from any thread."""
-        return self._slots.memory.longest(num_sequences)
+        return self._returning.expected(self.clock(), within_s=within_s)
 
     @property
     def held_s(self) -> float:
-        """For how long no parked slot gives way, if each is held for the loop that it belongs to."""
-        return max(0.0, self._slots.held_until_s - self.clock())
+        """For how long no place in the forward becomes free, if each is kept for a loop that is away."""
+        return self._returning.held_s(self.clock())
+
+    def longest(self, num_sequences: int) -> int:
+        """Return how many tokens each of so many sequences that need each other may have; from any thread."""
+        return self._kv.longest(num_sequences, max_length=self._max_length)
 
     def step(self) -> StepResult | None:
-        """Run one forward and commit what it gives; None if nothing can be done now."""
-        self._step_started_s = self.clock()
-        plan = self._roster.plan(self._step_started_s)
-        if plan is None:
+        """Run one forward and process what it gives; None if nothing can be done now."""
+        started_s = self.clock()
+        scheduled = self._scheduler.schedule(num_held=self._returning.num_held(started_s))
+        if scheduled is None:
             return None
-        full = self._roster.full
         try:
-            logits, rows = self._forward(plan)
+            logits, num_rows = self._runner.run(scheduled)
         except Exception:
             logger.exception("forward failed")
             failure = ModelFailed("the model's forward failed", remedy=SEE_LOG)
-            outcome = Outcome(failed=dict.fromkeys(_answering(plan.sequences), failure))
+            outputs = Outputs()
+            outputs.failed.update((a, failure) for r in scheduled.requests for a in r.answers)
         else:
-            outcome = self._commits.run(plan, logits, rows)
-        return self._leave(plan, outcome, full=full)
+            self._scheduler.note_step(scheduled, self.clock() - started_s)
+            outputs = self._processor.process(scheduled, logits, num_rows)
+        return self._result(scheduled, outputs, started_s=started_s)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where slots and loops disagree; for tests."""
-        self._slots.check_integrity()
+        """Raise AssertionError where requests, blocks and loops disagree; for tests."""
+        self._scheduler.check_integrity()
         assert len(self._loops) <= self.num_running + self.num_waiting, "a loop outlived its sequence"
-        assert all(s.num_pending >= 1 for s in self._slots.running), "a sequence runs with nothing to compute"
 
-    def _forward(self, plan: StepPlan) -> tuple[LogitsArray, Sequence[int]]:
-        """Run the plan; returns the logits, and the row of each of its sequences."""
-        logits, rows = self._forwards.run(plan)
-        if self._speculation is not None and not isinstance(plan, Prefill):
-            # What the step took so far, drafts included.
-            seconds = self.clock() - self._step_started_s
-            self._speculation.note_step(
-                num_rows=max(self._slots.of(plan.sequences)) + 1,
-                seconds=seconds,
-                verified=isinstance(plan, Verify),
-            )
-        note_computed(plan)
-        return logits, rows
-
-    def _leave(self, plan: StepPlan, outcome: Outcome, *, full: bool) -> StepResult:
-        """Let go of those that failed, and park what those have computed that finished or are answered."""
-        failed, now_s = outcome.failed, self.clock()
-        late = self._end_late(now_s, failed)
-        advanced = tuple(s for s in outcome.generating if s not in failed)
-        finished = [s for s in advanced if s.finished]
-        if self._prefix_cache:
-            for sequence in finished:
-                if sequence.beams is None:
-                    self._slots.park(sequence, now_s=now_s)
-        self.remove([*failed, *finished, *late])
-        for request, _ in outcome.answered:
-            held_s = hold_s(request.pause_s, step_s=now_s - self._step_started_s)
-            self._slots.park(request, now_s=now_s, held_s=held_s)
-        prompt_tokens = sum(plan.num_tokens) if isinstance(plan, Prefill) else 0
+    def _result(self, scheduled: SchedulerOutput, outputs: Outputs, *, started_s: float) -> StepResult:
+        """Let go of those that failed, finished, or are answered."""
+        failed, now_s = outputs.failed, self.clock()
+        late = self._end_late(now_s, failed) if self._timed else []
+        advanced = [*(s for s in outputs.generated if s not in failed)] if failed else [*outputs.generated]
+        for request, _ in outputs.answered:
+            arrival = self._scheduler.arrival(request)
+            self._returning.leave(request, arrival=arrival, now_s=now_s, step_s=now_s - started_s)
+        self.remove([*failed, *(s for s in advanced if s.finished), *(r for r, _ in outputs.answered), *late])
+        if late:
+            advanced += [s for s in late if s not in outputs.generated and s not in failed]
         return StepResult(
-            advanced=(*advanced, *(s for s in late if s not in advanced and s not in failed)),
-            answered=tuple(outcome.answered),
+            advanced=tuple(advanced),
+            answered=tuple(outputs.answered),
             failed=failed,
-            begun=tuple(_answering(self._roster.begun)),
-            full=full,
-            num_prompt_tokens=prompt_tokens,
-            num_preempted=self._roster.num_preempted,
-            num_drafted=outcome.num_drafted,
-            num_accepted=outcome.num_accepted,
+            begun=tuple(answer for lead in scheduled.begun for answer in lead.answers),
+            full=scheduled.full,
+            num_prompt_tokens=scheduled.num_prompt_tokens,
+            num_preempted=scheduled.num_preempted,
+            num_drafted=scheduled.num_drafted,
+            num_accepted=outputs.num_accepted,
         )
 
-    def _end_late(self, now_s: float, failed: dict[Occupant, GenserveError]) -> list[TokenSequence]:
+    def _end_late(self, now_s: float, failed: dict[Request, GenserveError]) -> list[TokenSequence]:
         """End those whose time is over, even if they still wait; returns them."""
         late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
         for sequence in late:
@@ -248,12 +209,3 @@ class Engine:
             except GenserveError as error:  # of an output parser
                 failed[sequence] = error
         return late
-
-
-def _answering(occupants: Iterable[Occupant]) -> Iterator[TokenSequence | LogitsRequest]:
-    """Replace beams by the answers of their search."""
-    for occupant in occupants:
-        if isinstance(occupant, Beam):
-            yield from occupant.search.answers
-        else:
-            yield occupant

@@ -32,12 +32,12 @@ class ForwardBatch:
     positions: TokenArray               # [T], of each token in its sequence
     query_start_loc: IndexArray         # [B + 1]: sequence b has the tokens query_start_loc[b] up to [b + 1]
     num_computed_tokens: IndexArray     # [B]: how many tokens of each are in the KV cache already
-    block_table: IndexArray             # [B, max_blocks]: block ids, in order; what is behind the last is void
+    block_table: IndexArray             # [B, max_blocks]: block ids in order, and void behind the last
     logits_indices: TokenArray          # [R]: the tokens behind which logits are wanted, ascending
 
 
 class LogitsModel(Protocol):
-    """A model with a KV cache of `num_blocks` blocks of `block_size` tokens each. One thread calls all of it."""
+    """A model with a KV cache of `num_blocks` blocks of `block_size` tokens. One thread calls all of it."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -63,12 +63,12 @@ class LogitsModel(Protocol):
         """Run the tokens, and write their keys and values into the blocks of their sequences.
 
         Returns:
-            [R, vocab_size] float32: the logits behind the tokens that are asked for; a view of a buffer that
-            the next forward overwrites.
+            [R, vocab_size] float32: the logits behind the tokens that are asked for, at least one; a view of
+            a buffer that the next forward overwrites.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the keys and values of whole blocks: of each pair (source, target) the first to the second."""
+        """Copy the keys and values of whole blocks, pair by pair: of (source, target) the first to the second."""
 
 
 def on_host(logits: LogitsArray) -> FloatArray:

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Self
 
 from genserve.errors import GenserveError
-from genserve.generation.loop import EngineLoop, Parcel, Reservation
+from genserve.generation.engine_thread import EngineThread, RequestOutput, Reservation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Delta
 
@@ -23,11 +23,11 @@ __all__ = ["AsyncStream", "EventLoopOutbox", "ThreadStream"]
 class ThreadStream:
     """An iterator over the deltas of one request, for one ordinary thread.
 
-    Close it, or use it as a context manager: a stream left early goes on occupying its slot.
+    Close it, or use it as a context manager: a stream left early goes on occupying its blocks.
     """
 
-    def __init__(self, loop: EngineLoop, sequence: TokenSequence) -> None:
-        """Submit the sequence; raises what `EngineLoop.submit` raises."""
+    def __init__(self, loop: EngineThread, sequence: TokenSequence) -> None:
+        """Submit the sequence; raises what `EngineThread.submit` raises."""
         self._loop = loop
         self._sequence = sequence
         # Bounded by the longest answer: one delta per token at the most.
@@ -35,9 +35,9 @@ class ThreadStream:
         self._ended = False
         loop.submit(sequence, outbox=self)
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        """Take over parcels; the `Outbox` protocol."""
-        for _, content in parcels:
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take over outputs; the `Outbox` protocol."""
+        for _, content in outputs:
             self._arrived.put(content)
 
     def __iter__(self) -> Self:
@@ -67,31 +67,31 @@ class ThreadStream:
 
 
 class EventLoopOutbox:
-    """Hands parcels to the streams of one event loop: one wake-up of that loop per step."""
+    """Hands outputs to the streams of one event loop: one wake-up of that loop per step."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
         self._streams: dict[TokenSequence, AsyncStream] = {}
 
     def open(
-        self, loop: EngineLoop, *sequences: TokenSequence, reservation: Reservation | None = None
+        self, loop: EngineThread, *sequences: TokenSequence, reservation: Reservation | None = None
     ) -> AsyncStream:
-        """Submit the choices of a request and return their stream; see `EngineLoop.submit`."""
+        """Submit the choices of a request and return their stream; see `EngineThread.submit`."""
         loop.submit(*sequences, outbox=self, reservation=reservation)
         stream = AsyncStream(loop, sequences, outbox=self)
         self._streams.update(dict.fromkeys(sequences, stream))
         return stream
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        """Take over parcels; the `Outbox` protocol. RuntimeError once the event loop is closed."""
-        self._event_loop.call_soon_threadsafe(self._dispatch, parcels)
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take over outputs; the `Outbox` protocol. RuntimeError once the event loop is closed."""
+        self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drop what still arrives for a sequence; for the stream."""
         self._streams.pop(sequence, None)
 
-    def _dispatch(self, parcels: Sequence[Parcel]) -> None:
-        for sequence, content in parcels:
+    def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
+        for sequence, content in outputs:
             stream = self._streams.get(sequence)
             if stream is not None:
                 stream.put((sequence, content))
@@ -104,23 +104,23 @@ class AsyncStream:
     they were made, and each says whose it is. If one choice fails, the error is raised behind what came
     before it, and none goes on.
 
-    Close it, or use it as a context manager: a stream left early goes on occupying its slots.
+    Close it, or use it as a context manager: a stream left early goes on occupying its blocks.
     """
 
     def __init__(
-        self, loop: EngineLoop, sequences: Sequence[TokenSequence], *, outbox: EventLoopOutbox
+        self, loop: EngineThread, sequences: Sequence[TokenSequence], *, outbox: EventLoopOutbox
     ) -> None:
         self._loop = loop
         self._outbox = outbox
         # Those that have not ended, and their numbers.
         self._choices = {sequence: choice for choice, sequence in enumerate(sequences)}
         # Bounded by the longest answers: one delta per token at the most.
-        self._arrived: deque[Parcel] = deque()
+        self._arrived: deque[RequestOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, output: RequestOutput) -> None:
         """Add what arrived; for the outbox, on the event loop."""
-        self._arrived.append(parcel)
+        self._arrived.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from genserve.errors import ModelFailed
 from genserve.generation.answer_grammar import AnswerGrammar
+from genserve.generation.likelihood import likelihood
 from genserve.generation.logit_rules import LogitRules, logit_rules
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.plugins import SequencePlugins
 from genserve.generation.repetition import NO_BREAKERS, Breakers
+from genserve.generation.request import LogitsTaker, Request
 from genserve.generation.stages import stages_of
 from genserve.generation.truncation import Truncation
 from genserve.request import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
@@ -23,6 +25,7 @@ from genserve.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from genserve.generation.beam_search import BeamSearch
+    from genserve.generation.speculation import Speculation
 
 __all__ = ["AnswerText", "TokenSequence", "Want"]
 
@@ -57,10 +60,9 @@ class TokenSequence:
     Attributes:
         token_ids: prompt and answer together; read only.
         num_prompt_tokens: how many of them are the prompt.
-        num_computed: how many of them are in the KV cache; written by the engine and its slots.
-        num_prefilled: how many of its first tokens were computed as a prompt; written as num_computed is.
+        num_computed_tokens: how many of them are in the KV cache; written by the engine.
         num_cached_tokens: how many of the prompt's were there already; written by the engine.
-        preempted: whether it had to leave its slot, and computes again what it had; its text is the same.
+        num_preemptions: how often it had to give its blocks back; its text is the same.
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
         grammar: the form that the answer must have, and where it stands in it; None: any will do.
@@ -79,7 +81,8 @@ class TokenSequence:
         beams: the search that it is an answer of; None: it runs by itself. Written by `BeamSearch`.
     """
 
-    num_slots: ClassVar[int] = 1    # of the cache, which it needs to run
+    num_seqs: ClassVar[int] = 1
+    always_shares: ClassVar[bool] = False
 
     __slots__ = (
         "_delta_logprobs",
@@ -87,8 +90,8 @@ class TokenSequence:
         "_eos_token_ids",
         "_max_length",
         "_num_delivered",
-        "_num_prompt_to_prefill",
         "_num_scored",
+        "_num_to_score",
         "_prompt_logprobs",
         "_stop_token_ids",
         "_text",
@@ -104,14 +107,13 @@ class TokenSequence:
         "grammar",
         "logit_rules",
         "num_cached_tokens",
-        "num_computed",
-        "num_prefilled",
+        "num_computed_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "params",
         "picked_logprob",
         "picked_top",
         "plugins",
-        "preempted",
         "seed",
         "stages",
         "stop_reason",
@@ -139,10 +141,9 @@ class TokenSequence:
     ) -> None:
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed = 0
-        self.num_prefilled = 0
+        self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.preempted = False
+        self.num_preemptions = 0
         self.params = params
         self.grammar = grammar
         self.seed = seed
@@ -176,8 +177,7 @@ class TokenSequence:
         self._prompt_logprobs: list[TokenLogprob] = []
         self._num_scored = 0
         self._wants_top = bool(params.top_logprobs or params.logprob_token_ids)
-        # A prefill answers with the logits after its last token alone: those that are all wanted are decoded.
-        self._num_prompt_to_prefill = 1 if params.prompt_logprobs is not None else self.num_prompt_tokens
+        self._num_to_score = 0 if params.prompt_logprobs is None else self.num_prompt_tokens - 1
         self._num_delivered = self.num_prompt_tokens
         self._vocab_size = vocab_size
         room = max_length - self.num_prompt_tokens
@@ -191,8 +191,8 @@ class TokenSequence:
 
     @property
     def num_pending(self) -> int:
-        """How many tokens are not in the KV cache yet."""
-        return len(self.token_ids) - self.num_computed
+        """How many tokens are still to be computed; none, if the answer has ended."""
+        return 0 if self.finish_reason is not None else len(self.token_ids) - self.num_computed_tokens
 
     @property
     def cache_salt(self) -> str | None:
@@ -205,29 +205,49 @@ class TokenSequence:
         return self.params.priority
 
     @property
-    def in_prompt(self) -> bool:
-        """Whether part of the prompt is still to be computed by a prefill."""
-        return self.num_computed < self._num_prompt_to_prefill
+    def first_logits(self) -> int:
+        """See `Request`: the last token, or the first of the prompt behind which one is to be scored."""
+        return self._num_scored if self._num_scored < self._num_to_score else len(self.token_ids) - 1
 
     @property
-    def num_to_prefill(self) -> int:
-        """How many tokens of the prompt are to be computed by a prefill."""
-        return self._num_prompt_to_prefill - self.num_computed
+    def reads_prefix_cache(self) -> bool:
+        """See `Request`: not, if there is something to be scored."""
+        return self._num_scored == self._num_to_score
 
     @property
-    def unscored(self) -> int | None:
-        """The token of the prompt that follows those computed, if its log-probability is still to be told.
+    def lead(self) -> Request:
+        """See `Request`."""
+        return self if self.beams is None else self.beams.lead
 
-        After a preemption the tokens that were scored already are computed again, and not scored again.
+    @property
+    def group(self) -> tuple[TokenSequence]:
+        """See `Request`: itself."""
+        return (self,)
+
+    @property
+    def answers(self) -> Sequence[TokenSequence]:
+        """See `Request`."""
+        return (self,) if self.beams is None else self.beams.answers
+
+    def draft(self, speculation: Speculation, *, max_tokens: int, least_chance: float) -> Sequence[int]:
+        """See `Request`: as many as may still come, but the last, which is picked behind them."""
+        max_tokens = min(max_tokens, self._max_length - len(self.token_ids) - 1)
+        return speculation.draft(self, max_tokens=max_tokens, least_chance=least_chance)
+
+    def take_logits(self, taker: LogitsTaker, row: int) -> None:
+        """See `Request`: its decoding loop goes on."""
+        taker.generate(self, row)
+
+    def score(self, logits: LogitsArray, row: int) -> None:
+        """See `Request`: keep how likely the token was that follows in the prompt.
+
+        After a preemption, tokens that were scored already are computed again, and not scored again.
         """
-        asked = self.params.prompt_logprobs is not None
-        new = asked and self._num_scored < self.num_computed < self.num_prompt_tokens
-        return self.token_ids[self.num_computed] if new else None
-
-    def add_score(self, score: TokenLogprob) -> None:
-        """Keep how likely `unscored` was; for the engine."""
-        self._prompt_logprobs.append(score)
-        self._num_scored += 1
+        if self._num_scored < self.num_computed_tokens <= self._num_to_score:
+            token_id = self.token_ids[self.num_computed_tokens]
+            num_top = self.params.prompt_logprobs or 0
+            self._prompt_logprobs.append(likelihood(logits[row], token_id, num_top=num_top))
+            self._num_scored += 1
 
     def take_logprob(self, picked: TokenLogprob | None) -> None:
         """Keep how likely the token is that `sample()` returns next; for the engine."""
@@ -317,13 +337,9 @@ class TokenSequence:
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
 
     def preempt(self) -> None:
-        """Begin anew, since its slot is somebody else's.
-
-        Its answer is computed token by token, as it was the first time: a prefill of it would differ in
-        the last bits, and the rest of the answer with it.
-        """
-        self.num_computed = self.num_prefilled = 0
-        self.preempted = True
+        """Begin anew, since its blocks are somebody else's."""
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
 
     def take_delta(self) -> Delta | None:
         """Return what came since the last call; None if it is less than `stream_interval` asks for."""

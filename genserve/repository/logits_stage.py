@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from genserve.backends.logits_names import LogitsNames
 from genserve.data_type import DataType
 from genserve.errors import Closed, GenserveError, InvalidRequest
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.loop import EngineLoop
 from genserve.inference import Inference, InferenceResponse
 from genserve.statistics import ModelStatistics
 from genserve.tensor import Tensor
@@ -33,7 +33,7 @@ class LogitsStage:
 
     def __init__(
         self,
-        loop: EngineLoop,
+        loop: EngineThread,
         *,
         names: LogitsNames,
         vocab_size: int,

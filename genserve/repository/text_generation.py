@@ -10,7 +10,7 @@ from typing import Any
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.backends.strings import string_tensor, texts
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
-from genserve.generation.loop import Parcel, Reservation
+from genserve.generation.engine_thread import RequestOutput, Reservation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.log import CURRENT_REQUEST
@@ -90,7 +90,7 @@ class TextGeneration:
         """Have the request prepared on a thread of the model, and hand it to the engine.
 
         Raises:
-            Overloaded: see `EngineLoop.reserve`.
+            Overloaded: see `EngineThread.reserve`.
             Closed: after `close`.
         """
         inference.inputs = {
@@ -173,9 +173,9 @@ class _Answer:
         self.cancel_sequences()
         self._inference.fail_cancelled()
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        """Take over parcels; the `Outbox` protocol."""
-        for sequence, content in parcels:
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take over outputs; the `Outbox` protocol."""
+        for sequence, content in outputs:
             if isinstance(content, GenserveError):
                 self.cancel_sequences()
                 self._inference.fail(content)

@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 
 from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import Closed, InvalidRequest, ModelNotReady
-from genserve.generation.loop import Reservation
+from genserve.generation.engine_thread import Reservation
 from genserve.generation.streams import AsyncStream, EventLoopOutbox
 from genserve.generation.token_sequence import TokenSequence
 from genserve.kserve.log_settings import LogSettings
@@ -95,7 +95,7 @@ class Services:
         Raises:
             InvalidRequest: it has more choices than may run and wait; otherwise, see
                 `GenerationEnsemble.prepare_choices`. Of several prompts, `field` says which.
-            GenserveError: see `Repository.get`, `EngineLoop.reserve`, `EngineLoop.submit`.
+            GenserveError: see `Repository.get`, `EngineThread.reserve`, `EngineThread.submit`.
         """
         if self.draining:
             raise ModelNotReady("the server is stopping", remedy="try again on another server")

@@ -27,7 +27,7 @@ class Foreseen:
 
 
 class Oracle:
-    """Implements `Draft` for greedy answers of `CachedLogits`."""
+    """Implements `Draft` for greedy answers of `PagedLogits`."""
 
     def __init__(self, *, error_rate: float = 0.0, seed: int = 0) -> None:
         self._error_rate = error_rate

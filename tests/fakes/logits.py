@@ -1,14 +1,15 @@
-"""A logits model over a real, tiny KV cache: what it answers depends on what lies in the slot."""
+"""A logits model over a real, tiny KV cache: what it answers depends on what lies in the blocks."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.logits_model import FloatArray, ForwardBatch
 
 VOCAB_SIZE = 64
 
@@ -34,92 +35,90 @@ def greedy_answer(prompt: Sequence[int], *, num_tokens: int) -> list[int]:
     return token_ids[len(prompt) :]
 
 
-class CachedLogits:
-    """Implements `LogitsModel`; the cache of a slot is the tokens that were written into it."""
+class PagedLogits:
+    """Implements `LogitsModel`; what a token leaves in its block is itself, and a digest of all before it."""
 
     def __init__(
         self,
         *,
-        num_slots: int = 4,
+        max_num_seqs: int = 4,
         max_length: int = 64,
-        page_tokens: int = 4,
-        max_cached_tokens: int | None = None,
+        block_size: int = 4,
+        num_blocks: int | None = None,
     ) -> None:
-        self.num_slots = num_slots
+        self.max_num_seqs = max_num_seqs
         self.max_length = max_length
-        self.page_tokens = page_tokens
-        slot_tokens = -(-max_length // page_tokens) * page_tokens
-        self.max_cached_tokens = max_cached_tokens or num_slots * slot_tokens
+        self.block_size = block_size
+        blocks_per_sequence = -(-max_length // block_size)
+        self.num_blocks = num_blocks or max_num_seqs * blocks_per_sequence
+        assert self.num_blocks >= blocks_per_sequence, "the longest sequence must fit"
         self.vocab_size = VOCAB_SIZE
-        self.forwards: list[str] = []  # "prefill RxS" or "decode B", in order
-        self.moves: list[tuple[int, int]] = []
-        self.poison: dict[
-            int, str
-        ] = {}  # token id that, in a slot, makes its row "nan" or the forward "raise"
-        self._cache = np.full((num_slots, slot_tokens), -1)
-        self.prefilled = np.zeros((num_slots, slot_tokens), dtype=bool)  # positions that a prefill wrote
-        self._taken = np.zeros((num_slots, slot_tokens // page_tokens), dtype=bool)  # pages
-        self._buffer = np.zeros((num_slots, VOCAB_SIZE), dtype=np.float32)
-        self.num_tokens = 4  # of a row of a verification
-        self.max_rows = num_slots
-        self._verified = np.zeros((num_slots * self.num_tokens, VOCAB_SIZE), dtype=np.float32)
+        self.forwards: list[tuple[int, ...]] = []   # tokens of each sequence, by forward
+        self.copies: list[tuple[int, int]] = []
+        # By token id: one that makes the rows of its sequence "nan", or the forward "raise".
+        self.poison: dict[int, str] = {}
+        self.buffer: FloatArray = np.zeros((0, VOCAB_SIZE), dtype=np.float32)
+        self._tokens = np.full((self.num_blocks, block_size), -1)
+        self._digests = np.zeros((self.num_blocks, block_size), dtype=np.int64)
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
-        assert len(chunks) == 1 or past == 0, "GroupQueryAttention refuses this"
-        width = max(map(len, chunks))
-        self.forwards.append(f"prefill {len(chunks)}x{width}")
-        for row, chunk in enumerate(chunks):
-            slot = first_slot + row
-            self._touch(slot, past + width)
-            self._cache[slot, past : past + width] = -1  # padding overwrites
-            self._cache[slot, past : past + len(chunk)] = chunk
-            self.prefilled[slot, past : past + width] = True
-            self._buffer[row] = self._row(slot, past + len(chunk))
-        return self._buffer[: len(chunks)]
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        starts = batch.query_start_loc.tolist()
+        counts = tuple(end - start for start, end in pairwise(starts))
+        self._check(batch, counts)
+        self.forwards.append(counts)
+        written: set[tuple[int, int]] = set()
+        for row, num_computed in enumerate(batch.num_computed_tokens.tolist()):
+            for offset, token_id in enumerate(batch.token_ids[starts[row] : starts[row + 1]].tolist()):
+                position = num_computed + offset
+                assert batch.positions[starts[row] + offset] == position
+                place = self._place(batch, row, position)
+                assert place not in written, "two tokens are written to one place"
+                written.add(place)
+                before = self._digests[self._place(batch, row, position - 1)] if position else 0
+                self._tokens[place] = token_id
+                self._digests[place] = _digest(int(before), token_id)
+        self.buffer = np.zeros((len(batch.logits_indices), VOCAB_SIZE), dtype=np.float32)
+        for index, token in enumerate(batch.logits_indices.tolist()):
+            row = next(row for row, end in enumerate(starts[1:]) if token < end)
+            self.buffer[index] = self._row(batch, row, int(batch.positions[token]) + 1)
+        return self.buffer
 
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
-        self.forwards.append(f"decode {len(token_ids)}")
-        for slot, (token_id, length) in enumerate(zip(token_ids, past, strict=True)):
-            self._touch(slot, length + 1)
-            self._cache[slot, length] = token_id
-            self.prefilled[slot, length] = False
-            self._buffer[slot] = self._row(slot, length + 1)
-        return self._buffer[: len(token_ids)]
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self.copies.append((source, target))
+            self._tokens[target] = self._tokens[source]
+            self._digests[target] = self._digests[source]
 
-    def verify(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
-        self.forwards.append(f"verify {len(token_ids)}")
-        for slot, (ids, length) in enumerate(zip(token_ids, past, strict=True)):
-            end = length + self.num_tokens
-            assert end <= self.max_length, "it writes behind the slot"
-            self._touch(slot, end)
-            self._cache[slot, length:end] = ids
-            self.prefilled[slot, length:end] = False
-            for token in range(self.num_tokens):
-                row = slot * self.num_tokens + token
-                self._verified[row] = self._row(slot, length + token + 1)
-        return self._verified[: token_ids.size]
+    def _check(self, batch: ForwardBatch, counts: tuple[int, ...]) -> None:
+        arrays = [batch.token_ids, batch.positions, batch.query_start_loc, batch.num_computed_tokens]
+        arrays += [batch.block_table, batch.logits_indices]
+        assert all(array.flags.c_contiguous for array in arrays)
+        assert [str(array.dtype) for array in arrays] == ["int64", "int64", *["int32"] * 3, "int64"]
+        assert 1 <= len(counts) <= self.max_num_seqs
+        assert min(counts) >= 1
+        assert batch.block_table.shape[0] == len(batch.num_computed_tokens) == len(counts)
+        assert len(batch.token_ids) == len(batch.positions) == sum(counts)
+        assert len(batch.logits_indices) >= 1
+        assert np.all(np.diff(batch.logits_indices) > 0)
+        assert all(n + m <= self.max_length for n, m in zip(batch.num_computed_tokens, counts, strict=True))
 
-    def move(self, *, source: int, target: int, length: int) -> None:
-        self.moves.append((source, target))
-        self._touch(target, length)
-        self.prefilled[target, :length] = self.prefilled[source, :length]
-        self._cache[target, :length] = self._cache[source, :length]
+    def _place(self, batch: ForwardBatch, row: int, position: int) -> tuple[int, int]:
+        return int(batch.block_table[row, position // self.block_size]), position % self.block_size
 
-    def give_back(self, slot: int, *, length: int) -> None:
-        pages = -(-length // self.page_tokens)
-        self._taken[slot, pages:] = False
-        self._cache[slot, pages * self.page_tokens :] = -1
-
-    def _touch(self, slot: int, length: int) -> None:
-        self._taken[slot, : -(-length // self.page_tokens)] = True
-        assert self._taken.sum() * self.page_tokens <= self.max_cached_tokens, "the budget is passed"
-
-    def _row(self, slot: int, length: int) -> FloatArray:
-        history = self._cache[slot, :length].tolist()
+    def _row(self, batch: ForwardBatch, row: int, length: int) -> FloatArray:
+        history, digest = [], 0
+        for position in range(length):
+            place = self._place(batch, row, position)
+            history.append(int(self._tokens[place]))
+            digest = _digest(digest, history[-1])
+            assert self._digests[place] == digest, "a block was computed behind other tokens"
         for token_id, effect in self.poison.items():
             if token_id in history and effect == "raise":
                 raise RuntimeError("poisoned")
             if token_id in history:
                 return np.full(VOCAB_SIZE, np.nan, dtype=np.float32)
-        assert min(history) >= 0, "a gap in the cache"
         return logits_after(history)
+
+
+def _digest(before: int, token_id: int) -> int:
+    return zlib.crc32(token_id.to_bytes(8, "little"), before)

@@ -16,7 +16,7 @@ from genserve.metrics import Metrics
 
 def control(*, num_slots: int = 2, **limits: float | None) -> AdmissionControl:
     wanted = QueueLimits(**({"max_requests": 1000} | limits))  # type: ignore[arg-type]
-    return AdmissionControl(num_slots=num_slots, limits=wanted, metrics=Metrics().for_model("test"))
+    return AdmissionControl(max_num_seqs=num_slots, limits=wanted, metrics=Metrics().for_model("test"))
 
 
 def busy(admission: AdmissionControl) -> AdmissionControl:

@@ -17,7 +17,7 @@ from genserve.generation.speculation import Speculation
 from genserve.request import FinishReason
 from tests.fakes.drafts import Foreseen
 from tests.fakes.grammars import Steps
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
 EOS = 5
@@ -60,10 +60,10 @@ def test_a_row_gets_what_its_grammar_allows_and_its_neighbour_what_it_would_get_
         return sequence_of([3, 4], max_tokens=6, temperature=temperature, seed=11, **grammar)
 
     alone = beside()
-    run(Engine(CachedLogits(), decode=sample_loop), alone)
+    run(Engine(PagedLogits(), decode=sample_loop), alone)
     for constrained in ([[8, 9, 10]] * 4, [[VOCAB_SIZE - 1]] * 4):
         plain, held = beside(), beside(grammar=Steps(*constrained))
-        assert run(Engine(CachedLogits(), decode=sample_loop), plain, held) == {}
+        assert run(Engine(PagedLogits(), decode=sample_loop), plain, held) == {}
         assert answer(plain) == answer(alone)
         assert all(token_id in step for token_id, step in zip(answer(held), constrained, strict=True))
 
@@ -71,20 +71,20 @@ def test_a_row_gets_what_its_grammar_allows_and_its_neighbour_what_it_would_get_
 def test_an_answer_ends_where_its_form_is_complete_even_before_min_tokens_and_at_the_last_token():
     for limits in ({"max_tokens": 9, "min_tokens": 5}, {"max_tokens": 2}):
         sequence = sequence_of([3, 4], grammar=Steps([8], [9]), eos_token_ids=[EOS], **limits)
-        run(Engine(CachedLogits(), decode=sample_loop), sequence)
+        run(Engine(PagedLogits(), decode=sample_loop), sequence)
         assert answer(sequence) == [8, 9]
         assert sequence.finish_reason is FinishReason.END_OF_SEQUENCE
 
 
 def test_max_tokens_cuts_a_form_that_is_not_complete():
     sequence = sequence_of([3, 4], grammar=Steps([8], [9], [10]), max_tokens=2)
-    run(Engine(CachedLogits(), decode=sample_loop), sequence)
+    run(Engine(PagedLogits(), decode=sample_loop), sequence)
     assert (answer(sequence), sequence.finish_reason) == ([8, 9], FinishReason.LENGTH)
 
 
 def test_a_grammar_that_fails_fails_its_own_request_alone():
     plain, held = sequence_of([3, 4], max_tokens=6), sequence_of([3, 4], grammar=Steps([8], []), max_tokens=6)
-    failed = run(Engine(CachedLogits(), decode=sample_loop), plain, held)
+    failed = run(Engine(PagedLogits(), decode=sample_loop), plain, held)
     assert list(failed) == [held]
     assert isinstance(failed[held], InvalidRequest)
     assert "too many states" in str(failed[held])
@@ -93,20 +93,20 @@ def test_a_grammar_that_fails_fails_its_own_request_alone():
 
 def test_what_grammar_and_other_rules_leave_together_is_nothing_and_says_so():
     held = sequence_of([3, 4], grammar=Steps([8], [9]), suppress_tokens=(8,), max_tokens=6)
-    failed = run(Engine(CachedLogits(), decode=sample_loop), held)
+    failed = run(Engine(PagedLogits(), decode=sample_loop), held)
     assert "leaves no token" in str(failed[held])
 
 
 def test_the_other_rules_act_on_what_the_grammar_leaves():
     held = sequence_of([3, 4], grammar=Steps([8, 9], [8, 9]), logit_bias={9: 100.0, 20: 100.0}, max_tokens=2)
-    run(Engine(CachedLogits(), decode=sample_loop), held)
+    run(Engine(PagedLogits(), decode=sample_loop), held)
     assert answer(held) == [9, 9]
 
 
 def test_log_probabilities_are_the_models_or_those_of_what_is_left():
     for mode, known in (("raw", False), ("processed", True)):
         held = sequence_of([3, 4], grammar=Steps([8]), logprobs=True, logprobs_mode=mode, max_tokens=2)
-        run(Engine(CachedLogits(), decode=sample_loop), held)
+        run(Engine(PagedLogits(), decode=sample_loop), held)
         delta = held.take_delta()
         assert delta is not None
         assert (delta.logprobs[0] == 0.0) is known
@@ -118,7 +118,7 @@ def test_a_loop_that_appends_what_its_form_forbids_fails():
         sequence.append(20)
 
     held = sequence_of([3, 4], grammar=Steps([8, 9]), max_tokens=6)
-    failed = run(Engine(CachedLogits(), decode=stubborn), held)
+    failed = run(Engine(PagedLogits(), decode=stubborn), held)
     assert isinstance(failed[held], ModelFailed)
     assert "token id 20 came, which its grammar forbids: it is not allowed" in str(failed[held])
 
@@ -130,7 +130,7 @@ def test_a_loop_may_append_of_its_own_what_its_form_allows():
             sequence.append(await sequence.sample())
 
     held = sequence_of([3, 4], grammar=Steps([8, 9], [10]), max_tokens=6)
-    assert run(Engine(CachedLogits(), decode=own), held) == {}
+    assert run(Engine(PagedLogits(), decode=own), held) == {}
     assert answer(held) == [8, 10]
 
 
@@ -141,12 +141,12 @@ def halves() -> Steps:
 
 def held_alone(prompt: Sequence[int]) -> list[int]:
     sequence = sequence_of(prompt, max_length=48, grammar=halves())
-    run(Engine(CachedLogits(), decode=sample_loop), sequence)
+    run(Engine(PagedLogits(), decode=sample_loop), sequence)
     return answer(sequence)
 
 
 def test_a_preempted_answer_goes_on_in_its_form():
-    model = CachedLogits(num_slots=2, max_length=48, page_tokens=4, max_cached_tokens=64)
+    model = PagedLogits(max_num_seqs=2, max_length=48, block_size=4, max_cached_tokens=64)
     engine = Engine(model, decode=sample_loop)
     held = [sequence_of([n] * 10, max_length=48, grammar=halves()) for n in (1, 2)]
     engine.add(held[0])
@@ -162,8 +162,8 @@ def test_an_answer_that_is_foreseen_is_the_one_without_foresight(error_rate):
     prompt = [5] * 10
     known = sequence_of([*prompt, *held_alone(prompt)])
     known.num_prompt_tokens = len(prompt)
-    model = CachedLogits(max_length=64)
-    speculation = Speculation(model, Foreseen([known], error_rate=error_rate))
+    model = PagedLogits(max_length=64)
+    speculation = Speculation(Foreseen([known], error_rate=error_rate))
     engine = Engine(model, decode=sample_loop, speculation=speculation, clock=Clock())
     held = sequence_of(prompt, max_length=48, grammar=halves())
     assert run(engine, held) == {}

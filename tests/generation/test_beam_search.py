@@ -12,14 +12,12 @@ import torch
 from genserve.errors import ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
-from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Delta, FinishReason, join_deltas
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 
 ENDS = range(1, 9)
-BUDGET = PrefillBudget(alone=8, beside_decoding=4)
 
 
 def search_of(prompt, *, width=3, n=1, stop_at=None, **options) -> BeamSearch:
@@ -51,7 +49,7 @@ def answers_of(group: BeamSearch) -> list[list[int]]:
 
 def alone(prompt, **options) -> list[list[int]]:
     """The answers of a search that has an engine for itself."""
-    engine, group = Engine(CachedLogits(num_slots=8), decode=sample_loop), search_of(prompt, **options)
+    engine, group = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop), search_of(prompt, **options)
     add(engine, group)
     run(engine)
     return answers_of(group)
@@ -66,8 +64,8 @@ def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
 def test_company_arrivals_departures_and_short_memory_never_change_an_answer(seed, prefix_cache):
     """Searches and ordinary sequences over few slots and a cache that cannot hold them all."""
     rng = random.Random(seed)
-    model = CachedLogits(num_slots=rng.choice([3, 4, 7, 8]), max_cached_tokens=rng.choice([120, 160, 400]))
-    engine = Engine(model, decode=sample_loop, budget=BUDGET, prefix_cache=prefix_cache)
+    model = PagedLogits(max_num_seqs=rng.choice([3, 4, 7, 8]), num_blocks=rng.choice([30, 40, 100]))
+    engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8, prefix_cache=prefix_cache)
     arrivals = sorted(rng.randrange(30) for _ in range(10))
     groups: list[tuple[BeamSearch, dict]] = []
     others: list[TokenSequence] = []
@@ -106,7 +104,7 @@ def test_company_arrivals_departures_and_short_memory_never_change_an_answer(see
 
 
 def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_same():
-    model = CachedLogits(num_slots=6, max_length=32, page_tokens=4, max_cached_tokens=64)
+    model = PagedLogits(max_num_seqs=6, max_length=32, block_size=4, num_blocks=16)
     engine = Engine(model, decode=sample_loop)
     groups = [search_of([i, 9, 9], max_tokens=13, max_length=32) for i in (1, 2)]
     for group in groups:
@@ -116,7 +114,7 @@ def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_s
 
 
 def test_all_beams_share_one_prefill_and_a_step_is_one_forward():
-    model = CachedLogits(num_slots=4)
+    model = PagedLogits(max_num_seqs=4)
     engine = Engine(model, decode=sample_loop)
     add(engine, search_of(range(20), width=4, max_tokens=5))
     run(engine)
@@ -124,7 +122,7 @@ def test_all_beams_share_one_prefill_and_a_step_is_one_forward():
 
 
 def test_only_a_beam_that_goes_on_twice_is_copied():
-    model = CachedLogits(num_slots=4)
+    model = PagedLogits(max_num_seqs=4)
     engine = Engine(model, decode=sample_loop)
     group = search_of(range(20), width=4, max_tokens=8)
     add(engine, group)
@@ -140,7 +138,7 @@ def test_only_a_beam_that_goes_on_twice_is_copied():
 
 
 def test_a_search_waits_until_all_its_slots_are_free_and_is_not_overtaken():
-    engine = Engine(CachedLogits(num_slots=3), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=3), decode=sample_loop)
     engine.add(first := sequence_of([1], max_tokens=6))
     engine.step()
     add(engine, group := search_of([5, 6], max_tokens=4))
@@ -208,7 +206,7 @@ def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
     num_early = 0
     for seed in range(30):
         prompt = random_prompt(random.Random(seed))
-        engine = Engine(CachedLogits(), decode=sample_loop)
+        engine = Engine(PagedLogits(), decode=sample_loop)
         group = search_of(prompt, n=2, max_tokens=12, eos_token_ids=[1, 2])
         add(engine, group)
         deltas: list[list[Delta]] = [[], []]
@@ -224,7 +222,7 @@ def test_what_streams_before_the_end_is_the_beginning_of_every_answer():
 
 
 def test_log_probabilities_are_those_of_the_winning_beam_before_any_rule():
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     group = search_of(
         [4, 5], n=2, max_tokens=8, logprobs=True, top_logprobs=2, repetition_penalty=1.5, eos_token_ids=[1]
     )
@@ -261,7 +259,7 @@ def test_a_candidate_of_a_search_with_stop_strings_costs_no_more_the_longer_its_
     for num_tokens in (10, 20):
         pushed = []
         answer = sequence_of([8, 9], use_beam_search=True, stop=("x",), max_tokens=num_tokens)
-        engine = Engine(CachedLogits(), decode=sample_loop)
+        engine = Engine(PagedLogits(), decode=sample_loop)
         add(engine, BeamSearch([answer], width=3, text=Counting()))
         run(engine)
         counts.append(len(pushed))
@@ -287,7 +285,7 @@ def test_fewer_tokens_than_beams_leave_as_many_beams_as_there_can_be():
 
 
 def test_rules_that_leave_no_token_fail_the_search_and_no_other():
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     group = search_of([1, 2], n=2, max_tokens=9, allowed_token_ids=(6,), no_repeat_ngram_size=1)
     other = sequence_of([3], max_tokens=9)
     add(engine, group)
@@ -306,7 +304,7 @@ def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
         def push(self, token_id):
             raise RuntimeError("no text")
 
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     answer = sequence_of([5, 6], use_beam_search=True, stop=("x",))
     add(engine, BeamSearch([answer], width=2, text=Broken()))
     other = search_of([7], max_tokens=4, width=2)
@@ -319,7 +317,7 @@ def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
 
 @pytest.mark.parametrize("effect", ["nan", "raise"])
 def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
-    model = CachedLogits()
+    model = PagedLogits()
     model.poison[5] = effect
     engine = Engine(model, decode=sample_loop)
     group = search_of([5, 6], n=2, max_tokens=4)
@@ -332,7 +330,7 @@ def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
 
 
 def test_logits_on_another_device_come_to_the_same_answers():
-    class TorchLogits(CachedLogits):
+    class TorchLogits(PagedLogits):
         def prefill(self, *args, **options):
             return torch.from_numpy(super().prefill(*args, **options))
 
@@ -346,7 +344,7 @@ def test_logits_on_another_device_come_to_the_same_answers():
 
 
 def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
-    engine = Engine(CachedLogits(num_slots=8), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop)
     prompt = list(range(30))
     groups = [search_of(prompt, max_tokens=5) for _ in range(2)]
     for group in groups:
@@ -358,7 +356,7 @@ def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
 
 def test_a_search_whose_time_is_over_gives_the_best_it_has():
     clock = Clock()
-    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock)
+    engine = Engine(PagedLogits(), decode=sample_loop, clock=clock)
     group = search_of([3, 4], n=2, max_tokens=20, deadline_s=5.0)
     add(engine, group)
     for _ in range(4):
@@ -374,10 +372,10 @@ def test_a_search_whose_time_is_over_gives_the_best_it_has():
 @pytest.mark.parametrize("budget", [64, 68, 100, 128, 200, 256])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_the_longest_search_that_is_let_in_comes_to_its_end(budget, width):
-    model = CachedLogits(num_slots=4, max_length=64, page_tokens=4, max_cached_tokens=budget)
+    model = PagedLogits(max_num_seqs=4, max_length=64, block_size=4, num_blocks=budget // 4)
     engine = Engine(model, decode=sample_loop)
     longest = engine.longest(width)
-    assert width * (longest + 8) > budget or longest == 64
+    assert width * (longest + 4) > budget or longest == 64
     for num_prompt_tokens in (1, longest - 1):
         group = search_of([7] * num_prompt_tokens, width=width, max_length=longest)
         add(engine, group)

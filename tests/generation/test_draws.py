@@ -28,7 +28,7 @@ from genserve.generation.token_sequence import TokenSequence
 from genserve.sampling.params import SamplingParams
 from genserve.sampling.stages import STAGES
 from tests.fakes.drafts import Foreseen
-from tests.fakes.logits import CachedLogits
+from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import sample_loop, sequence_of
 
 PLACES = [np.array, torch.tensor]
@@ -238,10 +238,10 @@ def test_what_a_method_remembers_survives_preemptions_and_drafts(options):
     alone = []
     for number in range(4):
         alone.append(sequence(number))
-        finish(Engine(CachedLogits(), decode=sample_loop), alone[-1:])
-    model = CachedLogits(max_cached_tokens=120)
+        finish(Engine(PagedLogits(), decode=sample_loop), alone[-1:])
+    model = PagedLogits(max_cached_tokens=120)
     crowd = [sequence(number) for number in range(4)]
-    speculation = Speculation(model, Foreseen(alone, error_rate=0.2))
+    speculation = Speculation(Foreseen(alone, error_rate=0.2))
     finish(Engine(model, decode=sample_loop, speculation=speculation), crowd)
     assert [one.token_ids for one in crowd] == [one.token_ids for one in alone]
     assert any(one.preempted for one in crowd)

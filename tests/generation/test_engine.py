@@ -8,10 +8,9 @@ import pytest
 from genserve.errors import ModelFailed
 from genserve.generation.engine import Engine
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import FinishReason
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
@@ -30,7 +29,7 @@ def answer(sequence: TokenSequence) -> list[int]:
 
 
 def test_one_prompt_is_answered_as_by_a_loop_without_cache():
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     sequence = sequence_of([5, 6, 7], max_tokens=10)
     engine.add(sequence)
     run(engine)
@@ -43,8 +42,8 @@ def test_one_prompt_is_answered_as_by_a_loop_without_cache():
 def test_company_arrivals_and_departures_never_change_an_answer(seed):
     """Random prompts, lengths, arrival steps and cancellations, over few slots and small chunks."""
     rng = random.Random(seed)
-    model = CachedLogits(num_slots=rng.choice([1, 2, 4]))
-    engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=8, beside_decoding=4))
+    model = PagedLogits(max_num_seqs=rng.choice([1, 2, 4]))
+    engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8)
     arrivals = sorted(
         (
             (rng.randrange(40), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))])
@@ -74,7 +73,7 @@ def test_company_arrivals_and_departures_never_change_an_answer(seed):
 
 
 def test_rows_at_different_positions_share_one_forward():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     engine.add(sequence_of([1, 2, 3], max_tokens=20))
     for _ in range(5):
@@ -85,7 +84,7 @@ def test_rows_at_different_positions_share_one_forward():
 
 
 def test_short_prompts_are_prefilled_together():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     for prompt in ([1, 2, 3], [4], [5, 6]):
         engine.add(sequence_of(prompt, max_tokens=2))
@@ -94,8 +93,8 @@ def test_short_prompts_are_prefilled_together():
 
 
 def test_a_long_prompt_is_chunked_and_others_decode_between_the_chunks():
-    model = CachedLogits()
-    engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=8, beside_decoding=4))
+    model = PagedLogits()
+    engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8)
     engine.add(sequence_of([1, 2], max_tokens=30))
     engine.step()
     engine.add(sequence_of(list(range(12)), max_tokens=2))
@@ -112,7 +111,7 @@ def test_a_long_prompt_is_chunked_and_others_decode_between_the_chunks():
 
 
 def test_more_requests_than_slots_wait_and_are_served():
-    engine = Engine(CachedLogits(num_slots=2), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=2), decode=sample_loop)
     sequences = [sequence_of([i], max_tokens=3) for i in range(5)]
     for sequence in sequences:
         engine.add(sequence)
@@ -121,7 +120,7 @@ def test_more_requests_than_slots_wait_and_are_served():
 
 
 def test_the_lowest_priority_goes_first_and_equals_in_their_order():
-    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop)
     priorities = [1, 0, 2, -1, 0, 1]
     sequences = [sequence_of([i], max_tokens=2, priority=p) for i, p in enumerate(priorities)]
     for sequence in sequences:
@@ -133,7 +132,7 @@ def test_the_lowest_priority_goes_first_and_equals_in_their_order():
 
 
 def test_one_that_had_to_leave_its_slot_goes_before_its_equals():
-    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop)
     first, second, urgent = (sequence_of([i], max_tokens=4, priority=p) for i, p in enumerate([1, 1, 0]))
     engine.add(first)
     engine.step()
@@ -147,7 +146,7 @@ def test_one_that_had_to_leave_its_slot_goes_before_its_equals():
 
 
 def test_all_leaving_at_once_moves_nothing():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     for i in range(4):
         engine.add(sequence_of([i], max_tokens=3))
@@ -156,7 +155,7 @@ def test_all_leaving_at_once_moves_nothing():
 
 
 def test_a_cancelled_sequence_frees_its_slot_at_once():
-    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop)
     first, second = sequence_of([1], max_tokens=50), sequence_of([2], max_tokens=3)
     engine.add(first)
     engine.add(second)
@@ -169,7 +168,7 @@ def test_a_cancelled_sequence_frees_its_slot_at_once():
 
 
 def test_a_row_of_nan_fails_that_sequence_alone():
-    model = CachedLogits()
+    model = PagedLogits()
     model.poison[POISON] = "nan"
     engine = Engine(model, decode=sample_loop)
     good, bad = sequence_of([1], max_tokens=4), sequence_of([POISON], max_tokens=4)
@@ -182,7 +181,7 @@ def test_a_row_of_nan_fails_that_sequence_alone():
 
 
 def test_a_forward_that_raises_fails_its_sequences_and_the_engine_goes_on():
-    model = CachedLogits()
+    model = PagedLogits()
     model.poison[POISON] = "raise"
     engine = Engine(model, decode=sample_loop)
     bad, later = sequence_of([POISON], max_tokens=4), sequence_of([1], max_tokens=4)
@@ -206,7 +205,7 @@ def test_a_loop_of_ones_own_gets_the_logits_as_a_view_and_shares_the_forward():
     async def either(sequence: TokenSequence) -> None:
         await (second_best(sequence) if sequence.token_ids[0] == 9 else sample_loop(sequence))
 
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=either)
     own, plain = sequence_of([9], max_tokens=3), sequence_of([1], max_tokens=3)
     engine.add(own)
@@ -228,7 +227,7 @@ def test_a_loop_may_append_several_tokens_at_a_time():
         sequence.append(12)
         await sample_loop(sequence)
 
-    engine = Engine(CachedLogits(), decode=forced)
+    engine = Engine(PagedLogits(), decode=forced)
     sequence = sequence_of([3], max_tokens=6)
     engine.add(sequence)
     run(engine)
@@ -241,7 +240,7 @@ def test_a_loop_that_returns_early_ends_the_answer():
         sequence.append(await sequence.sample())
         sequence.append(await sequence.sample())
 
-    engine = Engine(CachedLogits(), decode=two_tokens)
+    engine = Engine(PagedLogits(), decode=two_tokens)
     sequence = sequence_of([3], max_tokens=6)
     engine.add(sequence)
     run(engine)
@@ -285,7 +284,7 @@ def test_a_broken_loop_fails_its_own_sequence_with_the_reason(decode, words):
     async def either(sequence: TokenSequence) -> None:
         await (decode(sequence) if sequence.token_ids[0] == 9 else sample_loop(sequence))
 
-    engine = Engine(CachedLogits(), decode=either)
+    engine = Engine(PagedLogits(), decode=either)
     bad, good = sequence_of([9], max_tokens=4), sequence_of([1], max_tokens=4)
     engine.add(bad)
     engine.add(good)
@@ -296,7 +295,7 @@ def test_a_broken_loop_fails_its_own_sequence_with_the_reason(decode, words):
 
 
 def test_logprobs_are_those_of_the_picked_tokens():
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     sequence = sequence_of([5], max_tokens=3, logprobs=True)
     engine.add(sequence)
     run(engine)
@@ -310,7 +309,7 @@ def test_logprobs_are_those_of_the_picked_tokens():
 
 def test_a_seed_gives_the_same_answer_alone_and_in_company():
     def one(company: int) -> list[int]:
-        engine = Engine(CachedLogits(num_slots=8), decode=sample_loop)
+        engine = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop)
         for i in range(company):
             engine.add(sequence_of([i], max_tokens=7 + i, temperature=1.0, seed=100 + i))
         engine.step()
@@ -327,7 +326,7 @@ def test_a_loop_may_begin_with_tokens_of_its_own():
         sequence.append(11)
         await sample_loop(sequence)
 
-    engine = Engine(CachedLogits(), decode=forced)
+    engine = Engine(PagedLogits(), decode=forced)
     sequence = sequence_of([3], max_tokens=5)
     engine.add(sequence)
     run(engine)
@@ -339,7 +338,7 @@ def test_ids_of_numpy_become_plain_integers():
         while not sequence.finished:
             sequence.append((await sequence.logits()).argmax())
 
-    engine = Engine(CachedLogits(), decode=best)
+    engine = Engine(PagedLogits(), decode=best)
     sequence = sequence_of([3], max_tokens=3)
     engine.add(sequence)
     run(engine)
@@ -348,7 +347,7 @@ def test_ids_of_numpy_become_plain_integers():
 
 @pytest.mark.parametrize("temperature", [1e-46, 1e-300, 1e-6])
 def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature):
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     sequence = sequence_of([5], max_tokens=4, temperature=temperature)
     engine.add(sequence)
     assert run(engine) == {}
@@ -372,7 +371,7 @@ async def _appends_a_fraction(sequence: TokenSequence) -> None:
 
 @pytest.mark.parametrize("decode", [_exits, _ends_with_a_word_of_its_own, _appends_a_fraction])
 def test_nothing_that_a_loop_does_ends_the_engine(decode):
-    engine = Engine(CachedLogits(), decode=decode)
+    engine = Engine(PagedLogits(), decode=decode)
     bad = sequence_of([9], max_tokens=4)
     engine.add(bad)
     assert list(run(engine)) == [bad]
@@ -385,7 +384,7 @@ def test_a_loop_that_raises_at_its_end_is_let_go():
         finally:
             raise RuntimeError("I will not go")
 
-    engine = Engine(CachedLogits(num_slots=1), decode=stubborn)
+    engine = Engine(PagedLogits(max_num_seqs=1), decode=stubborn)
     first, second = sequence_of([1], max_tokens=50), sequence_of([2], max_tokens=50)
     engine.add(first)
     engine.add(second)
@@ -417,7 +416,7 @@ def assert_logits(rows: list[np.ndarray], *histories: list[int]) -> None:
 
 
 def test_a_growing_list_of_ids_is_computed_one_token_at_a_time():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     history = [5, 6, 7]
     for token_id in (8, 9, 10):
@@ -428,7 +427,7 @@ def test_a_growing_list_of_ids_is_computed_one_token_at_a_time():
 
 
 def test_loops_over_the_logits_share_their_steps_with_each_other_and_with_sequences_that_sample():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     sequence = sequence_of([4], max_tokens=20)
     engine.add(sequence)
@@ -446,13 +445,13 @@ def test_loops_over_the_logits_share_their_steps_with_each_other_and_with_sequen
 
 
 def test_the_row_belongs_to_the_receiver():
-    model = CachedLogits()
+    model = PagedLogits()
     [row] = ask(Engine(model, decode=sample_loop), [1, 2])
     assert not np.shares_memory(row, model._buffer)
 
 
 def test_ids_that_branch_off_begin_with_a_copy_and_both_go_on():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     first, second = list(range(20)), [*range(18), 60, 61, 62]
     assert_logits(ask(engine, first), first)
@@ -462,7 +461,7 @@ def test_ids_that_branch_off_begin_with_a_copy_and_both_go_on():
 
 
 def test_ids_with_little_in_common_are_computed_from_the_first():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     ask(engine, [1, 2, 3, 4, 5])
     ask(engine, [1, 2, 30, 40, 50])
@@ -470,7 +469,7 @@ def test_ids_with_little_in_common_are_computed_from_the_first():
 
 
 def test_the_same_ids_again_cost_one_token():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     for _ in range(2):
         assert_logits(ask(engine, [1, 2, 3]), [1, 2, 3])
@@ -478,7 +477,7 @@ def test_the_same_ids_again_cost_one_token():
 
 
 def test_the_least_recently_used_gives_way_when_there_are_more_than_slots():
-    model, clock = CachedLogits(num_slots=2), Clock()
+    model, clock = PagedLogits(max_num_seqs=2), Clock()
     engine = Engine(model, decode=sample_loop, clock=clock)
     for history in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
         clock.now_s += 1
@@ -490,7 +489,7 @@ def test_the_least_recently_used_gives_way_when_there_are_more_than_slots():
 
 
 def test_a_loop_that_comes_back_quickly_keeps_its_slot_until_it_stays_away():
-    model, clock = CachedLogits(num_slots=1), Clock()
+    model, clock = PagedLogits(max_num_seqs=1), Clock()
     engine = Engine(model, decode=sample_loop, clock=clock)
     ask(engine, [1, 2])
     ask(engine, [1, 2, 3])
@@ -507,12 +506,12 @@ def test_a_loop_that_comes_back_quickly_keeps_its_slot_until_it_stays_away():
 def test_more_loops_than_slots_take_turns_by_whole_answers():
     clock = Clock()
 
-    class SlowLogits(CachedLogits):
+    class SlowLogits(PagedLogits):
         def prefill(self, chunks, **where):
             clock.now_s += 0.01
             return super().prefill(chunks, **where)
 
-    model = SlowLogits(num_slots=2)
+    model = SlowLogits(max_num_seqs=2)
     engine = Engine(model, decode=sample_loop, clock=clock)
     histories = [[i] for i in range(6)]
     unanswered: dict[LogitsRequest, list[int]] = {}
@@ -536,7 +535,7 @@ def test_more_loops_than_slots_take_turns_by_whole_answers():
 
 
 def test_a_loop_that_stays_away_costs_idle_rows_for_a_moment_only():
-    model, clock = CachedLogits(), Clock()
+    model, clock = PagedLogits(), Clock()
     engine = Engine(model, decode=sample_loop, clock=clock)
     away, stays = [1, 2], [3, 4]
     for _ in range(3):
@@ -551,7 +550,7 @@ def test_a_loop_that_stays_away_costs_idle_rows_for_a_moment_only():
 
 
 def test_a_slot_that_is_full_is_let_go():
-    model = CachedLogits(max_length=8, num_slots=2)
+    model = PagedLogits(max_length=8, max_num_seqs=2)
     engine = Engine(model, decode=sample_loop)
     full = list(range(8))
     requests = [logits_request(full, max_length=8), logits_request([9, 9], max_length=8)]
@@ -564,14 +563,14 @@ def test_a_slot_that_is_full_is_let_go():
 
 
 def test_logits_that_are_not_finite_are_given_as_they_are():
-    model = CachedLogits()
+    model = PagedLogits()
     model.poison[POISON] = "nan"
     [row] = ask(Engine(model, decode=sample_loop), [POISON])
     assert np.isnan(row).all()
 
 
 def test_a_forward_that_raises_fails_the_requests_in_it_and_keeps_nothing_of_them():
-    model = CachedLogits()
+    model = PagedLogits()
     engine = Engine(model, decode=sample_loop)
     ask(engine, [1, 2])
     model.poison[POISON] = "raise"
@@ -584,7 +583,7 @@ def test_a_forward_that_raises_fails_the_requests_in_it_and_keeps_nothing_of_the
 
 
 def test_a_cancelled_request_is_never_answered():
-    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop)
+    engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop)
     ask(engine, [1, 2])
     running, waiting = logits_request([1, 2, 3]), logits_request([7])
     engine.add(running)
@@ -599,7 +598,7 @@ def test_loops_branches_sequences_departures_and_evictions_never_change_an_answe
     """Random callers over few slots: each asks, goes on with one token or more, or begins anew."""
     rng = random.Random(seed)
     clock = Clock()
-    model = CachedLogits(num_slots=rng.choice([1, 2, 3, 6]), max_length=48)
+    model = PagedLogits(max_num_seqs=rng.choice([1, 2, 3, 6]), max_length=48)
     budget = PrefillBudget(alone=16, beside_decoding=8)
     engine = Engine(model, decode=sample_loop, budget=budget, clock=clock)
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(3)]
@@ -651,7 +650,7 @@ def test_loops_branches_sequences_departures_and_evictions_never_change_an_answe
 
 def test_whoever_runs_ends_with_the_step_in_which_its_time_is_over():
     clock = Clock()
-    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock)
+    engine = Engine(PagedLogits(), decode=sample_loop, clock=clock)
     sequence, other = sequence_of([5, 6], deadline_s=2.5, max_tokens=9), sequence_of([7], max_tokens=9)
     engine.add(sequence)
     engine.add(other)
@@ -668,7 +667,7 @@ def test_whoever_runs_ends_with_the_step_in_which_its_time_is_over():
 
 def test_whoever_waits_ends_when_its_time_is_over():
     clock = Clock()
-    engine = Engine(CachedLogits(num_slots=1), decode=sample_loop, clock=clock)
+    engine = Engine(PagedLogits(max_num_seqs=1), decode=sample_loop, clock=clock)
     first, waiting = sequence_of([5, 6], max_tokens=5), sequence_of([7], deadline_s=1.5)
     engine.add(first)
     engine.add(waiting)
@@ -686,7 +685,7 @@ def test_whoever_waits_ends_when_its_time_is_over():
 
 def test_whoever_is_in_the_middle_of_its_prompt_ends_when_its_time_is_over():
     clock = Clock()
-    engine = Engine(CachedLogits(), decode=sample_loop, clock=clock, budget=PrefillBudget(alone=4))
+    engine = Engine(PagedLogits(), decode=sample_loop, clock=clock, max_num_batched_tokens=4)
     sequence = sequence_of(list(range(5, 25)), deadline_s=1.0)
     engine.add(sequence)
     engine.step()
@@ -699,7 +698,7 @@ def test_whoever_is_in_the_middle_of_its_prompt_ends_when_its_time_is_over():
 
 def test_a_failed_forward_fails_whoever_is_late_as_well():
     clock = Clock()
-    engine = Engine(CachedLogits(), decode=failing_loop, clock=clock)
+    engine = Engine(PagedLogits(), decode=failing_loop, clock=clock)
     sequence = sequence_of([5], deadline_s=0.0)
     engine.add(sequence)
     result = engine.step()

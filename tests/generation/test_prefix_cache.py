@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from genserve.generation.engine import Engine
-from genserve.generation.planner import PrefillBudget
 from genserve.generation.token_sequence import TokenSequence
-from tests.fakes.logits import CachedLogits, greedy_answer
+from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
 STEM = [(7 * i) % 60 for i in range(40)]
@@ -28,7 +27,7 @@ def one(prompt: list[int], *, max_tokens: int = 1, cache_salt: str | None = None
 
 
 def test_a_chat_goes_on_in_its_slot():
-    model = CachedLogits(max_length=200)
+    model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     first = one(STEM, max_tokens=3)
     run(engine, first)
@@ -41,7 +40,7 @@ def test_a_chat_goes_on_in_its_slot():
 
 
 def test_what_branches_off_begins_with_a_copy_and_the_first_branch_is_still_there():
-    model = CachedLogits(max_length=200)
+    model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     run(engine, one([*STEM, 1, 2]))
     run(engine, one([*STEM, 3, 4]))
@@ -50,7 +49,7 @@ def test_what_branches_off_begins_with_a_copy_and_the_first_branch_is_still_ther
 
 
 def test_a_prompt_begins_with_what_another_one_that_still_runs_has_computed():
-    model = CachedLogits(max_length=200)
+    model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     engine.add(one([*STEM, 1], max_tokens=20))
     engine.step()
@@ -59,7 +58,7 @@ def test_a_prompt_begins_with_what_another_one_that_still_runs_has_computed():
 
 
 def test_those_that_arrive_together_wait_for_the_first_that_computes_what_they_share():
-    model = CachedLogits(max_length=200)
+    model = PagedLogits(max_length=200)
     engine = Engine(model, decode=sample_loop)
     strangers = [one([50 + i] * 40) for i in range(2)]
     run(engine, one([*STEM, 1]), *strangers, one([*STEM, 2, 3]))
@@ -68,7 +67,7 @@ def test_those_that_arrive_together_wait_for_the_first_that_computes_what_they_s
 
 def test_they_do_not_wait_where_nothing_is_shared():
     for salts, prefix_cache in ((("a", "b"), True), ((None, None), False)):
-        model = CachedLogits(max_length=200)
+        model = PagedLogits(max_length=200)
         engine = Engine(model, decode=sample_loop, prefix_cache=prefix_cache)
         sequences = [one([*STEM, i], cache_salt=salt) for i, salt in enumerate(salts)]
         run(engine, *sequences)
@@ -78,8 +77,8 @@ def test_they_do_not_wait_where_nothing_is_shared():
 
 
 def test_a_burst_behind_a_prefix_is_prefilled_without_decodes_between_as_far_as_the_budget_goes():
-    model = CachedLogits(num_slots=8, max_length=200)
-    engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=64, beside_decoding=6))
+    model = PagedLogits(max_num_seqs=8, max_length=200)
+    engine = Engine(model, decode=sample_loop, max_num_batched_tokens=64)
     run(engine, one(STEM))
     model.forwards.clear()
     run(engine, *(one([*STEM, i, i], max_tokens=3) for i in range(5)))
@@ -87,8 +86,8 @@ def test_a_burst_behind_a_prefix_is_prefilled_without_decodes_between_as_far_as_
 
 
 def test_short_prompts_do_not_wait_for_the_end_of_a_long_one():
-    model = CachedLogits(max_length=200)
-    engine = Engine(model, decode=sample_loop, budget=PrefillBudget(alone=16, beside_decoding=16))
+    model = PagedLogits(max_length=200)
+    engine = Engine(model, decode=sample_loop, max_num_batched_tokens=16)
     long, short = one(list(range(60)) * 2), one([50, 51])
     engine.add(long)
     engine.step()
@@ -103,7 +102,7 @@ def test_short_prompts_do_not_wait_for_the_end_of_a_long_one():
 
 
 def test_when_memory_is_short_the_oldest_prefix_goes_first_and_only_as_much_of_it_as_must():
-    model, clock = CachedLogits(max_length=48, page_tokens=4, max_cached_tokens=80), Clock()
+    model, clock = PagedLogits(max_length=48, block_size=4, max_cached_tokens=80), Clock()
     engine = Engine(model, decode=sample_loop, clock=clock)
     old, recent, third = ([n] * 30 for n in (1, 2, 3))  # each is parked with 30 tokens, 8 pages of 20
     for prompt in (old, recent, third):
@@ -119,7 +118,7 @@ def test_when_memory_is_short_the_oldest_prefix_goes_first_and_only_as_much_of_i
 
 
 def test_the_youngest_gives_way_and_goes_on_behind_what_is_left_of_it():
-    model = CachedLogits(num_slots=2, max_length=48, page_tokens=4, max_cached_tokens=64)
+    model = PagedLogits(max_num_seqs=2, max_length=48, block_size=4, max_cached_tokens=64)
     engine = Engine(model, decode=sample_loop)
     older = sequence_of([1] * 10, max_length=48, max_tokens=36)
     younger = sequence_of([2] * 10, max_length=48, max_tokens=36)

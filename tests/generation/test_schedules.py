@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 
 from genserve.generation.beam_search import BeamSearch
+from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
 from genserve.generation.likelihood import likelihood
+from genserve.generation.logits_model import FloatArray, ForwardBatch
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.planner import PrefillBudget
+from genserve.generation.pick import pick
+from genserve.generation.sampler import pick_rows
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import TokenLogprob
 from tests.fakes.drafts import Oracle
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 from tests.generation.test_beam_search import alone, answers_of, search_of
 
@@ -26,36 +29,72 @@ MAX_LENGTH = 96
 SALTS = (None, None, "a", "b")
 
 
+async def in_threes(sequence: TokenSequence) -> None:
+    """Appends two tokens of its own behind each of the model's."""
+    while not sequence.finished:
+        sequence.append(await sequence.sample())
+        for token_id in (1, 2):
+            if not sequence.finished:
+                sequence.append(token_id)
+
+
+def plain_answer(sequence: TokenSequence, *, decode: DecodeFunction, **params: Any) -> list[int]:
+    """The answer of a plain loop without any engine, as far as the sequence's has come."""
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    plain = sequence_of(prompt, max_length=MAX_LENGTH, **params)
+    while not plain.finished:
+        [picked] = pick(logits_after(plain.token_ids)[None].copy(), [plain], picker=pick_rows)
+        plain.append(picked.token_id)
+        for token_id in (1, 2) if decode is in_threes else ():
+            if not plain.finished:
+                plain.append(token_id)
+    return plain.token_ids
+
+
+class TimedLogits(PagedLogits):
+    """A forward takes five milliseconds, and a third of one for each token."""
+
+    def __init__(self, clock: Clock, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self._clock = clock
+
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        self._clock.now_s += 0.005 + 0.0003 * len(batch.token_ids)
+        return super().forward(batch)
+
+
 class Schedule:
     """One engine, and a crowd that comes and goes; every answer is compared with that of a plain loop."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        pages = rng.choice([4, 8])
-        num_slots = rng.choice([1, 2, 3, 6])
-        slot_tokens = -(-MAX_LENGTH // pages) * pages
-        self.model = CachedLogits(
-            num_slots=num_slots,
-            max_length=MAX_LENGTH,
-            page_tokens=pages,
-            max_cached_tokens=rng.randint(slot_tokens // pages, num_slots * slot_tokens // pages) * pages,
-        )
+        block_size = rng.choice([4, 8])
+        max_num_seqs = rng.choice([1, 2, 3, 6])
+        longest = MAX_LENGTH // block_size
         self.clock = Clock()
+        self.model = TimedLogits(
+            self.clock,
+            max_num_seqs=max_num_seqs,
+            max_length=MAX_LENGTH,
+            block_size=block_size,
+            num_blocks=rng.randint(longest, max_num_seqs * longest),
+        )
         self.oracle = Oracle(error_rate=rng.choice([0, 0.3]), seed=seed)
+        self.decode = rng.choice([sample_loop, sample_loop, in_threes])
         self.engine = Engine(
             self.model,
-            decode=sample_loop,
-            budget=PrefillBudget(alone=rng.choice([16, 64]), beside_decoding=rng.choice([8, 32])),
+            decode=self.decode,
+            max_num_batched_tokens=rng.choice([8, 16, 64]),
             prefix_cache=rng.random() < 0.9,
-            speculation=Speculation(self.model, self.oracle) if rng.random() < 0.5 else None,
+            speculation=Speculation(self.oracle) if rng.random() < 0.5 else None,
             clock=self.clock,
         )
         self.stems = [[rng.randrange(VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
         self.histories = [self.prompt() for _ in range(2)]
         self.asking: dict[int, LogitsRequest] = {}
-        self.running: set[TokenSequence] = set()
+        self.running: dict[TokenSequence, dict[str, Any]] = {}   # their parameters
         self.searches: dict[BeamSearch, dict[str, Any]] = {}
-        self.ended: list[TokenSequence] = []
+        self.ended: dict[TokenSequence, dict[str, Any]] = {}
         self.scores: dict[TokenSequence, tuple[TokenLogprob, ...]] = {}
         self.num_preempted = 0
         self.num_drafted = 0
@@ -65,24 +104,30 @@ class Schedule:
         stem = self.rng.choice(self.stems)[: self.rng.randint(1, 60)]
         return stem + [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.choice([0, 0, 1, 5]))]
 
+    def params(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.rng.randint(1, 40),
+            "cache_salt": self.rng.choice(SALTS),
+            "prompt_logprobs": self.rng.choice([None, None, None, 1]),
+            "priority": self.rng.choice([0, 0, 1, -1]),
+            "temperature": self.rng.choice([0.0, 0.0, 1.0]),
+            "top_k": self.rng.choice([0, 5]),
+        }
+
     def arrive(self) -> None:
         for caller, history in enumerate(self.histories):
             if caller not in self.asking and self.rng.random() < 0.2:
                 request = logits_request(history, max_length=MAX_LENGTH)
                 request.submitted_s = self.clock()
                 self.asking[caller] = request
-                self.engine.add(request)
+                self.engine.add_logits(request)
         while self.rng.random() < 0.25:
-            sequence = sequence_of(
-                self.prompt(),
-                max_length=MAX_LENGTH,
-                max_tokens=self.rng.randint(1, 40),
-                cache_salt=self.rng.choice(SALTS),
-                prompt_logprobs=self.rng.choice([None, None, None, 1]),
-                priority=self.rng.choice([0, 0, 1, -1]),
-            )
-            self.running.add(sequence)
-            self.engine.add(sequence)
+            prompt, params = self.prompt(), self.params()
+            for choice in range(self.rng.choice([1, 1, 1, 3])):
+                own = params | {"seed": choice}
+                sequence = sequence_of(prompt, max_length=MAX_LENGTH, **own)
+                self.running[sequence] = own
+                self.engine.add(sequence)
         if self.rng.random() < 0.1:
             self.search()
 
@@ -97,17 +142,18 @@ class Schedule:
             "cache_salt": self.rng.choice(SALTS),
             "priority": self.rng.choice([0, 1]),
         }
-        if width <= self.model.num_slots and self.engine.longest(width) >= 42:
+        if width <= self.model.max_num_seqs and self.engine.longest(width) >= 42:
             group = search_of(**options)
             self.searches[group] = options
             for answer in group.answers:
-                self.running.add(answer)
+                self.running[answer] = {}
                 self.engine.add(answer)
 
     def leave(self) -> None:
         if self.running and self.rng.random() < 0.02:
-            sequence = self.rng.choice(sorted(self.running, key=id))
-            self.running -= set(sequence.beams.answers if sequence.beams else [sequence])
+            sequence = self.rng.choice(list(self.running))
+            for answer in sequence.answers:
+                del self.running[answer]
             self.searches.pop(sequence.beams, None)
             self.engine.remove([sequence])
 
@@ -118,15 +164,6 @@ class Schedule:
         if result is None:
             return False
         assert not result.failed
-        roster = self.engine._roster
-        assert not {*roster.begun} & {*roster._waiting}, "one that waits again has not begun"
-        for slot, resident in enumerate(self.engine._slots.residents):
-            # Prompts by prefills and answers by decodes, always; a prompt that is scored, by decodes.
-            if isinstance(resident, TokenSequence):
-                scoring = resident.params.prompt_logprobs is not None
-                num_prefilled = 1 if scoring else resident.num_prompt_tokens
-                prefilled = self.model.prefilled[slot, : resident.num_computed]
-                assert prefilled.tolist() == [i < num_prefilled for i in range(resident.num_computed)]
         self.num_preempted += result.num_preempted
         self.num_drafted += result.num_drafted
         self.num_accepted += result.num_accepted
@@ -142,8 +179,9 @@ class Schedule:
             if delta is not None:
                 self.scores[sequence] = self.scores.get(sequence, ()) + delta.prompt_logprobs
             if sequence.finished:
-                self.running.remove(sequence)
-                self.ended += [] if sequence.beams else [sequence]
+                params = self.running.pop(sequence)
+                if sequence.beams is None:
+                    self.ended[sequence] = params
         return True
 
     def run(self, *, num_steps: int) -> None:
@@ -158,10 +196,9 @@ class Schedule:
         assert not self.asking
         for group, options in self.searches.items():
             assert answers_of(group) == alone(**options)
-        for sequence in self.ended:
+        for sequence, params in self.ended.items():
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-            answer = sequence.token_ids[sequence.num_prompt_tokens :]
-            assert answer == greedy_answer(prompt, num_tokens=len(answer))
+            assert sequence.token_ids == plain_answer(sequence, decode=self.decode, **params)
             if sequence.params.prompt_logprobs is not None:
                 scores = self.scores[sequence]
                 rows = [logits_after(prompt[:length]) for length in range(1, len(prompt))]

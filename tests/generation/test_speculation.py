@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from genserve.generation.engine import Engine
-from genserve.generation.planner import Verify
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
 from genserve.request import Delta, FinishReason
 from tests.fakes.drafts import Foreseen, Oracle
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 
 PROMPT = [5, 6, 7]
@@ -32,8 +31,8 @@ class Fixed:
         pass
 
 
-def speculating(model: CachedLogits, draft=None, *, decode=sample_loop) -> Engine:
-    speculation = Speculation(model, draft or Oracle())
+def speculating(model: PagedLogits, draft=None, *, decode=sample_loop) -> Engine:
+    speculation = Speculation(draft or Oracle())
     return Engine(model, decode=decode, speculation=speculation, clock=Clock())
 
 
@@ -60,7 +59,7 @@ class Right(Oracle):
 
 
 def test_an_answer_that_was_foreseen_takes_a_step_for_so_many_tokens():
-    model = CachedLogits()
+    model = PagedLogits()
     sequence = sequence_of(PROMPT, max_tokens=13)
     deltas = run(speculating(model, Right()), sequence)
     assert answer(sequence) == greedy_answer(PROMPT, num_tokens=13)
@@ -69,7 +68,7 @@ def test_an_answer_that_was_foreseen_takes_a_step_for_so_many_tokens():
 
 
 def test_the_first_wrong_token_is_replaced_and_ends_the_step():
-    model = CachedLogits()
+    model = PagedLogits()
     right = greedy_answer(PROMPT, num_tokens=3)
     sequence = sequence_of(PROMPT, max_tokens=3)
     engine = speculating(model, Fixed(right[1], (right[2] + 1) % VOCAB_SIZE, 0))
@@ -90,7 +89,7 @@ def test_what_ends_an_answer_ends_it_in_the_middle_of_what_was_accepted():
         ({"max_tokens": position + 1}, FinishReason.LENGTH),
     ):
         sequence = sequence_of(PROMPT, **how)
-        deltas = run(speculating(CachedLogits(), Right()), sequence)
+        deltas = run(speculating(PagedLogits(), Right()), sequence)
         assert answer(sequence) == right[: position + 1]
         assert sequence.finish_reason is reason
         assert deltas[-1].usage.completion_tokens == position + 1
@@ -104,8 +103,8 @@ def test_with_every_rule_of_sampling_the_answer_is_the_one_without(seed):
         "max_tokens": 40, "prompt_logprobs": 1,
     }  # fmt: skip
     plain = sequence_of(PROMPT, eos_token_ids=[3], **params)
-    expected = run(Engine(CachedLogits(), decode=sample_loop), plain)
-    model = CachedLogits()
+    expected = run(Engine(PagedLogits(), decode=sample_loop), plain)
+    model = PagedLogits()
     sequence = sequence_of(PROMPT, eos_token_ids=[3], **params)
     found = run(speculating(model, Foreseen([plain], error_rate=0.1)), sequence)
     assert sequence.token_ids == plain.token_ids
@@ -123,8 +122,8 @@ def test_a_loop_of_ones_own_is_given_the_same_rows():
             sequence.append(int(np.argsort(row)[-2]))
 
     plain = sequence_of(PROMPT, max_tokens=12)
-    run(Engine(CachedLogits(), decode=second_best), plain)
-    model = CachedLogits()
+    run(Engine(PagedLogits(), decode=second_best), plain)
+    model = PagedLogits()
     sequence = sequence_of(PROMPT, max_tokens=12)
     run(speculating(model, Foreseen([plain], error_rate=0.1), decode=second_best), sequence)
     assert sequence.token_ids == plain.token_ids
@@ -139,8 +138,8 @@ def test_tokens_that_a_loop_appends_by_itself_are_run_together():
                 if not sequence.finished:
                     sequence.append(token_id)
 
-    plain, model = sequence_of(PROMPT, max_tokens=20), CachedLogits()
-    run(Engine(CachedLogits(), decode=in_threes), plain)
+    plain, model = sequence_of(PROMPT, max_tokens=20), PagedLogits()
+    run(Engine(PagedLogits(), decode=in_threes), plain)
     sequence = sequence_of(PROMPT, max_tokens=20)
     run(speculating(model, Fixed(), decode=in_threes), sequence)
     assert sequence.token_ids == plain.token_ids
@@ -149,8 +148,8 @@ def test_tokens_that_a_loop_appends_by_itself_are_run_together():
 
 def test_a_request_for_logits_shares_a_verification_and_gets_its_row():
     rows: list[np.ndarray] = []
-    model = CachedLogits()
-    speculation = Speculation(model, Right())
+    model = PagedLogits()
+    speculation = Speculation(Right())
     speculation.note_step(num_rows=2, seconds=1.0, verified=False)
     speculation.note_step(num_rows=2, seconds=1.2, verified=True)
     engine = Engine(model, decode=sample_loop, speculation=speculation, clock=Clock())
@@ -167,7 +166,7 @@ def test_a_request_for_logits_shares_a_verification_and_gets_its_row():
 
 
 def test_a_sequence_at_the_end_of_its_slot_is_decoded_token_by_token():
-    model = CachedLogits(max_length=14)
+    model = PagedLogits(max_length=14)
     sequence = sequence_of(PROMPT, max_length=14)
     run(speculating(model, Right()), sequence)
     assert len(sequence.token_ids) == 14
@@ -176,7 +175,7 @@ def test_a_sequence_at_the_end_of_its_slot_is_decoded_token_by_token():
 
 def test_a_sequence_that_leaves_is_forgotten():
     oracle = Oracle()
-    engine = speculating(CachedLogits(), oracle)
+    engine = speculating(PagedLogits(), oracle)
     sequence = sequence_of(PROMPT)
     engine.add(sequence)
     for _ in range(3):
@@ -194,7 +193,7 @@ def decoding(*prompts: list[int]) -> list[TokenSequence]:
 
 def measured(draft, *, cost: float) -> Speculation:
     """A speculation that has seen what a verification takes, in decodes."""
-    speculation = Speculation(CachedLogits(), draft)
+    speculation = Speculation(PagedLogits(), draft)
     for num_rows in (1, 2, 3):
         for _ in range(20):
             speculation.note_step(num_rows=num_rows, seconds=1.0, verified=False)
@@ -243,7 +242,7 @@ def test_a_draft_that_fails_is_asked_no_more_and_the_answer_goes_on(caplog):
             raise RuntimeError("out of memory")
 
     draft, sequence = Broken(), sequence_of(PROMPT, max_tokens=10)
-    run(speculating(CachedLogits(), draft), sequence)
+    run(speculating(PagedLogits(), draft), sequence)
     assert answer(sequence) == greedy_answer(PROMPT, num_tokens=10)
     assert draft.num_asked == 1
     assert "drafting failed" in caplog.text

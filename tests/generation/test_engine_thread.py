@@ -14,19 +14,19 @@ from genserve.generation.admission_control import QueueLimits
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
-from genserve.generation.loop import EngineLoop
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.speculation import Speculation
 from genserve.generation.streams import EventLoopOutbox, ThreadStream
 from genserve.metrics import Metrics
 from genserve.request import join_deltas
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer, logits_after
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 
 ROOM_FOR_EIGHT = QueueLimits(max_requests=8)
 POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], num_tokens=10)])
 
 
-class GatedLogits(CachedLogits):
+class GatedLogits(PagedLogits):
     """Lets decode steps through while its gate is open, so that a test stands still where it wants."""
 
     def __init__(self, **kwargs):
@@ -48,23 +48,23 @@ class Recorder:
     """An outbox that keeps what comes."""
 
     def __init__(self):
-        self.parcels = []
+        self.outputs = []
 
-    def deliver(self, parcels):
-        self.parcels += parcels
+    def deliver(self, outputs):
+        self.outputs += outputs
 
 
 def loop_over(
-    model: CachedLogits,
+    model: PagedLogits,
     *,
     limits: QueueLimits = ROOM_FOR_EIGHT,
     clock: Callable[[], float] = time.monotonic,
     metrics: Metrics | None = None,
-) -> EngineLoop:
-    return EngineLoop(
+) -> EngineThread:
+    return EngineThread(
         Engine(model, decode=sample_loop, clock=clock),
         name="test",
-        num_slots=model.num_slots,
+        max_num_seqs=model.max_num_seqs,
         limits=limits,
         metrics=(metrics or Metrics()).for_model("test"),
     )
@@ -72,14 +72,14 @@ def loop_over(
 
 @pytest.fixture
 def loop():
-    loop = loop_over(CachedLogits())
+    loop = loop_over(PagedLogits())
     yield loop
     loop.close()
 
 
 @pytest.fixture
 def gated():
-    model = GatedLogits(num_slots=2)
+    model = GatedLogits(max_num_seqs=2)
     loop = loop_over(model, limits=QueueLimits(max_requests=1))
     yield model, loop
     model.open_gate()
@@ -122,11 +122,11 @@ async def test_one_step_wakes_the_event_loop_once_for_all_streams():
     wakes = []
 
     class CountingOutbox(EventLoopOutbox):
-        def deliver(self, parcels):
-            wakes.append(len(parcels))
-            super().deliver(parcels)
+        def deliver(self, outputs):
+            wakes.append(len(outputs))
+            super().deliver(outputs)
 
-    loop = loop_over(CachedLogits())
+    loop = loop_over(PagedLogits())
     outbox = CountingOutbox(asyncio.get_running_loop())
     streams = [outbox.open(loop, sequence_of([i], max_tokens=20)) for i in range(3)]
     for stream in streams:
@@ -166,7 +166,7 @@ def test_with_one_answer_of_a_beam_search_all_are_cancelled(gated):
     assert loop.num_accepted == 0
     with ThreadStream(loop, sequence_of([1], max_tokens=5)) as stream:
         assert list(join_deltas(stream).token_ids) == greedy_answer([1], num_tokens=5)
-    assert not any(isinstance(content, GenserveError) for _, content in outbox.parcels)
+    assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
@@ -209,7 +209,7 @@ def test_closing_ends_every_request_with_an_error(gated):
 
 
 def test_a_failing_forward_ends_its_requests_and_not_the_loop():
-    model = CachedLogits()
+    model = PagedLogits()
     model.poison[POISON] = "raise"
     loop = loop_over(model)
     with pytest.raises(ModelFailed), ThreadStream(loop, sequence_of([POISON])) as stream:
@@ -220,15 +220,15 @@ def test_a_failing_forward_ends_its_requests_and_not_the_loop():
     loop.close()
 
 
-def dying_loop() -> EngineLoop:
+def dying_loop() -> EngineThread:
     class Broken(Engine):
         def step(self):
             raise MemoryError
 
-    return EngineLoop(
-        Broken(CachedLogits(), decode=sample_loop),
+    return EngineThread(
+        Broken(PagedLogits(), decode=sample_loop),
         name="test",
-        num_slots=1,
+        max_num_seqs=1,
         limits=QueueLimits(max_requests=1),
         metrics=Metrics().for_model("test"),
     )
@@ -244,10 +244,10 @@ def test_an_engine_that_dies_ends_its_requests_and_says_that_it_is_dead():
 
 def test_the_gauges_return_to_zero_when_the_last_reader_leaves():
     metrics = Metrics()
-    loop = EngineLoop(
-        Engine(CachedLogits(), decode=sample_loop),
+    loop = EngineThread(
+        Engine(PagedLogits(), decode=sample_loop),
         name="test",
-        num_slots=4,
+        max_num_seqs=4,
         limits=QueueLimits(max_requests=8),
         metrics=metrics.for_model("test"),
     )
@@ -262,7 +262,7 @@ def test_the_gauges_return_to_zero_when_the_last_reader_leaves():
 class Caller:
     """A plain loop over the logits, as a model.py has it: all ids, every time."""
 
-    def __init__(self, loop: EngineLoop, prompt: list[int]) -> None:
+    def __init__(self, loop: EngineThread, prompt: list[int]) -> None:
         self.token_ids = list(prompt)
         self._loop = loop
         self._answers: SimpleQueue = SimpleQueue()
@@ -279,7 +279,7 @@ class Caller:
 
 def test_an_answer_without_a_token_has_no_time_to_its_first():
     metrics = Metrics()
-    loop = loop_over(CachedLogits(num_slots=1), metrics=metrics)
+    loop = loop_over(PagedLogits(max_num_seqs=1), metrics=metrics)
     late = sequence_of([7], deadline_s=0.0)
     loop.submit(sequence_of([5], max_tokens=3), late, outbox=Recorder())
     loop.drain(timeout_s=10)
@@ -315,7 +315,7 @@ def test_a_step_waits_for_the_loops_that_always_come_back_at_once():
             self.num_calls += 1
             return super().__call__()
 
-    model, clock = CachedLogits(), CountingClock()  # it stands still: by this clock nobody stays away
+    model, clock = PagedLogits(), CountingClock()  # it stands still: by this clock nobody stays away
     loop = loop_over(model, clock=clock)
     early, late = Caller(loop, [1, 2]), Caller(loop, [3, 4])
     for _ in range(3):
@@ -337,7 +337,7 @@ def test_a_step_waits_for_the_loops_that_always_come_back_at_once():
 
 
 def test_a_loop_that_stays_away_is_not_waited_for():
-    model, clock = CachedLogits(), Clock()
+    model, clock = PagedLogits(), Clock()
     loop = loop_over(model, clock=clock)
     stays, leaves = Caller(loop, [1, 2]), Caller(loop, [3, 4])
     for _ in range(3):
@@ -366,7 +366,7 @@ def test_the_rows_of_a_call_are_accepted_together_or_not_at_all(gated):
 
 
 def test_sequences_wait_for_held_slots_and_get_them():
-    loop = loop_over(CachedLogits(num_slots=1))
+    loop = loop_over(PagedLogits(max_num_seqs=1))
     caller = Caller(loop, [1, 2])
     for _ in range(4):
         caller.ask()
@@ -426,12 +426,12 @@ def test_a_receiver_that_raises_harms_nobody(loop):
 
 
 def test_drafted_tokens_are_counted_and_those_that_were_right():
-    metrics, model = Metrics(), CachedLogits()
-    draft = DraftModel(CachedLogits(), num_slots=1, vocab_size=model.vocab_size)
-    loop = EngineLoop(
-        Engine(model, decode=sample_loop, speculation=Speculation(model, draft), clock=Clock()),
+    metrics, model = Metrics(), PagedLogits()
+    draft = DraftModel(PagedLogits(), max_num_seqs=1, vocab_size=model.vocab_size)
+    loop = EngineThread(
+        Engine(model, decode=sample_loop, speculation=Speculation(draft), clock=Clock()),
         name="test",
-        num_slots=model.num_slots,
+        max_num_seqs=model.max_num_seqs,
         limits=QueueLimits(max_requests=1),
         metrics=metrics.for_model("test"),
     )
@@ -445,10 +445,10 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
 
 
 def ended(outbox: Recorder) -> GenserveError | None:
-    """Wait for the end of the first request whose parcels come there, and return its error."""
-    while not outbox.parcels:
+    """Wait for the end of the first request whose outputs come there, and return its error."""
+    while not outbox.outputs:
         time.sleep(0)
-    content = outbox.parcels[-1][1]
+    content = outbox.outputs[-1][1]
     return content if isinstance(content, GenserveError) else None
 
 
@@ -460,14 +460,14 @@ def rejections(metrics: Metrics, reason: str) -> float:
 @pytest.fixture
 def full():
     """A loop over two slots that others hold, where a request may wait for ten seconds of its clock."""
-    model, clock, metrics = GatedLogits(num_slots=2), Clock(), Metrics()
+    model, clock, metrics = GatedLogits(max_num_seqs=2), Clock(), Metrics()
     limits = QueueLimits(max_requests=8, max_tokens=20, max_wait_s=10)
     loop = loop_over(model, limits=limits, clock=clock, metrics=metrics)
     model.gate.release(4)
     running = Recorder()
     for prompt in ([1], [2]):
         loop.submit(sequence_of(prompt, max_tokens=40), outbox=running)
-    while len({sequence for sequence, _ in list(running.parcels)}) < 2:   # both have begun
+    while len({sequence for sequence, _ in list(running.outputs)}) < 2:   # both have begun
         time.sleep(0)
     yield model, clock, metrics, loop, running
     model.open_gate()
@@ -513,7 +513,7 @@ def test_a_request_that_has_waited_too_long_ends_before_its_first_token(full):
     assert error.retry_after_s > 0
     assert rejections(metrics, "queue_timeout") == 1
     assert loop.num_accepted == 2
-    assert not any(isinstance(content, GenserveError) for _, content in running.parcels)
+    assert not any(isinstance(content, GenserveError) for _, content in running.outputs)
 
 
 def test_a_refused_request_leaves_its_place_to_the_next(full):
@@ -526,31 +526,31 @@ def test_a_refused_request_leaves_its_place_to_the_next(full):
     loop.submit(sequence_of([5] * 20, max_tokens=3), outbox=late)
     model.open_gate()
     loop.drain(timeout_s=60)
-    assert late.parcels[-1][1].finish_reason is not None
+    assert late.outputs[-1][1].finish_reason is not None
 
 
 def test_a_request_of_which_one_answer_has_begun_is_not_refused():
-    model, clock, outbox = GatedLogits(num_slots=1), Clock(), Recorder()
+    model, clock, outbox = GatedLogits(max_num_seqs=1), Clock(), Recorder()
     loop = loop_over(model, limits=QueueLimits(max_requests=8, max_wait_s=10), clock=clock)
     loop.submit(*(sequence_of([i], max_tokens=4) for i in (5, 6)), outbox=outbox)
-    while not outbox.parcels:
+    while not outbox.outputs:
         time.sleep(0)
     clock.now_s = 1000.0
     model.open_gate()
     loop.drain(timeout_s=60)
     loop.close()
-    assert not any(isinstance(content, GenserveError) for _, content in outbox.parcels)
+    assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
 
 
 def test_a_preempted_request_waits_as_long_as_it_takes():
     # Two sequences of 40 tokens are more than the cache holds: one has to leave and come back.
-    model, clock, metrics = CachedLogits(num_slots=2, page_tokens=8, max_cached_tokens=64), Clock(), Metrics()
+    model, clock, metrics = PagedLogits(max_num_seqs=2, block_size=8, max_cached_tokens=64), Clock(), Metrics()
     limits = QueueLimits(max_requests=8, max_tokens=100, max_wait_s=1e-9)
 
     class Ageing(Recorder):
-        def deliver(self, parcels):
+        def deliver(self, outputs):
             clock.now_s += 100.0
-            super().deliver(parcels)
+            super().deliver(outputs)
 
     outbox = Ageing()
     loop = loop_over(model, limits=limits, clock=clock, metrics=metrics)
@@ -559,11 +559,11 @@ def test_a_preempted_request_waits_as_long_as_it_takes():
     loop.close()
     preempted = metrics.registry.get_sample_value("genserve_num_preemptions_total", {"model": "test"})
     assert preempted > 0
-    assert not any(isinstance(content, GenserveError) for _, content in outbox.parcels)
+    assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
 
 
 def test_a_request_that_finds_a_free_slot_is_not_refused_however_long_the_step_before_took():
-    model, clock, outbox = GatedLogits(num_slots=2), Clock(), Recorder()
+    model, clock, outbox = GatedLogits(max_num_seqs=2), Clock(), Recorder()
     loop = loop_over(model, limits=QueueLimits(max_requests=8, max_wait_s=1), clock=clock)
     loop.submit(sequence_of([1], max_tokens=20), outbox=Recorder())
     while not loop.num_running:
@@ -585,7 +585,7 @@ def test_the_next_token_of_a_loop_is_not_refused_for_tokens_or_time(full):
     assert isinstance(answers.get(), np.ndarray)
 
 
-def num_measured(loop: EngineLoop) -> int:
+def num_measured(loop: EngineThread) -> int:
     """Return how many slots were taken, by what has been measured of the full engine."""
     return len(loop._admission._begun_s) - 1
 
@@ -603,7 +603,7 @@ def test_all_beams_of_a_search_are_measured_as_they_are_counted(full):
 
 def test_only_first_steps_are_measured():
     # Two sequences of 40 tokens are more than the cache holds: they leave and come back, with others in line.
-    model, metrics = CachedLogits(num_slots=2, page_tokens=8, max_cached_tokens=64), Metrics()
+    model, metrics = PagedLogits(max_num_seqs=2, block_size=8, max_cached_tokens=64), Metrics()
     loop = loop_over(model, metrics=metrics)
     loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6, 7)), outbox=Recorder())
     loop.submit_logits([logits_request([8, i]) for i in (1, 2, 3)])
@@ -658,7 +658,7 @@ def test_one_that_has_waited_too_long_for_others_to_be_prepared_is_refused(full)
 
 
 def test_nothing_is_reserved_by_a_loop_that_was_closed():
-    loop = loop_over(CachedLogits())
+    loop = loop_over(PagedLogits())
     reservation = loop.reserve(1)
     loop.close()
     with pytest.raises(Closed):
@@ -676,7 +676,7 @@ def test_one_that_came_first_and_was_prepared_last_is_refused_first(full):
     clock.now_s = 10.5
     model.gate.release(2)
     assert isinstance(ended(early), Overloaded)
-    assert not late.parcels
+    assert not late.outputs
     clock.now_s = 18.5
     model.gate.release(2)
     assert isinstance(ended(late), Overloaded)

@@ -1,4 +1,4 @@
-"""Loop: the thread that owns an engine, and the door to it from every other thread."""
+"""Engine thread: the thread that owns an engine, and the way to it from every other thread."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from genserve.generation.admission_control import AdmissionControl, QueueLimits,
 from genserve.generation.engine import Engine, StepResult
 from genserve.generation.logits_model import LogitsArray
 from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.residents import Occupant
+from genserve.generation.request import Request
 from genserve.generation.token_sequence import TokenSequence
 from genserve.metrics import GenerationMetrics
 from genserve.request import Delta
 
-__all__ = ["EngineLoop", "Outbox", "Parcel", "Reservation"]
+__all__ = ["EngineThread", "Outbox", "RequestOutput", "Reservation"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 GATHER = 0.5
 GATHER_BESIDE_GENERATION = 0.1
 
-# An error is the last parcel of its sequence, as a delta with a finish reason is.
-Parcel: TypeAlias = tuple[TokenSequence, Delta | GenserveError]
+# An error is the last output of its sequence, as a delta with a finish reason is.
+RequestOutput: TypeAlias = tuple[TokenSequence, Delta | GenserveError]
 
 
 class Outbox(Protocol):
-    """Where the parcels of one step go: one call per step and outbox, not one per token."""
+    """Where the outputs of one step go: one call per step and outbox, not one per token."""
 
-    def deliver(self, parcels: Sequence[Parcel]) -> None:
-        """Take over the parcels; called on the engine's thread, must not block."""
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take over the outputs; called on the engine's thread, must not block."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
+class _Submission:
     """Token sequences that were submitted together."""
 
     arrived_s: float        # before they were prepared
@@ -52,14 +52,15 @@ class _Request:
 class _Ticket:
     """What the loop knows of a token sequence that has not ended."""
 
-    request: _Request
+    sequence: TokenSequence
+    submission: _Submission
     outbox: Outbox
-    num_slots: int          # that it counts for, of a beam search the first for all beams beyond the answers
+    num_seqs: int           # that it counts for, of a beam search the first for all beams beyond the answers
     num_tokens: int         # of its prompt; of a beam search only the first has them
 
 
 class Reservation:
-    """Places that `EngineLoop.reserve` keeps for a request while its prompts are prepared.
+    """Places that `EngineThread.reserve` keeps for a request while its prompts are prepared.
 
     A context manager; safe from any thread.
 
@@ -71,25 +72,25 @@ class Reservation:
     """
 
     def __init__(
-        self, loop: EngineLoop, count: int, *, priority: int, arrived_s: float, queued: bool
+        self, thread: EngineThread, count: int, *, priority: int, arrived_s: float, queued: bool
     ) -> None:
         self.count = count
         self.priority = priority
         self.arrived_s = arrived_s
         self.queued = queued
         self.released = False
-        self._loop = loop
+        self._thread = thread
 
     def check(self) -> None:
-        """Raise what `EngineLoop.submit` would for a loop that has ended, or a wait that was too long.
+        """Raise what `EngineThread.submit` would for a loop that has ended, or a wait that was too long.
 
         To be called when a thread is free, before it prepares the prompts.
         """
-        self._loop.check_reserved(self)
+        self._thread.check_reserved(self)
 
     def release(self) -> None:
         """Give the places back; a second call does nothing."""
-        self._loop.release(self)
+        self._thread.release(self)
 
     def __enter__(self) -> Self:
         return self
@@ -98,16 +99,16 @@ class Reservation:
         self.release()
 
 
-class EngineLoop:
+class EngineThread:
     """The thread that owns an engine.
 
     Everything public is safe from any thread; times are those of the engine's clock. Every
-    sequence that `submit` accepts ends with exactly one last parcel, and every logits request is
+    sequence that `submit` accepts ends with exactly one last output, and every logits request is
     answered exactly once, unless it is cancelled: then nothing follows.
     """
 
     def __init__(
-        self, engine: Engine, *, name: str, num_slots: int, limits: QueueLimits, metrics: GenerationMetrics
+        self, engine: Engine, *, name: str, max_num_seqs: int, limits: QueueLimits, metrics: GenerationMetrics
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -115,17 +116,18 @@ class EngineLoop:
         self._changed = threading.Condition(lock)   # the thread waits for it
         self._idle = threading.Condition(lock)
         # Guarded by the conditions.
-        self._admission = AdmissionControl(num_slots=num_slots, limits=limits, metrics=metrics)
-        self._arriving: list[tuple[TokenSequence, _Ticket] | LogitsRequest] = []
-        self._waiting: dict[TokenSequence, _Ticket] = {}    # for their first step, as they came
+        self._admission = AdmissionControl(max_num_seqs=max_num_seqs, limits=limits, metrics=metrics)
+        self._arriving: list[_Ticket] = []
+        self._arriving_logits: list[LogitsRequest] = []
+        self._waiting: dict[Request, _Ticket] = {}  # for their first step, as they came
         self._oldest_s = math.inf           # nobody in there has come before
         self._num_awaited = 1               # arrivals for which the thread is worth waking
-        self._cancelled: set[Occupant] = set()
+        self._cancelled: set[Request] = set()
         self._closing = False
         self._failure: GenserveError | None = None
         # The thread's own.
-        self._tickets: dict[TokenSequence, _Ticket] = {}
-        self._unanswered: set[LogitsRequest] = set()
+        self._tickets: dict[Request, _Ticket] = {}
+        self._unanswered: dict[Request, LogitsRequest] = {}
         self._decode_s = 0.0                # of the last decode step
         self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
@@ -138,12 +140,12 @@ class EngineLoop:
 
     @property
     def num_running(self) -> int:
-        """Token sequences and logits requests that are in a slot and have something to compute now."""
+        """Token sequences, beams and logits requests that hold blocks and have something to compute."""
         return self._engine.num_running
 
     @property
     def num_accepted(self) -> int:
-        """Token sequences and logits requests not ended, those that wait for a slot included.
+        """Token sequences and logits requests not ended, those that wait included.
 
         A beam search counts as many as it has beams.
         """
@@ -206,7 +208,7 @@ class EngineLoop:
     def submit(
         self, *sequences: TokenSequence, outbox: Outbox, reservation: Reservation | None = None
     ) -> None:
-        """Accept token sequences, all of them or none; their parcels go to `outbox`.
+        """Accept token sequences, all of them or none; their outputs go to `outbox`.
 
         Args:
             sequences: of one request.
@@ -221,27 +223,27 @@ class EngineLoop:
         Sequences of which none has had its first step within the limit end with Overloaded, too.
         """
         now_s = self._engine.clock()
-        request = _Request(arrived_s=reservation.arrived_s if reservation else now_s)
-        arrivals = [(sequence, _ticket(sequence, request, outbox)) for sequence in sequences]
-        num_slots = sum(ticket.num_slots for _, ticket in arrivals)
+        submission = _Submission(arrived_s=reservation.arrived_s if reservation else now_s)
+        tickets = [_ticket(sequence, submission, outbox) for sequence in sequences]
+        num_seqs = sum(ticket.num_seqs for ticket in tickets)
         with self._changed:
             if reservation is not None:
                 self.release(reservation)
             self._check_open()
             self._admission.check(
-                num_slots,
-                num_tokens=sum(ticket.num_tokens for _, ticket in arrivals),
+                num_seqs,
+                num_tokens=sum(ticket.num_tokens for ticket in tickets),
                 priority=sequences[0].priority,
                 now_s=now_s,
             )
-            self._admission.accept(num_slots)
-            for sequence, ticket in arrivals:
-                self._admission.wait(
-                    ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
-                )
-                self._waiting[sequence] = ticket
-            self._oldest_s = min(self._oldest_s, request.arrived_s)
-            self._arrive(arrivals)
+            self._admission.accept(num_seqs)
+            for ticket in tickets:
+                priority = ticket.sequence.priority
+                self._admission.wait(ticket.num_seqs, num_tokens=ticket.num_tokens, priority=priority)
+                self._waiting[ticket.sequence] = ticket
+            self._oldest_s = min(self._oldest_s, submission.arrived_s)
+            self._arriving += tickets
+            self._notify_arrival()
 
     def submit_logits(self, requests: Sequence[LogitsRequest]) -> None:
         """Accept logits requests, all of them or none; raises what `submit` raises.
@@ -257,7 +259,8 @@ class EngineLoop:
             self._check_open()
             self._admission.check_count(len(requests), now_s=now_s)
             self._admission.accept(len(requests))
-            self._arrive(requests)
+            self._arriving_logits += requests
+            self._notify_arrival()
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -265,18 +268,21 @@ class EngineLoop:
         if self._closing:
             raise Closed("the model is being unloaded or the server stops")
 
-    def _arrive(self, arrivals: Sequence[tuple[TokenSequence, _Ticket] | LogitsRequest]) -> None:
-        self._arriving.extend(arrivals)
-        if len(self._arriving) >= self._num_awaited:
+    @property
+    def _num_arriving(self) -> int:
+        return len(self._arriving) + len(self._arriving_logits)
+
+    def _notify_arrival(self) -> None:
+        if self._num_arriving >= self._num_awaited:
             self._changed.notify()
 
-    def cancel(self, occupant: Occupant) -> None:
+    def cancel(self, request: Request) -> None:
         """Drop a token sequence or a logits request before the next step; fine if it has ended already.
 
         With one answer of a beam search all of them leave.
         """
         with self._changed:
-            self._cancelled.add(occupant)
+            self._cancelled.add(request)
             self._changed.notify()
 
     def drain(self, *, timeout_s: float) -> None:
@@ -312,7 +318,7 @@ class EngineLoop:
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; False once the loop closes."""
         with self._changed:
-            while not (self._tickets or self._unanswered or self._arriving or self._closing):
+            while not (self._tickets or self._unanswered or self._num_arriving or self._closing):
                 self._cancelled.clear()
                 self._changed.wait()
             return not self._closing
@@ -320,21 +326,23 @@ class EngineLoop:
     def _take_arrivals(self) -> None:
         with self._changed:
             arriving, self._arriving = self._arriving, []
+            arriving_logits, self._arriving_logits = self._arriving_logits, []
             cancelled, self._cancelled = self._cancelled, set()
-        for arrival in arriving:
-            if isinstance(arrival, LogitsRequest):
-                self._unanswered.add(arrival)
-                self._engine.add(arrival)
-            else:
-                sequence, ticket = arrival
-                self._tickets[sequence] = ticket
-                self._engine.add(sequence)
-        cancelled.update(*(s.beams.answers for s in cancelled if isinstance(s, TokenSequence) and s.beams))
-        cancelled &= self._tickets.keys() | self._unanswered
+        for ticket in arriving:
+            self._tickets[ticket.sequence] = ticket
+            self._engine.add(ticket.sequence)
+        for request in arriving_logits:
+            self._unanswered[request] = request
+            self._engine.add_logits(request)
+        if cancelled:
+            self._drop({answer for request in cancelled for answer in request.answers})
+
+    def _drop(self, cancelled: set[Request]) -> None:
+        cancelled &= self._tickets.keys() | self._unanswered.keys()
         self._engine.remove(cancelled)
-        for occupant in cancelled:
+        for request in cancelled:
             self._metrics.request_cancelled()
-            self._end(occupant)
+            self._end(request)
 
     def _gather(self) -> None:
         """Wait a little for the loops that have always come back at once, so that they share the step.
@@ -344,7 +352,7 @@ class EngineLoop:
         """
         if not (self._tickets or self._unanswered):
             return
-        share = GATHER_BESIDE_GENERATION if self._engine.num_generating else GATHER
+        share = GATHER_BESIDE_GENERATION if self._tickets else GATHER
         while not self._closing:
             awaited, seconds = self._engine.expected_back(within_s=share * self._decode_s)
             if not awaited:
@@ -357,7 +365,7 @@ class EngineLoop:
         with self._changed:
             self._num_awaited = num_awaited
             self._changed.wait_for(
-                lambda: len(self._arriving) >= num_awaited or self._cancelled or self._closing, seconds
+                lambda: self._num_arriving >= num_awaited or self._cancelled or self._closing, seconds
             )
             self._num_awaited = 1
 
@@ -370,7 +378,7 @@ class EngineLoop:
         )
 
     def _step(self) -> bool:
-        """Run a step; False if there is work, and all slots are held by loops that are away."""
+        """Run a step; False if there is work, and all places are kept for loops that are away."""
         started_s = time.monotonic()
         result = self._engine.step()
         if result is None:
@@ -387,38 +395,36 @@ class EngineLoop:
             preempted=result.num_preempted,
         )
         self._metrics.speculated(drafted=result.num_drafted, accepted=result.num_accepted)
-        self._hand_over(self._parcels(result), now_s=now_s)
+        self._hand_over(self._outputs(result), now_s=now_s)
         for request, logits in result.answered:
             self._answer(request, logits)
-        for occupant, error in result.failed.items():
-            if isinstance(occupant, LogitsRequest):
-                self._answer(occupant, error)
+        for failed, error in result.failed.items():
+            if failed in self._unanswered:
+                self._answer(self._unanswered[failed], error)
         return True
 
     def _note_begun(self, result: StepResult, *, seconds: float, now_s: float) -> None:
         """Note what had its first step; begun are also logits requests, and those that come back."""
         with self._changed:
-            starting = [s for s in result.begun if isinstance(s, TokenSequence) and s in self._waiting]
+            starting = [self._waiting[request] for request in result.begun if request in self._waiting]
             self._admission.note_step(
                 seconds,
-                num_begun=sum(self._waiting[sequence].num_slots for sequence in starting),
+                num_begun=sum(ticket.num_seqs for ticket in starting),
                 full=result.full,
                 num_waiting=self._engine.num_waiting,
                 now_s=now_s,
             )
-            for sequence in starting:
-                request = self._waiting[sequence].request
-                request.begun = True
-                self._metrics.queued(max(0.0, now_s - seconds - request.arrived_s))
-                self._leave_queue(sequence)
+            for ticket in starting:
+                ticket.submission.begun = True
+                self._metrics.queued(max(0.0, now_s - seconds - ticket.submission.arrived_s))
+                self._leave_queue(ticket.sequence)
 
-    def _leave_queue(self, sequence: TokenSequence) -> None:
+    def _leave_queue(self, request: Request) -> None:
         """Take a sequence out of those that wait for their first step, if it does."""
-        ticket = self._waiting.pop(sequence, None)
+        ticket = self._waiting.pop(request, None)
         if ticket is not None:
-            self._admission.begin(
-                ticket.num_slots, num_tokens=ticket.num_tokens, priority=sequence.priority
-            )
+            priority = ticket.sequence.priority
+            self._admission.begin(ticket.num_seqs, num_tokens=ticket.num_tokens, priority=priority)
 
     def _refuse_overdue(self) -> None:
         """End the requests that have waited too long, and did not begin with this step either."""
@@ -426,20 +432,20 @@ class EngineLoop:
         now_s = self._engine.clock()
         if limit_s is None or now_s - self._oldest_s <= limit_s:
             return
-        overdue: list[Parcel] = []
-        refused: dict[int, Overloaded] = {}     # by request
+        overdue: list[RequestOutput] = []
+        refused: dict[int, Overloaded] = {}     # by submission
         with self._changed:
             self._oldest_s = math.inf
-            for sequence, ticket in self._waiting.items():
-                request = ticket.request
-                if request.begun:
+            for ticket in self._waiting.values():
+                submission, sequence = ticket.submission, ticket.sequence
+                if submission.begun:
                     continue
-                if now_s - request.arrived_s <= limit_s or sequence not in self._tickets:   # came meanwhile
-                    self._oldest_s = min(self._oldest_s, request.arrived_s)
+                if now_s - submission.arrived_s <= limit_s or sequence not in self._tickets:  # came meanwhile
+                    self._oldest_s = min(self._oldest_s, submission.arrived_s)
                     continue
-                if id(request) not in refused:
-                    refused[id(request)] = self._overdue(limit_s, now_s=now_s)
-                overdue.append((sequence, refused[id(request)]))
+                if id(submission) not in refused:
+                    refused[id(submission)] = self._overdue(limit_s, now_s=now_s)
+                overdue.append((sequence, refused[id(submission)]))
         if overdue:
             self._engine.remove(sequence for sequence, _ in overdue)
             self._hand_over(overdue, now_s=now_s)
@@ -452,17 +458,21 @@ class EngineLoop:
             now_s=now_s,
         )
 
-    def _parcels(self, result: StepResult) -> list[Parcel]:
-        parcels: list[Parcel] = [(s, e) for s, e in result.failed.items() if isinstance(s, TokenSequence)]
+    def _outputs(self, result: StepResult) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = [
+            (self._tickets[request].sequence, error)
+            for request, error in result.failed.items()
+            if request in self._tickets
+        ]
         for sequence in result.advanced:
             delta = sequence.take_delta()
             if delta is not None:
-                parcels.append((sequence, delta))
-        return parcels
+                outputs.append((sequence, delta))
+        return outputs
 
-    def _hand_over(self, parcels: Sequence[Parcel], *, now_s: float) -> None:
-        batches: defaultdict[Outbox, list[Parcel]] = defaultdict(list)
-        for sequence, content in parcels:
+    def _hand_over(self, outputs: Sequence[RequestOutput], *, now_s: float) -> None:
+        batches: defaultdict[Outbox, list[RequestOutput]] = defaultdict(list)
+        for sequence, content in outputs:
             ticket = self._tickets[sequence]
             batches[ticket.outbox].append((sequence, content))
             self._note(sequence, content, ticket, now_s=now_s)
@@ -485,12 +495,12 @@ class EngineLoop:
         if sequence.first_token_s is None and content.token_ids:
             sequence.first_token_s = now_s
             self._metrics.first_token(
-                seconds=now_s - ticket.request.arrived_s,
+                seconds=now_s - ticket.submission.arrived_s,
                 prompt_tokens=sequence.num_prompt_tokens,
                 cached_tokens=sequence.num_cached_tokens,
             )
         if content.finish_reason is not None:
-            seconds, num_tokens = now_s - ticket.request.arrived_s, sequence.num_new_tokens
+            seconds, num_tokens = now_s - ticket.submission.arrived_s, sequence.num_new_tokens
             logger.debug("finished: %s, %d tokens in %.3f s", content.finish_reason, num_tokens, seconds)
             self._metrics.request_finished(
                 content.finish_reason,
@@ -509,15 +519,13 @@ class EngineLoop:
         except Exception:
             logger.exception("the receiver of logits failed")
 
-    def _end(self, occupant: Occupant) -> None:
-        num_slots = 1
+    def _end(self, request: Request) -> None:
+        num_seqs = 1
         with self._idle:
-            if isinstance(occupant, LogitsRequest):
-                self._unanswered.remove(occupant)
-            elif isinstance(occupant, TokenSequence):
-                num_slots = self._tickets.pop(occupant).num_slots
-                self._leave_queue(occupant)
-            self._admission.leave(num_slots)
+            if self._unanswered.pop(request, None) is None:
+                num_seqs = self._tickets.pop(request).num_seqs
+                self._leave_queue(request)
+            self._admission.leave(num_seqs)
             if not self._admission.num_accepted:
                 self._idle.notify_all()
 
@@ -525,21 +533,19 @@ class EngineLoop:
         self._take_arrivals()
         self._engine.remove([*self._tickets, *self._unanswered])
         self._report_occupancy()
-        self._hand_over([(sequence, error) for sequence in self._tickets], now_s=self._engine.clock())
-        for request in tuple(self._unanswered):
+        outputs = [(ticket.sequence, error) for ticket in self._tickets.values()]
+        self._hand_over(outputs, now_s=self._engine.clock())
+        for request in tuple(self._unanswered.values()):
             self._answer(request, error)
 
 
-def _ticket(sequence: TokenSequence, request: _Request, outbox: Outbox) -> _Ticket:
-    num_slots, num_tokens = 1, sequence.num_prompt_tokens
+def _ticket(sequence: TokenSequence, submission: _Submission, outbox: Outbox) -> _Ticket:
+    num_seqs, num_tokens = 1, sequence.num_prompt_tokens
     if sequence.beams is not None:
         # The beams share one prompt, and there may be more of them than answers.
         first = sequence is sequence.beams.answers[0]
-        num_slots = len(sequence.beams.beams) - len(sequence.beams.answers) + 1 if first else 1
+        num_seqs = len(sequence.beams.beams) - len(sequence.beams.answers) + 1 if first else 1
         num_tokens = num_tokens if first else 0
     return _Ticket(
-        request=request,
-        outbox=outbox,
-        num_slots=num_slots,
-        num_tokens=num_tokens,
+        sequence=sequence, submission=submission, outbox=outbox, num_seqs=num_seqs, num_tokens=num_tokens
     )

@@ -1,0 +1,115 @@
+"""Model runner: turns what is scheduled into the arrays of a forward, and runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from genserve.generation.kv_cache_manager import BlockTable, KVCacheManager
+from genserve.generation.logits_model import ForwardBatch, LogitsArray, LogitsModel, TokenArray
+from genserve.generation.scheduler import SchedulerOutput
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Runs steps in arrays that stay where they are. Belongs to the engine's thread.
+
+    A row of the block table is written where its request or its blocks have changed since the last step.
+    """
+
+    def __init__(
+        self, model: LogitsModel, kv_cache_manager: KVCacheManager, *, max_num_batched_tokens: int
+    ) -> None:
+        """Take the arrays.
+
+        Args:
+            model: computes the logits.
+            kv_cache_manager: says which blocks a request has.
+            max_num_batched_tokens: of a step.
+        """
+        self._model = model
+        self._kv = kv_cache_manager
+        num_seqs = model.max_num_seqs
+        self._token_ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._positions = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._starts = np.zeros(num_seqs + 1, dtype=np.int32)
+        self._num_computed = np.zeros(num_seqs, dtype=np.int32)
+        self._block_table = np.zeros((num_seqs, -(-model.max_length // model.block_size)), dtype=np.int32)
+        self._counting = np.arange(max_num_batched_tokens + 1, dtype=np.int64)
+        # Of the rows of the block table: whose they are, and how much of that was written.
+        self._tables: list[BlockTable | None] = [None] * num_seqs
+        self._num_written = [(0, 0)] * num_seqs
+
+    def run(self, output: SchedulerOutput) -> tuple[LogitsArray, Sequence[int]]:
+        """Run a step.
+
+        Returns:
+            The logits, and for each request how many of their rows are its own, in this order. Where nobody
+            wants any there is one row, which is nobody's.
+        """
+        if self._kv.copies:
+            self._model.copy_blocks(self._kv.copies)
+            self._kv.copies.clear()
+        num_seqs = len(output.requests)
+        self._write_block_table(output)
+        self._num_computed[:num_seqs] = [request.num_computed_tokens for request in output.requests]
+        if num_seqs == output.num_decodes and not output.num_drafted:
+            return self._model.forward(self._decodes(output)), (1,) * num_seqs
+        batch, num_rows = self._mixed(output)
+        return self._model.forward(batch), num_rows
+
+    def _write_block_table(self, output: SchedulerOutput) -> None:
+        for row, request in enumerate(output.requests):
+            table = self._kv.table(request)
+            num_rewrites, num_blocks = self._num_written[row]
+            if self._tables[row] is not table or num_rewrites != table.num_rewrites:
+                self._tables[row], num_blocks = table, 0
+            elif num_blocks == len(table.block_ids):
+                continue
+            self._block_table[row, num_blocks : len(table.block_ids)] = table.block_ids[num_blocks:]
+            self._num_written[row] = (table.num_rewrites, len(table.block_ids))
+
+    def _decodes(self, output: SchedulerOutput) -> ForwardBatch:
+        """Return the forward of a step in which each request has one token."""
+        num_seqs = len(output.requests)
+        self._token_ids[:num_seqs] = [request.token_ids[-1] for request in output.requests]
+        self._positions[:num_seqs] = self._num_computed[:num_seqs]
+        self._starts[: num_seqs + 1] = self._counting[: num_seqs + 1]
+        return self._batch(num_seqs, num_seqs, self._counting[:num_seqs])
+
+    def _mixed(self, output: SchedulerOutput) -> tuple[ForwardBatch, list[int]]:
+        """Return the forward of any other step, and how many rows of logits each request gets."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        starts = [0]
+        rows: list[int] = []
+        num_rows: list[int] = []
+        steps = zip(output.requests, output.num_tokens, output.drafts, strict=True)
+        for request, num_tokens, draft in steps:
+            first = request.num_computed_tokens
+            token_ids += request.token_ids[first : first + num_tokens]
+            token_ids += draft
+            end = first + num_tokens + len(draft)
+            positions += range(first, end)
+            wanted = range(max(first, request.first_logits), end)
+            rows += range(len(token_ids) - len(wanted), len(token_ids))
+            num_rows.append(len(wanted))
+            starts.append(len(token_ids))
+        num_seqs, num_tokens = len(num_rows), len(token_ids)
+        self._token_ids[:num_tokens] = token_ids
+        self._positions[:num_tokens] = positions
+        self._starts[: num_seqs + 1] = starts
+        indices = np.array(rows or [num_tokens - 1], dtype=np.int64)
+        return self._batch(num_tokens, num_seqs, indices), num_rows
+
+    def _batch(self, num_tokens: int, num_seqs: int, logits_indices: TokenArray) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=self._token_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            query_start_loc=self._starts[: num_seqs + 1],
+            num_computed_tokens=self._num_computed[:num_seqs],
+            block_table=self._block_table[:num_seqs],
+            logits_indices=logits_indices,
+        )

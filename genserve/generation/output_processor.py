@@ -1,0 +1,232 @@
+"""Output processor: what becomes of the logits of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
+from genserve.generation.beam import Beam
+from genserve.generation.beam_search import BeamSearch
+from genserve.generation.decoding_loops import DecodingLoops
+from genserve.generation.kv_cache_manager import KVCacheManager
+from genserve.generation.logits_model import LogitsArray, on_host
+from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.pick import RowPicker, pick
+from genserve.generation.request import Request
+from genserve.generation.sampler import select_rows
+from genserve.generation.scheduler import SchedulerOutput
+from genserve.generation.speculation import Speculation
+from genserve.generation.token_sequence import TokenSequence, Want
+
+__all__ = ["OutputProcessor", "Outputs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What a step has brought.
+
+    Attributes:
+        generated: sequences that have got a token, or ended.
+        answered: requests for logits and their rows, each the receiver's own.
+        failed: why these cannot go on.
+        num_accepted: of the drafted tokens.
+    """
+
+    generated: dict[TokenSequence, None] = field(default_factory=dict)
+    answered: list[tuple[LogitsRequest, LogitsArray]] = field(default_factory=list)
+    failed: dict[Request, GenserveError] = field(default_factory=dict)
+    num_accepted: int = 0
+
+
+class OutputProcessor:
+    """Gives each request of which all tokens are computed its token or its row; a `LogitsTaker`.
+
+    Belongs to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        loops: DecodingLoops,
+        *,
+        picker: RowPicker,
+        speculation: Speculation | None,
+    ) -> None:
+        """Take what the engine is made of; see `Engine`."""
+        self._kv = kv_cache_manager
+        self._loops = loops
+        self._picker = picker
+        self._speculation = speculation
+        # Of the rows that are given now.
+        self._outputs = Outputs()
+        self._generating: list[tuple[TokenSequence, int]] = []
+        self._answering: list[tuple[LogitsRequest, int]] = []
+        self._searching: dict[BeamSearch, dict[Beam, int]] = {}
+
+    def process(self, output: SchedulerOutput, logits: LogitsArray, num_rows: Sequence[int]) -> Outputs:
+        """Count what a step has computed, and go on with all requests that have nothing left to compute.
+
+        Args:
+            output: what was run.
+            logits: [R, V] float32; overwritten.
+            num_rows: how many of these each request has.
+        """
+        self._outputs = Outputs()
+        ready: list[tuple[Request, int]] = []
+        drafted: list[tuple[Request, int, Sequence[int]]] = []
+        end = 0
+        steps = zip(output.requests, output.num_tokens, output.drafts, num_rows, strict=True)
+        for request, num_tokens, draft, count in steps:
+            end += count
+            request.num_computed_tokens += num_tokens
+            if count > 1 + len(draft) or (count and request.num_pending):
+                _score(request, logits, range(end - count, end))
+            if not request.num_pending:
+                row = end - 1 - len(draft)
+                ready.append((request, row))
+                if draft:
+                    drafted.append((request, row, draft))
+        self._give(logits, ready)
+        if drafted:
+            self._follow(logits, drafted)
+        for request in output.requests:
+            self._kv.cache_blocks(request)
+        return self._outputs
+
+    def generate(self, sequence: TokenSequence, row: int) -> None:
+        """See `LogitsTaker`."""
+        self._generating.append((sequence, row))
+
+    def answer(self, request: LogitsRequest, row: int) -> None:
+        """See `LogitsTaker`."""
+        self._answering.append((request, row))
+
+    def search(self, beam: Beam, row: int) -> None:
+        """See `LogitsTaker`."""
+        self._searching.setdefault(beam.search, {})[beam] = row
+
+    def _give(self, logits: LogitsArray, ready: Sequence[tuple[Request, int]]) -> None:
+        """Give each of these requests the row behind its last token."""
+        for request, row in ready:
+            request.take_logits(self, row)
+        if self._answering:
+            # To index with a list is to copy, for numpy and for torch: the buffer is the next step's.
+            rows = logits[[row for _, row in self._answering]]
+            self._outputs.answered += [(r, row) for (r, _), row in zip(self._answering, rows, strict=True)]
+            self._answering.clear()
+        if self._generating:
+            self._generate(logits, self._generating)
+            self._generating.clear()
+        for search, row_of in self._searching.items():
+            self._search(search, logits[[row_of[beam] for beam in search.beams if beam in row_of]])
+        self._searching.clear()
+
+    def _follow(self, logits: LogitsArray, drafted: list[tuple[Request, int, Sequence[int]]]) -> None:
+        """Go on with each sequence as long as its tokens are those that were drafted."""
+        assert self._speculation is not None
+        num_accepted = {request: 0 for request, *_ in drafted}
+        following = drafted
+        for place in range(max(len(draft) for *_, draft in drafted)):
+            following = [
+                (request, row, draft)
+                for request, row, draft in following
+                if place < len(draft)
+                and request.num_pending
+                and request.token_ids[request.num_computed_tokens] == draft[place]
+                and request not in self._outputs.failed
+            ]
+            for request, *_ in following:
+                request.num_computed_tokens += 1
+                num_accepted[request] += 1
+            self._give(logits, [(r, row + place + 1) for r, row, _ in following if not r.num_pending])
+        for request, _, draft in drafted:
+            self._speculation.note_outcome(
+                request, num_drafted=len(draft), num_accepted=num_accepted[request]
+            )
+        self._outputs.num_accepted = sum(num_accepted.values())
+
+    def _generate(self, logits: LogitsArray, generating: Sequence[tuple[TokenSequence, int]]) -> None:
+        """Run each decoding loop on with what it waits for."""
+        generated, failed = self._outputs.generated, self._outputs.failed
+        sampling: list[TokenSequence] = []
+        rows: list[int] = []
+        for sequence, row in generating:
+            generated[sequence] = None
+            try:
+                want = self._loops.want(sequence)
+                if sequence.num_pending:
+                    continue  # it began with tokens of its own: these logits are not what it waits for
+                if want is Want.SAMPLE:
+                    sampling.append(sequence)
+                    rows.append(row)
+                elif want is Want.LOGITS:
+                    self._loops.resume(sequence, logits[row])
+            except GenserveError as error:
+                failed[sequence] = error
+        if sampling:
+            self._sample(select_rows(logits, rows), sampling)
+
+    def _sample(self, logits: LogitsArray, sequences: Sequence[TokenSequence]) -> None:
+        failed = self._outputs.failed
+        try:
+            picks = pick(logits, sequences, picker=self._picker)
+        except Exception:
+            logger.exception("sampling failed")
+            failure = ModelFailed("sampling failed", remedy=SEE_LOG)
+            failed.update(dict.fromkeys(sequences, failure))
+            return
+        for sequence, picked in zip(sequences, picks, strict=True):
+            if not picked.finite:
+                failed[sequence] = _not_finite(sequence)
+                continue
+            sequence.take_logprob(picked.logprob)
+            sequence.take_surprise(picked.surprise_bits)
+            try:
+                self._loops.resume(sequence, picked.token_id)
+            except GenserveError as error:
+                failed[sequence] = error
+
+    def _search(self, search: BeamSearch, rows: LogitsArray) -> None:
+        """Move a beam search by one token."""
+        beams, failed = tuple(search.beams), self._outputs.failed
+        try:
+            reorder = search.step(on_host(rows))
+        except Exception:
+            logger.exception("beam search failed")
+            failed.update(dict.fromkeys(search.answers, ModelFailed("beam search failed", remedy=SEE_LOG)))
+            reorder = None
+        else:
+            if reorder is None:
+                failed.update(dict.fromkeys(search.answers, _not_finite(search.answers[0])))
+        for copy in reorder.copies if reorder else ():
+            self._kv.fork(copy.source, copy.target)
+        for beam in reorder.leaving if reorder else beams:
+            self._kv.free(beam)
+        if reorder is not None:
+            self._outputs.generated |= dict.fromkeys(search.answers)
+
+
+def _score(request: Request, logits: LogitsArray, rows: range) -> None:
+    """Give a request the logits behind its last computed tokens, one after the other."""
+    request.num_computed_tokens -= len(rows)
+    for row in rows:
+        request.num_computed_tokens += 1
+        request.score(logits, row)
+
+
+def _not_finite(sequence: TokenSequence) -> GenserveError:
+    if sequence.plugins.failure is not None:
+        return sequence.plugins.failure
+    if sequence.grammar is not None and (failure := sequence.grammar.failure):
+        message = f"structured_outputs became too much to follow: {failure}"
+        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler form")
+    if sequence.logit_rules is None and sequence.grammar is None:
+        return ModelFailed("the model's logits are not finite")
+    return ModelFailed(
+        "the model's logits are not finite, or what the request forbids leaves no token",
+        remedy="forbid less: allowed_token_ids, suppress_tokens, bad_words, min_tokens, no_repeat_ngram_size",
+    )

@@ -1,0 +1,315 @@
+"""Scheduler: which tokens the next forward computes, of which requests.
+
+A step is one forward over a budget of tokens: first one token of each request that generates, with drafted
+ones where they pay, then prompts, whole or in chunks. Beside requests that generate, the prompts' part is
+bounded so that a step takes about twice as long as without them: a prompt slows the others down and never
+stops them. Of several prompts the shortest goes first, and the longest always gets a share.
+
+When blocks run out, the youngest request of the lowest priority waits again. What it has computed stays
+cached as long as nobody needs its blocks; what is lost is computed again, in chunks as a prompt is.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from genserve.generation.kv_cache_manager import KVCacheManager
+from genserve.generation.request import Request
+from genserve.generation.speculation import Speculation
+from genserve.generation.step_times import StepTimes
+
+__all__ = ["Scheduler", "SchedulerOutput"]
+
+_PROMPT_SHARE = 0.9         # of the tokens that double a step
+_LEAST_PROMPT_TOKENS = 8    # of a step beside requests that generate
+_LONGEST_SHARE = 4          # the longest prompt gets one token in so many
+_NUM_UNFINISHED = 2         # prompts that a step leaves unfinished, if more of them can begin
+_NUM_SCORED_ROWS = 64       # rows of logits of a step that prompts want for their own sake
+_DRAFT_MARGIN = 1.25        # a draft must be worth more than it takes by so much
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What a step computes; three lists of the same length, one token of each first.
+
+    Attributes:
+        requests: whose tokens are computed.
+        num_tokens: so many of each, behind those that are computed already.
+        drafts: tokens to be computed behind these that are not known to come.
+        num_decodes: how many of the requests have a single token.
+        num_prompt_tokens: of all that have more.
+        num_drafted: of all drafts.
+        begun: requests that left the queue.
+        num_preempted: so many had to go back there.
+        full: the first that waits found no place in the forward, or too few blocks.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    drafts: list[Sequence[int]] = field(default_factory=list)
+    num_decodes: int = 0
+    num_prompt_tokens: int = 0
+    num_drafted: int = 0
+    begun: list[Request] = field(default_factory=list)
+    num_preempted: int = 0
+    full: bool = False
+
+    def add(self, request: Request, num_tokens: int, draft: Sequence[int] = ()) -> None:
+        """Compute so many more tokens of a request."""
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.drafts.append(draft)
+
+
+class Scheduler:
+    """Keeps the requests that wait and those that run. Belongs to the engine's thread.
+
+    Both are leads, in the order of priority, and of equals first come, first served.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int = 512,
+        speculation: Speculation | None = None,
+    ) -> None:
+        """Begin with no request.
+
+        Args:
+            kv_cache_manager: has the blocks.
+            max_num_seqs: sequences of a forward.
+            max_num_batched_tokens: tokens of a forward; one for each sequence is always allowed.
+            speculation: drafts tokens; None: none are.
+        """
+        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
+        self._kv = kv_cache_manager
+        self._max_num_seqs = max_num_seqs
+        self._speculation = speculation
+        self._times = StepTimes()
+        self._arrivals = count()
+        self._places: dict[Request, tuple[int, int]] = {}   # priority and number of arrival
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Leads that wait for blocks and a place in the forward."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Leads that have both."""
+        return self._running
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return sum(len(lead.group) for lead in self._running)
+
+    def add(self, lead: Request, *, arrival: int | None = None) -> None:
+        """Put a request into the queue; where one with such a number stood, or at the end of its priority."""
+        self._places[lead] = (lead.priority, next(self._arrivals) if arrival is None else arrival)
+        insort(self._waiting, lead, key=self._places.__getitem__)
+
+    def arrival(self, lead: Request) -> int:
+        """Return the number that a request has in the queue."""
+        return self._places[lead][1]
+
+    def remove(self, lead: Request) -> None:
+        """Drop a request, wherever it is; fine if it is not there."""
+        if self._places.pop(lead, None) is None:
+            return
+        if lead in self._running:
+            self._running.remove(lead)
+        else:
+            self._waiting.remove(lead)
+        for request in (*lead.group, lead):
+            self._kv.free(request)
+
+    def note_step(self, output: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a step took."""
+        self._times.note(
+            num_decodes=output.num_decodes,
+            num_more=output.num_prompt_tokens + output.num_drafted,
+            seconds=seconds,
+        )
+
+    def schedule(self, *, num_held: int = 0) -> SchedulerOutput | None:
+        """Choose the tokens of the next forward, and give them blocks; None: nothing can be computed.
+
+        Args:
+            num_held: places of the forward that are kept free.
+        """
+        output = SchedulerOutput()
+        self._give_blocks(output)
+        prompts = self._schedule_decodes(output)
+        budget = self._prompt_budget(output)
+        if self._waiting and not output.num_preempted:
+            self._admit(output, prompts, budget=budget, num_held=num_held)
+        if prompts:
+            self._schedule_prompts(output, prompts, budget=budget)
+        return output if output.requests else None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the queue and the blocks disagree; for tests."""
+        assert sorted(self._waiting, key=self._places.__getitem__) == self._waiting
+        assert sorted(self._running, key=self._places.__getitem__) == self._running
+        assert {*self._waiting, *self._running} == self._places.keys(), "a request was lost"
+        assert len(self._places) == len(self._waiting) + len(self._running), "a request waits and runs"
+        assert sum(lead.num_seqs for lead in self._running) <= self._max_num_seqs, "too many run"
+        for lead in self._running:
+            assert all(request.num_pending >= 1 for request in lead.group), "one has nothing to compute"
+        self._kv.check_integrity()
+
+    def _give_blocks(self, output: SchedulerOutput) -> None:
+        """Give those that run the blocks for all tokens that they have, at the expense of the last ones."""
+        place = 0
+        while place < len(self._running):
+            lead = self._running[place]
+            for request in lead.group:
+                while not self._kv.extend(request, request.num_pending):
+                    last = self._running[-1]
+                    self._preempt(last, output)
+                    if last is lead:
+                        return
+            place += 1
+
+    def _preempt(self, lead: Request, output: SchedulerOutput) -> None:
+        self._running.remove(lead)
+        for request in lead.group:
+            self._kv.free(request)
+            request.preempt()
+        insort(self._waiting, lead, key=self._places.__getitem__)
+        output.num_preempted += 1
+
+    def _schedule_decodes(self, output: SchedulerOutput) -> list[Request]:
+        """Schedule those of which one token is to be computed; returns the others."""
+        prompts: list[Request] = []
+        for lead in self._running:
+            group = lead.group
+            if any(request.num_pending > 1 for request in group):
+                prompts.append(lead)
+                continue
+            for request in group:
+                output.add(request, 1)
+        output.num_decodes = len(output.requests)
+        if self._speculation is not None and output.requests:
+            self._add_drafts(output, self._speculation)
+        return prompts
+
+    def _add_drafts(self, output: SchedulerOutput, speculation: Speculation) -> None:
+        """Draft tokens where the chance that they are right is worth what they take of the step."""
+        num_decodes = output.num_decodes
+        least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_tokens(num_decodes)
+        left = self.max_num_batched_tokens - num_decodes
+        for place, request in enumerate(output.requests):
+            draft = request.draft(speculation, max_tokens=left, least_chance=least_chance)
+            if draft and self._kv.extend(request, 1 + len(draft)):
+                output.drafts[place] = draft
+                left -= len(draft)
+        output.num_drafted = self.max_num_batched_tokens - num_decodes - left
+
+    def _prompt_budget(self, output: SchedulerOutput) -> int:
+        """Return how many tokens of prompts the step may have."""
+        left = self.max_num_batched_tokens - output.num_decodes - output.num_drafted
+        if not output.num_decodes:
+            return left
+        beside = int(_PROMPT_SHARE * self._times.doubling_tokens(output.num_decodes)) - output.num_drafted
+        return min(left, max(beside, _LEAST_PROMPT_TOKENS))
+
+    def _admit(
+        self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_held: int
+    ) -> None:
+        """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.
+
+        One that begins with a block that another is about to compute waits for that; a long prompt waits
+        where the step has two that it does not finish, and shorter ones of its priority do not wait for it.
+        """
+        num_places = self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running)
+        lengths = sorted(map(_num_pending, prompts))
+        computing = {self._kv.next_key(request) for lead in prompts for request in lead.group} - {None}
+        lowest = None
+        for lead in list(islice(self._waiting, self._max_num_seqs)):
+            if lowest is not None and lead.priority > lowest:
+                return
+            if lead.num_seqs > num_places or not self._kv.num_free_blocks:
+                output.full = True
+                return
+            key = self._kv.next_key(lead)
+            if key in computing:
+                continue
+            length = sum(len(r.token_ids) - self._kv.num_cached_tokens(r) for r in lead.group)
+            insort(lengths, length)
+            if _num_unfinished(lengths, budget) > _NUM_UNFINISHED:
+                lengths.remove(length)
+                lowest = lead.priority
+                continue
+            if not self._begin(lead):
+                output.full = True
+                return
+            num_places -= lead.num_seqs
+            self._waiting.remove(lead)
+            insort(self._running, lead, key=self._places.__getitem__)
+            output.begun.append(lead)
+            prompts.append(lead)
+            if key is not None:
+                computing.add(key)
+
+    def _begin(self, lead: Request) -> bool:
+        """Give a group its blocks, beside one more for each that runs; False if there are too few."""
+        group = lead.group
+        for place, request in enumerate(group):
+            if not self._kv.begin(request, num_spare=len(self._running)):
+                for begun in group[:place]:
+                    self._kv.free(begun)
+                    begun.num_computed_tokens = 0
+                return False
+            if not request.num_preemptions:
+                request.num_cached_tokens = request.num_computed_tokens
+        return True
+
+    def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request], *, budget: int) -> None:
+        """Divide the budget among those of which several tokens are to be computed."""
+        prompts.sort(key=_num_pending)
+        num_rows = _NUM_SCORED_ROWS
+        for lead, num_tokens in zip(prompts, _divided(list(map(_num_pending, prompts)), budget), strict=True):
+            group = lead.group
+            at_once = num_tokens >= _num_pending(lead)
+            for request in group:
+                # The last tokens of a group are computed in one step, since their logits are for one.
+                pending = request.num_pending if at_once or len(group) == 1 else request.num_pending - 1
+                num_chunk = min(pending, num_tokens)
+                if request.first_logits < len(request.token_ids) - 1:
+                    num_silent = max(0, request.first_logits - request.num_computed_tokens)
+                    num_chunk = min(num_chunk, num_silent + num_rows)
+                    num_rows -= max(0, num_chunk - num_silent)
+                if num_chunk:
+                    output.add(request, num_chunk)
+                    output.num_prompt_tokens += num_chunk
+                    num_tokens -= num_chunk
+
+
+def _num_pending(lead: Request) -> int:
+    return sum(request.num_pending for request in lead.group)
+
+
+def _divided(lengths: Sequence[int], budget: int) -> list[int]:
+    """Return how many tokens each prompt gets, the shortest first; the longest is last and gets its share."""
+    kept = min(lengths[-1], budget // _LONGEST_SHARE)
+    left = budget - kept
+    parts: list[int] = []
+    for length in lengths[:-1]:
+        parts.append(min(length, left))
+        left -= parts[-1]
+    return [*parts, min(lengths[-1], left + kept)]
+
+
+def _num_unfinished(lengths: Sequence[int], budget: int) -> int:
+    """Return how many prompts would not be finished by a step with such a budget."""
+    parts = _divided(lengths, budget)
+    return sum(part < length for part, length in zip(parts, lengths, strict=True))
