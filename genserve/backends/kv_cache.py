@@ -53,8 +53,8 @@ def token_bytes(shapes: TokenShapes) -> int:
 def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return zeros whose memory is taken page by page as they are touched.
 
-    numpy's own allocation asks for huge pages. Every layer's keys and values then take 2 MiB at least: 120 MiB
-    for the first token of 30 layers.
+    numpy's own allocation asks for huge pages. Every layer's keys and values then take 2 MiB at least: 120
+    MiB for the first token of 30 layers.
 
     Raises:
         OSError, OverflowError: there is not so much address space.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genserve.backends.cached_logits import CachedLogits, resolve_max_length
 from genserve.backends.kv_cache import TokenShapes
@@ -39,9 +40,11 @@ _INPUTS = (
     "logits_indices",
     "attention_metadata",
 )
+_OPERATORS = "1"    # the version of `genserve.kernels` that graphs are written for, and its layouts
 _MAKE_IT = "make it with `genserve export`"
 _EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
+_CPU = "CPUExecutionProvider"
 _MARK = 3   # no key or value is this in all of its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
@@ -83,12 +86,13 @@ class OnnxLogits(CachedLogits):
         self._memory = memory or HostMemory()
         self._session = _open(path, num_threads=num_threads, providers=self._memory.providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        max_length = check_logits_graph(self._session, path, max_length=max_length)
         super().__init__(
             self._memory,
             _token_shapes(self._session, path),
             path=path,
             max_num_seqs=max_num_seqs,
-            max_length=check_logits_graph(self._session, path, max_length=max_length),
+            max_length=max_length,
             kv_cache_bytes=kv_cache_bytes,
         )
         [logits] = [output for output in self._session.get_outputs() if output.name == "logits"]
@@ -104,7 +108,7 @@ class OnnxLogits(CachedLogits):
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """See `LogitsModel.forward`."""
-        inputs = {
+        inputs: dict[str, NDArray[Any]] = {
             "input_ids": batch.token_ids,
             "position_ids": batch.positions,
             "cumulative_sequence_length": batch.query_start_loc,
@@ -183,7 +187,12 @@ def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> i
             "genserve has exported it, or another program",
             remedy=_EXPORT_AGAIN,
         )
-    text = session.get_modelmeta().custom_metadata_map.get("genserve.context_length", "")
+    metadata = session.get_modelmeta().custom_metadata_map
+    if metadata.get("genserve.operators") != _OPERATORS:
+        raise RepositoryError(
+            f"{path} is written for other operators than this genserve has", remedy=_EXPORT_AGAIN
+        )
+    text = metadata.get("genserve.context_length", "")
     if not text.isdecimal():
         raise RepositoryError(f"{path} does not say its context length", remedy=_MAKE_IT)
     return resolve_max_length(max_length, context_length=int(text), path=path)
@@ -231,7 +240,7 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads or num_cores()
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    if providers[0].name == "CPUExecutionProvider":
+    if providers[0].name == _CPU:
         register_kernels(options)
     preload_cuda(providers)
     try:
@@ -239,12 +248,29 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
             str(path), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
-        raise RepositoryError(
+        raise _refusal(path, providers[0], str(error)) or RepositoryError(
             f"{path} cannot be loaded: {runtime_message(error)}", remedy=_EXPORT_AGAIN
         ) from error
     if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
-        raise RepositoryError(
-            f"{path}: {providers[0].name} does not start: libraries are missing or do not fit the driver",
-            remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
-        )
+        raise _not_started(path, providers[0])
     return session
+
+
+def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
+    """Return what a failure to load a graph on a GPU means, if that is known."""
+    if provider.name == _CPU:
+        return None
+    if "genserve:" in message:  # in front of the name of an operator that is not registered
+        return RepositoryError(
+            f"{path} runs on the CPU alone: only fp16 graphs have operators for {provider.name}",
+            remedy=f"{_ON_THE_CPU}, or export it with `genserve export --precision fp16`",
+        )
+    # Without CUDA the CPU is given the graph, has nothing for attention in float16, and inserts casts.
+    return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None
+
+
+def _not_started(path: Path, provider: Provider) -> RepositoryError:
+    return RepositoryError(
+        f"{path}: {provider.name} does not start: libraries are missing or do not fit the driver",
+        remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
+    )

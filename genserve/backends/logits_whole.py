@@ -84,8 +84,8 @@ class WholeLogits:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `LogitsModel.copy_blocks`."""
-        sources, targets = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        self._token_ids[targets] = self._token_ids[sources]
+        for source, target in pairs:
+            self._token_ids[target] = self._token_ids[source]
 
     def _whole(self, batch: ForwardBatch) -> tuple[TokenArray, NDArray[Any]]:
         """Gather all ids of the sequences of a batch: [B, the longest], and how many are of each: [B]."""

@@ -26,8 +26,8 @@ from genserve.export.report import CacheType, Precision
 from genserve.export.smoothing import can_be_smoothed, smoothed
 from genserve.export.source_model import Reference
 from genserve.export.stage_folders import StageFolders
-from genserve.export.standard_layers import StandardLayers
 from genserve.export.stages import Stages
+from genserve.export.standard_layers import StandardLayers
 from genserve.export.torchscript import write_torchscript
 from genserve.export.traced import TracedConversion
 from genserve.export.weights import parts_of

@@ -27,7 +27,7 @@ import numpy as np
 
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
-from genserve.export.graph import Graph
+from genserve.export.graph import Dims, Graph
 from genserve.export.layers import Layers, Norm, write_norm
 from genserve.export.paged_attention import has_function, paged_attention_function
 from genserve.export.weights import DecoderWeights
@@ -185,10 +185,13 @@ class _Writer:
 
     def _cache(self, index: int) -> tuple[list[str], list[str]]:
         """Declare the buffers of a layer's cache: the names of what it reads, and of what it writes."""
-        heads = ("num_blocks", "block_size", self.decoder.num_kv_heads)
-        parts = {part: (self.kv_cache, (*heads, self.decoder.head_dim)) for part in ("key", "value")}
+        heads: Dims = ("num_blocks", "block_size", self.decoder.num_kv_heads)
+        numbers: Dims = (*heads, self.decoder.head_dim)
+        parts: dict[str, tuple[type[np.generic], Dims]] = {
+            "key": (self.kv_cache, numbers), "value": (self.kv_cache, numbers)
+        }
         if self.kv_cache is np.int8:
-            parts |= {part: (np.float32, heads) for part in ("key_scale", "value_scale")}
+            parts |= {"key_scale": (np.float32, heads), "value_scale": (np.float32, heads)}
         past = [
             self.graph.input(f"past_key_values.{index}.{part}", *place) for part, place in parts.items()
         ]
@@ -213,7 +216,7 @@ class _Writer:
         )
 
     def _added(self, part: str, x: str, residual: str, role: str) -> str:
-        """The last linear layer of attention or MLP, through the norm behind it if it has one, plus residual."""
+        """The last linear layer of attention or MLP, normed where the decoder does that, and the residual."""
         weight, bias = self._side_by_side(part, role)
         if not self._has(f"{part}.post_norm"):
             return self.layers.linear(

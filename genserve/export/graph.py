@@ -70,7 +70,7 @@ class Graph:
         return name
 
     def function(self, function: onnx.FunctionProto) -> None:
-        """Add what an operator of ours does in operators of others, for a runtime that has no kernel of it."""
+        """Add what an operator of ours does, in operators of others: for a runtime without our kernels."""
         self._functions.append(function)
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
@@ -93,7 +93,7 @@ class Graph:
         return name
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
-        """Write the graph file; nothing can be added afterwards."""
+        """Write the graph file, with what it says of itself; nothing can be added afterwards."""
         # ONNX Runtime warns of a name that nobody reads, such as that of a weight which has views alone.
         read = {name for node in self._nodes for name in node.input}
         weights = [weight for weight in self._weights if weight.name in read]
@@ -104,7 +104,7 @@ class Graph:
         model = helper.make_model(
             graph, functions=self._functions, opset_imports=opsets, ir_version=_IR_VERSION
         )
-        helper.set_model_props(model, dict(metadata))
+        helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPSETS["genserve"])})
         self._data.close()
         (self._folder / MODEL_FILE).write_bytes(model.SerializeToString())
 

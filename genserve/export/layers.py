@@ -1,4 +1,4 @@
-"""Layers: what of a graph holds weights - embedding, linear layers, head, norms - in the numbers of an export.
+"""Layers: what of a graph holds weights - embedding, linear layers, head, norms - behind one interface.
 
 `decoder_graph.py` writes a model by this interface. `fused_layers.py` implements it in operators of ours, for
 the CPU; `standard_layers.py` in operators of ONNX, for a GPU.
@@ -31,18 +31,15 @@ class Norm:
 
 
 class Layers(Protocol):
-    """Adds layers to a graph; every method returns the name of the value that it made.
-
-    Attributes:
-        graph: the graph.
-        numbers: of the export.
-    """
+    """Adds layers to a graph; every method returns the name of the value that it made."""
 
     @property
-    def graph(self) -> Graph: ...
+    def graph(self) -> Graph:
+        """The graph."""
 
     @property
-    def numbers(self) -> Format: ...
+    def numbers(self) -> Format:
+        """The numbers of the export."""
 
     def vector(self, name: str, value: FloatArray) -> str:
         """Add a norm, a bias or a table in the type of the activations."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -154,7 +155,8 @@ def _exported_logits(
     forward_rows(model, ids[:, :half], past=[0] * num_rows, logits_indices=[])
     for step in range(length - half):
         rows, past = np.arange(num_rows), starts + step
-        logits = forward_rows(model, ids[rows, past][:, None], past=past.tolist(), logits_indices=rows.tolist())
+        newest = ids[rows, past][:, None]
+        logits = forward_rows(model, newest, past=past.tolist(), logits_indices=rows.tolist())
         yield rows, past, logits
 
 

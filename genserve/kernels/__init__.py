@@ -1,4 +1,4 @@
-"""Kernels: our operators for ONNX Runtime's CPU, compiled ahead for several instruction sets, one of them chosen here.
+"""Kernels: our operators for ONNX Runtime's CPU, one library for each instruction set; here one is chosen.
 
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(kernels.library_path()))
@@ -33,13 +33,17 @@ def library_path() -> Path:
     The environment variable GENSERVE_KERNELS names another one.
 
     Raises:
-        GenserveError: no kernels were built for this platform, or GENSERVE_KERNELS names none that can run here.
+        GenserveError: no kernels were built for this platform, or GENSERVE_KERNELS names none that runs here.
     """
     return _path_of(instruction_set())
 
 
 def instruction_set() -> str:
-    """Return the name of the instruction set in use, such as `avx512vnni` or `portable`; raises as `library_path`."""
+    """Return the name of the instruction set in use, such as `avx512vnni` or `portable`.
+
+    Raises:
+        GenserveError: as `library_path`.
+    """
     return _choose(os.environ.get("GENSERVE_KERNELS", ""))
 
 

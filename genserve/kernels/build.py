@@ -1,8 +1,8 @@
-"""Build: compile the kernels into one library per instruction set, with the compiler that pip brings (ziglang).
+"""Build: compile the kernels, one library for each instruction set, with the compiler that pip brings.
 
     python genserve/kernels/build.py
 
-It needs no package of ours, since the build hook runs it where nothing is installed yet.
+The compiler is clang, in the package ziglang. The build hook runs this where genserve is not installed.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ INSTRUCTION_SETS = {
 
 # -ffp-contract=off: only what is written as fma() is fused, so that all libraries give equal bits.
 # -nostdlib++: nothing of a C++ library is used, and none is built.
-FLAGS = (
-    "-std=c++17 -O3 -g0 -ffp-contract=off -fno-exceptions -fno-rtti -fno-threadsafe-statics -nostdlib++ "
-    "-fvisibility=hidden -fno-sanitize=all -Wall -Wextra -Wno-psabi"
-).split()
+FLAGS = [
+    *("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-sanitize=all"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-nostdlib++", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra", "-Wno-psabi"),
+]
 
 
 class BuildError(RuntimeError):
     """The kernels cannot be compiled on this machine."""
 
 
-def machine() -> str:
+def _machine() -> str:
     """Name this machine's architecture as the compiler does: `x86_64` or `aarch64`."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
-def target() -> tuple[str, str]:
+def _target() -> tuple[str, str]:
     """Say what is compiled for.
 
     Returns:
-        The compiler's name for this platform, with the oldest C library or system that a wheel promises to run on,
-        and the same as a wheel's platform tag.
+        The compiler's name for this platform, with the oldest C library or system that a wheel runs on, and
+        the platform tag of that wheel.
     """
-    arch = machine()
+    arch = _machine()
     if sys.platform == "win32":
         return f"{arch}-windows-gnu", sysconfig.get_platform().replace("-", "_")
     if sys.platform == "darwin":
@@ -70,7 +71,7 @@ def target() -> tuple[str, str]:
 
 def wheel_platform() -> str:
     """Name the platform in a wheel's file name, such as `manylinux_2_17_x86_64`."""
-    return target()[1]
+    return _target()[1]
 
 
 def library_name(instruction_set: str) -> str:
@@ -96,7 +97,7 @@ def build(into: Path = LIBRARIES) -> list[Path]:
     Raises:
         BuildError: the architecture is unknown, there is no compiler, or it fails.
     """
-    sets = INSTRUCTION_SETS.get(machine())
+    sets = INSTRUCTION_SETS.get(_machine())
     if sets is None:
         msg = (
             f"genserve has no kernels for {platform.machine()} ({sys.platform}): "
@@ -105,24 +106,26 @@ def build(into: Path = LIBRARIES) -> list[Path]:
         raise BuildError(msg)
     into.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda item: compile_library(*item, into), sets.items()))
+        return [*pool.map(lambda name: _compile_library(name, sets[name], into), sets)]
 
 
-def compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
+def _compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
     """Compile one library and put it into a folder, whole or not at all."""
     path = into / library_name(instruction_set)
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / path.name
-        command = compile_command(cpu, compile_for=target()[0])
+        command = compile_command(cpu, compile_for=_target()[0])
         command += ["-shared", "-fPIC", "-s", str(SOURCES / "operators.cpp"), "-o", str(made)]
-        cache = {"ZIG_LOCAL_CACHE_DIR": scratch} | ({} if writable_home() else {"ZIG_GLOBAL_CACHE_DIR": scratch})
+        cache = {"ZIG_LOCAL_CACHE_DIR": scratch}
+        if not _home_is_writable():
+            cache["ZIG_GLOBAL_CACHE_DIR"] = scratch
         answer = subprocess.run(command, env=os.environ | cache, capture_output=True, text=True, check=False)
         if answer.returncode != 0:
-            reason = "the package ziglang is missing" if "No module named ziglang" in answer.stderr else answer.stderr
+            missing = "No module named ziglang" in answer.stderr
+            reason = "the package ziglang is missing" if missing else answer.stderr.strip()[:2000]
             msg = (
-                f"the kernels for {instruction_set} could not be compiled: {reason.strip()[:2000]}. "
-                "Install a wheel of genserve (pip install --only-binary genserve genserve), "
-                "or where pip finds one, the compiler (pip install ziglang)"
+                f"genserve's kernels for {instruction_set} could not be compiled ({reason}): install the "
+                "compiler (pip install ziglang), or a wheel (pip install --only-binary genserve genserve)"
             )
             raise BuildError(msg)
         path.unlink(missing_ok=True)
@@ -130,7 +133,7 @@ def compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
     return path
 
 
-def writable_home() -> bool:
+def _home_is_writable() -> bool:
     """Tell whether the compiler may keep its cache where it likes to, in the user's folder."""
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     nearest = next(path for path in (home, *home.parents) if path.exists())

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from genserve.generation.logits_model import LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel, TokenArray
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
@@ -56,41 +56,61 @@ def _visit(
     largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
     entry = configured(stage, largest)
     model = load_logits(entry, placement=logits_placement(entry))
-    token_bytes = model.kv_cache_bytes // model.max_cached_tokens
+    token_bytes = model.kv_cache_bytes // (model.num_blocks * model.block_size)
     contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
+    table = _block_table(model, num_tokens=contexts[-1] + 1)
     num_filled = 0
-    slot_tokens = -(-(contexts[-1] + 1) // model.page_tokens) * model.page_tokens
     for batch_size in plan.batch_sizes:
-        if batch_size > model.num_slots or batch_size * slot_tokens > model.max_cached_tokens:
+        if batch_size > len(table):
             return
-        _fill(model, range(num_filled, batch_size), num_tokens=contexts[-1])
+        _fill(model, table[:batch_size], num_filled=num_filled, num_tokens=contexts[-1])
         num_filled, longest_s = batch_size, 0.0
         for context in contexts:
             setting = replace(largest, batch_size=batch_size)
-            sample = _sample(model, setting, context=context, token_bytes=token_bytes)
+            sample = _sample(model, setting, table[:batch_size], context=context, token_bytes=token_bytes)
             longest_s = max(longest_s, min(sample.steps_s))
             yield sample
         if longest_s > too_long_s:
             return
 
 
-def _fill(model: LogitsModel, slots: range, *, num_tokens: int) -> None:
-    """Give slots the same tokens. Memory that was never written would be read too fast."""
-    token_ids = np.random.default_rng(0).integers(model.vocab_size, size=num_tokens)
-    for slot in slots:
-        if slot == 0:
-            model.prefill([token_ids.tolist()], first_slot=0, past=0)
-        else:
-            model.move(source=0, target=slot, length=num_tokens)
+def _block_table(model: LogitsModel, *, num_tokens: int) -> IndexArray:
+    """Return the blocks of as many sequences of so many tokens as fit into the cache and share a forward."""
+    blocks_per_sequence = -(-num_tokens // model.block_size)
+    num_seqs = min(model.max_num_seqs, model.num_blocks // blocks_per_sequence)
+    return np.arange(num_seqs * blocks_per_sequence, dtype=np.int32).reshape(num_seqs, -1)
 
 
-def _sample(model: LogitsModel, setting: Setting, *, context: int, token_bytes: int) -> Sample:
+def _fill(model: LogitsModel, table: IndexArray, *, num_filled: int, num_tokens: int) -> None:
+    """Give the sequences behind the first ones the same tokens: memory never written is read too fast."""
+    if num_filled == 0:
+        token_ids = np.random.default_rng(0).integers(model.vocab_size, size=(1, num_tokens))
+        model.forward(_batch(token_ids, table[:1], num_computed=0))
+    for blocks in table[max(1, num_filled) :].tolist():
+        model.copy_blocks(list(zip(table[0].tolist(), blocks, strict=True)))
+
+
+def _batch(token_ids: TokenArray, table: IndexArray, *, num_computed: int) -> ForwardBatch:
+    """Return the forward of tokens [B, n], n of each sequence, with the logits behind the last of each."""
+    num_seqs, width = token_ids.shape
+    return ForwardBatch(
+        token_ids=token_ids.reshape(-1),
+        positions=np.tile(np.arange(num_computed, num_computed + width), num_seqs),
+        query_start_loc=np.arange(0, (num_seqs + 1) * width, width, dtype=np.int32),
+        num_computed_tokens=np.full(num_seqs, num_computed, dtype=np.int32),
+        block_table=table,
+        logits_indices=np.arange(1, num_seqs + 1) * width - 1,
+    )
+
+
+def _sample(
+    model: LogitsModel, setting: Setting, table: IndexArray, *, context: int, token_bytes: int
+) -> Sample:
     """Time decode steps, each at the same positions."""
-    token_ids = np.zeros(setting.batch_size, dtype=np.int64)
-    past = np.full(setting.batch_size, context, dtype=np.int64)
-    model.decode(token_ids, past)
+    batch = _batch(np.zeros((len(table), 1), dtype=np.int64), table, num_computed=context)
+    model.forward(batch)
     cpu_started_s = time.thread_time()
-    steps_s = tuple(_step_s(model, token_ids, past) for _ in range(_NUM_STEPS))
+    steps_s = tuple(_step_s(model, batch) for _ in range(_NUM_STEPS))
     return Sample(
         setting=setting,
         context=context,
@@ -100,7 +120,7 @@ def _sample(model: LogitsModel, setting: Setting, *, context: int, token_bytes: 
     )
 
 
-def _step_s(model: LogitsModel, token_ids: TokenArray, past: TokenArray) -> float:
+def _step_s(model: LogitsModel, batch: ForwardBatch) -> float:
     started_s = time.perf_counter()
-    model.decode(token_ids, past)
+    model.forward(batch)
     return time.perf_counter() - started_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,11 +77,16 @@ class CachedSequences:
         del self.histories[name][length:]
         self._give_back(name)
 
-    def copy(self, source: Hashable, target: Hashable, *, length: int) -> None:
-        """Begin a sequence with the first tokens of another, in copies of their blocks."""
-        self.histories[target] = self.histories[source][:length]
-        self._take(target)
-        self._model.copy_blocks(list(zip(self._tables[source], self._tables[target], strict=False)))
+    def copy(self, source: Hashable, *targets: Hashable, length: int) -> None:
+        """Begin sequences with the first tokens of another: the first in copies of its blocks, the second in
+        copies of these, and so on.
+        """
+        pairs = []
+        for before, target in pairwise((source, *targets)):
+            self.histories[target] = self.histories[source][:length]
+            self._take(target)
+            pairs += zip(self._tables[before], self._tables[target], strict=False)
+        self._model.copy_blocks(pairs)
 
     def _take(self, name: Hashable) -> None:
         table = self._tables.setdefault(name, [])

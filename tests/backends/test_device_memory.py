@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import RepositoryError
+from tests.export.graphs import write_graph
 from tests.export.rows import logits_of
 
 
@@ -67,8 +67,17 @@ def test_larger_blocks_hold_the_same(path):
     assert (logits_of(small, ids) == logits_of(large, ids)).all()
 
 
-def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_cpu(path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ONNX Runtime warns, and goes on
-        with pytest.raises(RepositoryError, match="CUDAExecutionProvider does not start"):
-            OnnxLogits(path, max_num_seqs=2, max_length=64, memory=DeviceMemory("cuda:0"))
+@pytest.mark.filterwarnings("ignore")   # ONNX Runtime warns, and goes on
+def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_cpu(
+    tiny_checkpoint, tmp_path
+):
+    graph = write_graph(tiny_checkpoint, tmp_path, precision="fp16")
+    with pytest.raises(RepositoryError, match="CUDAExecutionProvider does not start"):
+        OnnxLogits(graph.folder / "model.onnx", max_num_seqs=2, memory=DeviceMemory("cuda:0"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_with_operators_for_the_cpu_is_refused_on_a_gpu_with_what_to_do(path):
+    with pytest.raises(RepositoryError, match="runs on the CPU alone") as caught:
+        OnnxLogits(path, max_num_seqs=2, memory=DeviceMemory("cuda:0"))
+    assert "--precision fp16" in caught.value.remedy

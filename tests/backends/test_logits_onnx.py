@@ -81,21 +81,21 @@ def test_a_budget_for_less_than_one_sequence_shortens_all(path, caplog):
 
 
 def test_a_budget_without_room_for_a_block_is_refused(path):
-    with pytest.raises(RepositoryError, match="no room for one block: 16 tokens take 8192 bytes") as caught:
+    with pytest.raises(RepositoryError, match=r"no room for one block: 16 tokens take 8192 bytes") as caught:
         OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=1000)
     assert "kv_cache_bytes" in caught.value.remedy
 
 
 def test_more_tokens_than_the_context_are_refused(path):
-    with pytest.raises(RepositoryError, match="max_sequence_length is 257; the context of .* is 256"):
+    with pytest.raises(RepositoryError, match=r"max_sequence_length is 257; the context of .* is 256"):
         OnnxLogits(path, max_num_seqs=1, max_length=257)
 
 
-@pytest.mark.parametrize("block", [-1, 32, 2**30])
+@pytest.mark.parametrize("block", [-1, 64, 2**30])
 def test_a_block_that_the_cache_has_not_is_an_error(logits, block):
-    row = Row(random_ids(20), blocks=[0, block])
+    row = Row(random_ids(5), blocks=[block])
     with pytest.raises(Exception, match="block_table"):     # onnxruntime's share no base class
-        logits.forward(forward_batch([row], [20]))
+        logits.forward(forward_batch([row], [5]))
     expected = logits_of(logits, random_ids(5))             # and the model goes on
     assert np.isfinite(expected).all()
 
@@ -123,7 +123,7 @@ def test_a_graph_of_an_older_export_is_refused_with_what_to_do(tmp_path):
     graph = helper.make_graph([node], "g", values, [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(RepositoryError, match="no input .*block_table.*older genserve") as caught:
+    with pytest.raises(RepositoryError, match=r"no input .*block_table.*older genserve") as caught:
         OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
     assert "export it again" in caught.value.remedy
 
@@ -143,9 +143,8 @@ def truncate_weights(folder: Path, model: onnx.ModelProto) -> None:
     (folder / "model.onnx.data").write_bytes(content[: len(content) // 2])
 
 
-def write_another_operator_set(folder: Path, model: onnx.ModelProto) -> None:
-    [ours] = [opset for opset in model.opset_import if opset.domain == "genserve"]
-    ours.version = 2
+def write_another_version_of_operators(folder: Path, model: onnx.ModelProto) -> None:
+    next(entry for entry in model.metadata_props if entry.key == "genserve.operators").value = "2"
 
 
 def rename_an_operator(folder: Path, model: onnx.ModelProto) -> None:
@@ -158,7 +157,7 @@ def drop_metadata(folder: Path, model: onnx.ModelProto) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [drop_weights, truncate_weights, write_another_operator_set, rename_an_operator, drop_metadata],
+    [drop_weights, truncate_weights, write_another_version_of_operators, rename_an_operator, drop_metadata],
 )
 def test_a_spoilt_export_is_refused_at_the_load(path, tmp_path, spoil):
     with pytest.raises(RepositoryError, match="export"):
@@ -213,7 +212,7 @@ def claim_more_inputs(folder: Path, model: onnx.ModelProto) -> None:
 )
 def test_weights_of_other_sizes_are_an_error_and_no_crash(path, tmp_path, spoil):
     """At the load, or by the first forward: nothing is read behind the end of a buffer."""
-    with pytest.raises(Exception, match="export|Linear|PagedAttention"):
+    with pytest.raises(Exception, match=r"export|Linear|PagedAttention"):
         logits_of(OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1, max_length=32), [5, 6])
 
 

@@ -20,6 +20,8 @@ from genserve.export.form import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
+from genserve.generation.prompt_lookup import PromptLookup
+from genserve.generation.speculation import Speculation
 from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
@@ -125,7 +127,7 @@ def test_logits_are_given_behind_the_tokens_that_are_asked_for(logits, reference
     sequences = CachedSequences(logits)
     prompts = {"a": random_ids(1, 20), "b": random_ids(2, 3), "c": random_ids(3, 20)}
     assert_equal_to_reference(sequences.forward(prompts, wanted=[0, 7, 19, 21, 42]), reference)
-    assert sequences.forward({"c": random_ids(4, 5), "b": random_ids(5, 1)}, wanted=[]) == []
+    sequences.forward({"c": random_ids(4, 5), "b": random_ids(5, 1)}, wanted=[0])
     rows = sequences.forward({"b": [7], "c": [8], "a": [9]}, wanted=[1])
     assert rows[0][0] == sequences.histories["c"]
     assert_equal_to_reference(rows, reference)
@@ -144,10 +146,10 @@ def test_tokens_of_a_draft_that_was_wrong_leave_nothing(logits, reference):
 def test_a_sequence_goes_on_in_copied_blocks_and_the_first_in_its_own(logits, reference):
     sequences = CachedSequences(logits)
     sequences.forward({"a": random_ids(1, 40), "b": random_ids(2, 20)})
-    sequences.copy("a", "c", length=37)
-    sequences.copy("b", "d", length=16)
+    sequences.copy("a", "c", "d", length=37)
+    sequences.copy("b", "e", length=16)
     logits.copy_blocks([])
-    new = {name: random_ids(number, 1 + number) for number, name in enumerate("abcd")}
+    new = {name: random_ids(number, 1 + number) for number, name in enumerate("abcde")}
     assert_equal_to_reference(sequences.forward(new, wanted="all"), reference)
 
 
@@ -155,7 +157,7 @@ def test_blocks_that_others_had_show_nothing_of_them(logits, reference):
     sequences = CachedSequences(logits)
     for step in range(3):
         for name in range(8):
-            sequences.forward({name: random_ids(step * 8 + name, 70)}, wanted=[])
+            sequences.forward({name: random_ids(step * 8 + name, 70)})
             if step:
                 sequences.shorten(name, 0)
                 rows = sequences.forward({name: random_ids(name, 3)})
@@ -169,9 +171,12 @@ def test_a_sequence_is_filled_to_its_end(logits, reference):
     assert_equal_to_reference(sequences.forward({"b": [6], "a": history[-1:]}), reference)
 
 
-def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
+@pytest.mark.parametrize("speculation", [None, Speculation(PromptLookup())], ids=["plain", "speculating"])
+def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
     """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
+    engine = Engine(
+        logits, decode=sample_loop, clock=Clock(), picker=pick_rows, speculation=speculation
+    )
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
     sequences = [
@@ -179,10 +184,11 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
     ]
     rows: dict[object, np.ndarray] = {}
     branch = logits_request([*prompts[1][:25], 5, 6], **sizes)
-    for number, occupant in enumerate([*sequences, branch]):
-        engine.add(occupant)
+    for number, sequence in enumerate(sequences):
+        engine.add(sequence)
         if number % 2:
             rows.update(engine.step().answered)
+    engine.add_logits(branch)
     while not all(s.finished for s in sequences) or not rows:
         rows.update(engine.step().answered)
     np.testing.assert_allclose(rows[branch], last_row(reference, branch.token_ids), atol=TOLERANCE)
@@ -192,7 +198,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
 
 
 def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
-    """Their slots are copied while the rows between them go on."""
+    """Their blocks are copied while others go on."""
     engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
     answers = {}
     for number, length in enumerate((3, 30)):

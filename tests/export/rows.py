@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,13 +32,12 @@ class BlockPool:
 
     def __init__(self, model: LogitsModel, *, seed: int | None = None) -> None:
         self.model = model
-        ids = np.arange(model.num_blocks) if seed is None else np.random.default_rng(seed).permutation(
-            model.num_blocks
-        )
-        self.free: list[int] = ids.tolist()[::-1]
+        self.free = list(range(model.num_blocks))[::-1]
+        if seed is not None:
+            random.Random(seed).shuffle(self.free)
 
     def forward(self, rows: Sequence[Row], *, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-        """Run so many of the next tokens of each row, in one forward: the logits [length, vocab] behind each."""
+        """Run so many of the next tokens of each row in one forward: logits [length, vocab] of each."""
         for row, length in zip(rows, lengths, strict=True):
             needed = -(-(row.num_computed + length) // self.model.block_size)
             while len(row.blocks) < needed:
@@ -49,7 +49,7 @@ class BlockPool:
         return np.split(logits, batch.query_start_loc[1:-1])
 
     def run(self, rows: Sequence[Row], *, length: int) -> list[NDArray[np.float32]]:
-        """Run all tokens of the rows, at most `length` of each in a forward: the logits [tokens, vocab] of each."""
+        """Run all tokens of the rows, at most `length` of each at a time: logits [tokens, vocab] of each."""
         parts: list[list[NDArray[np.float32]]] = [[] for _ in rows]
         while left := [index for index, row in enumerate(rows) if row.num_left]:
             lengths = [min(length, rows[index].num_left) for index in left]

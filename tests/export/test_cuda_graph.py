@@ -16,8 +16,8 @@ from genserve.backends.logits_onnx import OnnxLogits
 from genserve.export.paged_attention import has_function
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion
 from tests.export.reference_operators import reference_evaluator
-from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.reference import reference_logits, reference_model
 
 TOLERANCE = 0.02    # of logits between -4 and 4: some units of float16 in two layers

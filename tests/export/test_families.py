@@ -24,8 +24,8 @@ from genserve.export.cached_rows import forward_rows
 from genserve.export.form import Form
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
-from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.export.rows import BlockPool, Row
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.reference import greedy_ids, reference_logits, reference_model
 
 MAX_DIFFERENCE = 1e-4
@@ -226,6 +226,7 @@ def test_the_graph_says_what_it_is(tiny_checkpoint: Path, tmp_path: Path) -> Non
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {entry.key: entry.value for entry in model.metadata_props} == {
         "genserve.family": "llama",
+        "genserve.operators": "1",
         "genserve.precision": "fp16",
         "genserve.context_length": "256",
         "genserve.source": "tiny",

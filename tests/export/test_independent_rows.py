@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from genserve.export import CacheType, Precision
 from tests.export.graphs import WrittenGraph, write_graph
-from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.export.rows import BlockPool, Row
+from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 # Precision and KV cache: keys and values in fp32, fp16 and int8.
 NUMBERS: dict[str, tuple[Precision, CacheType]] = {

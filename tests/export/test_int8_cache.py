@@ -23,7 +23,7 @@ MODELS = ("bloom_4_heads", "gemma2", "gpt2_odd", "gpt_neox", "llama", "qwen3")
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_logits_are_near_those_over_a_cache_in_float(
     tmp_path: Path, model: str, precision: Precision
 ) -> None:

@@ -23,7 +23,6 @@ _SIZES = {
 
 # What no family's graph has: the name of a tiny model, what is changed of it, and what is said.
 _BEYOND_FAMILIES = [
-    ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20, which the graph has not"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
     ("bloom_4_heads", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),

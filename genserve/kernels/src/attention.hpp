@@ -231,10 +231,12 @@ inline bool PagedAttention::check_sequences(Error& error) const {
                      (ll)num_tokens);
   }
   for (int64_t b = 0; b < num_sequences; b++) {
-    const int64_t tokens = tokens_of(b), past = past_seqlens[b], length = past + tokens;
-    if (tokens < 0) {
+    if (edges[b + 1] < edges[b]) {
       return error.set("cumulative_sequence_length falls from %d to %d", edges[b], edges[b + 1]);
     }
+  }
+  for (int64_t b = 0; b < num_sequences; b++) {
+    const int64_t tokens = tokens_of(b), past = past_seqlens[b], length = past + tokens;
     if (past < 0) return error.set("past_seqlens[%lld] is %lld, below 0", (ll)b, (ll)past);
     if (tokens == 0) continue;
     if (length > INT32_MAX || (length - 1) / block_size >= max_blocks) {
@@ -312,24 +314,25 @@ struct Cache {
         key_scales(a.key_scales),
         value_scales(a.value_scales),
         group_size(kGroup * a.head_dim) {}
-
-  const T* keys_of(int64_t group) const { return keys + group * group_size; }
-  const T* values_of(int64_t group) const { return values + group * group_size; }
 };
 
-// Rounds a head to the type of the cache, [D], and returns its scale (1 for floats).
-inline float round_head(const float* x, int64_t, int64_t padded, float* to) {
+// A scale for each token and head, where the elements are integers.
+template <class T>
+constexpr bool kHasScales = sizeof(T) == 1;
+
+// Rounds a head, [padded_dim], to the type of the cache, and returns its scale (1 for floats).
+inline float round_head(const float* x, int64_t padded, float* to) {
   memcpy(to, x, (size_t)padded * sizeof(float));
   return 1.0f;
 }
-inline float round_head(const float* x, int64_t, int64_t padded, _Float16* to) {
+inline float round_head(const float* x, int64_t padded, _Float16* to) {
   constexpr float kLargest = 65504.0f;  // beyond it fp16 is infinite, and so would be every sum that meets it
   for (int64_t d = 0; d < padded; d += kLanes) {
     store(to + d, max(broadcast(-kLargest), min(broadcast(kLargest), load(x + d))));
   }
   return 1.0f;
 }
-inline float round_head(const float* x, int64_t, int64_t padded, int8_t* to) {
+inline float round_head(const float* x, int64_t padded, int8_t* to) {
   f32x16 sizes{};
   for (int64_t d = 0; d < padded; d += kLanes) sizes = max(sizes, abs(load(x + d)));
   const float largest = maximum(sizes);
@@ -344,12 +347,12 @@ inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t 
                         const float* key, const float* value, T* rounded) {
   const int64_t dim = a.head_dim, place = position % kGroup;
   const int64_t group = a.group_of(sequence, head, position);
-  const float key_scale = round_head(key, dim, a.padded_dim(), rounded);
+  const float key_scale = round_head(key, a.padded_dim(), rounded);
   T* keys = cache.keys + group * cache.group_size + place;
   for (int64_t d = 0; d < dim; d++) keys[d * kGroup] = rounded[d];
-  const float value_scale = round_head(value, dim, a.padded_dim(), rounded);
+  const float value_scale = round_head(value, a.padded_dim(), rounded);
   memcpy(cache.values + group * cache.group_size + place * dim, rounded, (size_t)dim * sizeof(T));
-  if (cache.key_scales != nullptr) {
+  if constexpr (kHasScales<T>) {
     cache.key_scales[group * kGroup + place] = key_scale;
     cache.value_scales[group * kGroup + place] = value_scale;
   }
@@ -357,225 +360,243 @@ inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t 
 
 // ------------------------------------------------------------------------------------------- products
 
-// The scores of ROWS rows of query with the keys of GROUPS groups, to s [ROWS][64].
+// Up to 64 keys of a sequence with their values, in groups, and the groups that are fetched meanwhile.
+template <class T>
+struct KeyTile {
+  int64_t position;  // of the first key
+  int num_groups;
+  const T* keys[kTileGroups];
+  const T* values[kTileGroups];
+  const T* keys_ahead[kTileGroups];
+  const T* values_ahead[kTileGroups];
+  alignas(64) float key_scales[kKeyTile];
+  alignas(64) float value_scales[kKeyTile];
+
+  // numbers[i] is the number of group i, and kAhead places on there is what to fetch.
+  KeyTile(const Cache<T>& cache, const int64_t* numbers, int64_t position, int num_groups)
+      : position(position), num_groups(num_groups) {
+    for (int g = 0; g < num_groups; g++) {
+      keys[g] = cache.keys + numbers[g] * cache.group_size;
+      values[g] = cache.values + numbers[g] * cache.group_size;
+      keys_ahead[g] = cache.keys + numbers[g + kAhead] * cache.group_size;
+      values_ahead[g] = cache.values + numbers[g + kAhead] * cache.group_size;
+      if constexpr (kHasScales<T>) {
+        store(key_scales + g * kGroup, load(cache.key_scales + numbers[g] * kGroup));
+        store(value_scales + g * kGroup, load(cache.value_scales + numbers[g] * kGroup));
+      }
+    }
+  }
+};
+
+// How many vectors are summed at once for each of some rows.
+constexpr int vectors_for(int rows) { return kSums / rows >= 4 ? 4 : kSums / rows >= 2 ? 2 : 1; }
+
+// The scores of ROWS rows of query, [ROWS][stride], with the keys of GROUPS groups: scores [ROWS][64].
 template <int ROWS, int GROUPS, class T>
-inline void score_groups(const float* query, int64_t stride, int64_t dim, const T* const* keys, const T* const* ahead,
-                         float* s) {
+inline void score_groups(const float* query, int64_t stride, int64_t dim, const KeyTile<T>& tile, int group,
+                         float* scores) {
   f32x16 sums[ROWS][GROUPS] = {};
   const auto step = [&](int64_t d) __attribute__((always_inline)) {
     f32x16 k[GROUPS];
-#pragma clang loop unroll(full)
-    for (int g = 0; g < GROUPS; g++) k[g] = load(keys[g] + d * kGroup);
-#pragma clang loop unroll(full)
+    GENSERVE_UNROLL
+    for (int g = 0; g < GROUPS; g++) k[g] = load(tile.keys[group + g] + d * kGroup);
+    GENSERVE_UNROLL
     for (int r = 0; r < ROWS; r++) {
       const f32x16 q = broadcast(query[r * stride + d]);
-#pragma clang loop unroll(full)
+      GENSERVE_UNROLL
       for (int g = 0; g < GROUPS; g++) sums[r][g] = fma(q, k[g], sums[r][g]);
     }
   };
-  constexpr int64_t kLine = 4 / sizeof(T);  // numbers of a head whose keys fill a cache line
+  constexpr int64_t kLine = 64 / (kGroup * sizeof(T));  // numbers of a head whose keys fill a cache line
   int64_t d = 0;
   for (; d + kLine <= dim; d += kLine) {
-#pragma clang loop unroll(full)
-    for (int g = 0; g < GROUPS; g++) prefetch(ahead[g] + d * kGroup);
-#pragma clang loop unroll(full)
+    GENSERVE_UNROLL
+    for (int g = 0; g < GROUPS; g++) prefetch(tile.keys_ahead[group + g] + d * kGroup);
+    GENSERVE_UNROLL
     for (int64_t i = 0; i < kLine; i++) step(d + i);
   }
   for (; d < dim; d++) step(d);
-#pragma clang loop unroll(full)
+  GENSERVE_UNROLL
   for (int r = 0; r < ROWS; r++) {
-#pragma clang loop unroll(full)
-    for (int g = 0; g < GROUPS; g++) store(s + r * kKeyTile + g * kGroup, sums[r][g]);
+    GENSERVE_UNROLL
+    for (int g = 0; g < GROUPS; g++) store(scores + r * kKeyTile + (group + g) * kGroup, sums[r][g]);
   }
 }
 
-// The same for any number of groups, as many at a time as the registers hold.
+// The same for all groups of a tile.
 template <int ROWS, class T>
-inline void score(const float* query, int64_t stride, int64_t dim, int groups, const T* const* keys,
-                  const T* const* ahead, float* s) {
-  constexpr int kAtOnce = kSums / ROWS >= 4 ? 4 : kSums / ROWS >= 2 ? 2 : 1;
+inline void score(const float* query, int64_t stride, int64_t dim, const KeyTile<T>& tile, float* scores) {
+  constexpr int kVectors = vectors_for(ROWS);
   int g = 0;
-  for (; g + kAtOnce <= groups; g += kAtOnce) {
-    score_groups<ROWS, kAtOnce>(query, stride, dim, keys + g, ahead + g, s + g * kGroup);
+  for (; g + kVectors <= tile.num_groups; g += kVectors) {
+    score_groups<ROWS, kVectors>(query, stride, dim, tile, g, scores);
   }
-  if constexpr (kAtOnce == 4) {
-    if (g + 2 <= groups) {
-      score_groups<ROWS, 2>(query, stride, dim, keys + g, ahead + g, s + g * kGroup);
-      g += 2;
-    }
+  if (kVectors > 2 && g + 2 <= tile.num_groups) {
+    score_groups<ROWS, 2>(query, stride, dim, tile, g, scores);
+    g += 2;
   }
-  if constexpr (kAtOnce > 1) {
-    if (g < groups) score_groups<ROWS, 1>(query, stride, dim, keys + g, ahead + g, s + g * kGroup);
-  }
+  if (g < tile.num_groups) score_groups<ROWS, 1>(query, stride, dim, tile, g, scores);
 }
 
-// Adds the values of keys [from, to) of a tile, times their weights p [ROWS][64], to COLUMNS vectors of the output, which
-// is scaled first. `last` is how many lanes of the last vector there are.
+// Adds to 16 * COLUMNS columns of the output, [ROWS][stride], the values of the keys [from, to) of a tile times their
+// weights [ROWS][64]. The output is scaled first. PARTIAL: the last columns of a head, fewer than 16.
 template <int ROWS, int COLUMNS, bool PARTIAL, class T>
-inline void add_columns(const float* p, int from, int to, int64_t dim, const T* const* values, const T* const* ahead,
-                        int64_t column, const float* rescale, float* output, int64_t stride) {
+inline void add_columns(const float* weights, int from, int to, int64_t dim, const KeyTile<T>& tile, int64_t column,
+                        const float* rescale, float* output, int64_t stride) {
   f32x16 sums[ROWS][COLUMNS];
-#pragma clang loop unroll(full)
+  GENSERVE_UNROLL
   for (int r = 0; r < ROWS; r++) {
-#pragma clang loop unroll(full)
+    GENSERVE_UNROLL
     for (int c = 0; c < COLUMNS; c++) sums[r][c] = load(output + r * stride + column + c * kLanes) * rescale[r];
   }
   for (int key = from; key < to;) {
-    const int group = key / kGroup, end = smaller(to, (group + 1) * kGroup);
-    const T* v = values[group] + (key % kGroup) * dim + column;
-    const T* next = ahead[group] + (key % kGroup) * dim + column;
-    for (; key < end; key++, v += dim, next += dim) {
-#pragma clang loop unroll(full)
-      for (size_t b = 0; b < COLUMNS * kLanes; b += 64 / sizeof(T)) prefetch(next + b);
+    const int group = key / kGroup, end = (int)smaller(to, (group + 1) * kGroup);
+    const int64_t first = key % kGroup * dim + column;
+    const T* v = tile.values[group] + first;
+    const T* ahead = tile.values_ahead[group] + first;
+    for (; key < end; key++, v += dim, ahead += dim) {
+      GENSERVE_UNROLL
+      for (size_t i = 0; i < COLUMNS * kLanes; i += 64 / sizeof(T)) prefetch(ahead + i);
       f32x16 x[COLUMNS];
-#pragma clang loop unroll(full)
+      GENSERVE_UNROLL
       for (int c = 0; c < COLUMNS; c++) x[c] = PARTIAL ? load_first(v, dim - column) : load(v + c * kLanes);
-#pragma clang loop unroll(full)
+      GENSERVE_UNROLL
       for (int r = 0; r < ROWS; r++) {
-        const f32x16 w = broadcast(p[r * kKeyTile + key]);
-#pragma clang loop unroll(full)
+        const f32x16 w = broadcast(weights[r * kKeyTile + key]);
+        GENSERVE_UNROLL
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = fma(w, x[c], sums[r][c]);
       }
     }
   }
-#pragma clang loop unroll(full)
+  GENSERVE_UNROLL
   for (int r = 0; r < ROWS; r++) {
-#pragma clang loop unroll(full)
+    GENSERVE_UNROLL
     for (int c = 0; c < COLUMNS; c++) store(output + r * stride + column + c * kLanes, sums[r][c]);
   }
 }
 
 // The same for all columns of a head.
 template <int ROWS, class T>
-inline void add_values(const float* p, int from, int to, int64_t dim, const T* const* values, const T* const* ahead,
+inline void add_values(const float* weights, int from, int to, int64_t dim, const KeyTile<T>& tile,
                        const float* rescale, float* output, int64_t stride) {
-  constexpr int kAtOnce = kSums / ROWS >= 4 ? 4 : kSums / ROWS >= 2 ? 2 : 1;
+  constexpr int kVectors = vectors_for(ROWS);
   int64_t c = 0;
-  for (; c + kAtOnce * kLanes <= dim; c += kAtOnce * kLanes) {
-    add_columns<ROWS, kAtOnce, false>(p, from, to, dim, values, ahead, c, rescale, output, stride);
+  for (; c + kVectors * kLanes <= dim; c += kVectors * kLanes) {
+    add_columns<ROWS, kVectors, false>(weights, from, to, dim, tile, c, rescale, output, stride);
   }
-  for (; c + kLanes <= dim; c += kLanes) {
-    add_columns<ROWS, 1, false>(p, from, to, dim, values, ahead, c, rescale, output, stride);
+  if (kVectors > 2 && c + 2 * kLanes <= dim) {
+    add_columns<ROWS, 2, false>(weights, from, to, dim, tile, c, rescale, output, stride);
+    c += 2 * kLanes;
   }
-  if (c < dim) add_columns<ROWS, 1, true>(p, from, to, dim, values, ahead, c, rescale, output, stride);
+  if (kVectors > 1 && c + kLanes <= dim) {
+    add_columns<ROWS, 1, false>(weights, from, to, dim, tile, c, rescale, output, stride);
+    c += kLanes;
+  }
+  if (c < dim) add_columns<ROWS, 1, true>(weights, from, to, dim, tile, c, rescale, output, stride);
 }
 
 // ------------------------------------------------------------------------------------------- softmax
 
-// Rows of query of one head of the cache, with the sums of their softmax: weights are e^(score - top), `total` is their
-// sum, `output` [count][padded_dim] the sum of the values times them.
+constexpr float kNever = -__builtin_inff();  // the score of a key that a row does not see
+
+// Rows of query that meet one head of the cache, in the order of their positions.
 struct Rows {
   int count;
   float* query;        // [count][padded_dim]
   int32_t* positions;  // [count]
   float* slopes;       // [count], 0 without ALiBi
 };
+
+// Of each row over some keys: the largest score, the sum of the weights e^(score - top), and the sum of the values times
+// their weights.
 struct Sums {
-  float* top;
-  float* total;
-  float* output;
+  float* top;     // [count]
+  float* total;   // [count]
+  float* output;  // [count][padded_dim]
 };
 
-// Makes the scores of one row with a tile of keys, s [64], final: scaled, capped, biased by distance, and -inf where the
+// Makes the scores of a row with a tile of keys, [64], final: scaled, capped, biased by distance, and kNever where the
 // row does not see the key. Returns the largest.
-inline float finish_scores(const PagedAttention& a, const float* scales, int64_t tile, int64_t position, float slope,
-                           float* s) {
-  constexpr float kNever = -__builtin_inff();
-  static constexpr i32x16 kIota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int32_t first = (int32_t)(a.reach(position) - tile), last = (int32_t)(position - tile);
+template <class T>
+inline float finish_scores(const PagedAttention& a, const KeyTile<T>& tile, int64_t position, float slope,
+                           float* scores) {
+  static constexpr i32x16 kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t first = (int32_t)(a.reach(position) - tile.position), last = (int32_t)(position - tile.position);
   f32x16 top = broadcast(kNever);
   for (int k = 0; k < kKeyTile; k += kLanes) {
-    const i32x16 key = kIota + k;
-    f32x16 x = load(s + k);
-    if (scales != nullptr) x *= load(scales + k);
+    const i32x16 key = kCount + k;
+    f32x16 x = load(scores + k);
+    if constexpr (kHasScales<T>) x *= load(tile.key_scales + k);
     if (a.softcap != 0) x = a.softcap * tanh(x * (1.0f / a.softcap));
     if (slope != 0) x = fma(broadcast(slope), __builtin_convertvector(key - last, f32x16), x);
     x = ((key >= first) & (key <= last)) ? x : broadcast(kNever);
-    store(s + k, x);
+    store(scores + k, x);
     top = max(top, x);
   }
   return maximum(top);
 }
 
-// Turns scores into weights for the values, s [64], and returns the sum of the weights.
-inline float weigh(const float* scales, float top, float* s) {
-  f32x16 sums[kTileGroups];
+// Turns scores into weights for the values, and returns the sum of e^(score - top).
+template <class T>
+inline float weigh(const KeyTile<T>& tile, float top, float* scores) {
+  f32x16 weights[kTileGroups];
   for (int g = 0; g < kTileGroups; g++) {
-    const f32x16 x = load(s + g * kLanes), w = exp(x - top);
-    sums[g] = w;
-    store(s + g * kLanes, scales == nullptr ? w : w == 0 ? f32x16{} : w * load(scales + g * kLanes));
+    f32x16 w = weights[g] = exp(load(scores + g * kLanes) - top);
+    if constexpr (kHasScales<T>) w = w == 0 ? w : w * load(tile.value_scales + g * kLanes);
+    store(scores + g * kLanes, w);
   }
-  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return sum((weights[0] + weights[1]) + (weights[2] + weights[3]));
+}
+
+// Adds a tile of keys to the sums of the rows [r0, r0 + ROWS).
+template <int ROWS, class T>
+inline void add_tile(const PagedAttention& a, const KeyTile<T>& tile, const Rows& rows, int r0, const Sums& sums) {
+  const int64_t stride = a.padded_dim();
+  const int64_t first = larger(tile.position, a.reach(rows.positions[r0]));
+  const int64_t end = smaller(tile.position + kKeyTile, rows.positions[r0 + ROWS - 1] + 1);
+  if (first >= end) return;  // no row sees any of the keys
+  alignas(64) float scores[ROWS * kKeyTile] = {};
+  score<ROWS>(rows.query + r0 * stride, stride, a.head_dim, tile, scores);
+  float tops[ROWS];
+  alignas(64) float rescale[kLanes] = {};
+  for (int r = 0; r < ROWS; r++) {
+    const float found = finish_scores(a, tile, rows.positions[r0 + r], rows.slopes[r0 + r], scores + r * kKeyTile);
+    const float before = sums.top[r0 + r], top = before > found ? before : found;
+    sums.top[r0 + r] = top;
+    tops[r] = top == kNever ? 0 : top;  // a row that has seen nothing yet: its weights shall be zeros, not NaN
+    rescale[r] = before - tops[r];
+  }
+  store(rescale, exp(load(rescale)));
+  for (int r = 0; r < ROWS; r++) {
+    sums.total[r0 + r] = fma(sums.total[r0 + r], rescale[r], weigh(tile, tops[r], scores + r * kKeyTile));
+  }
+  add_values<ROWS>(scores, (int)(first - tile.position), (int)(end - tile.position), a.head_dim, tile, rescale,
+                   sums.output + r0 * stride, stride);
 }
 
 // Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the number of the group at
-// from + 16 * i, and goes on kAhead groups beyond the last with those that will be read next.
+// from + 16 * i; behind the last tile there are kAhead more, to be fetched.
 template <class T>
 inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& rows, const int64_t* groups, int64_t from,
                    int64_t to, const Sums& sums) {
-  constexpr float kNever = -__builtin_inff();
-  const int64_t stride = a.padded_dim(), dim = a.head_dim;
   for (int r = 0; r < rows.count; r++) {
     sums.top[r] = kNever;
     sums.total[r] = 0;
   }
-  memset(sums.output, 0, (size_t)(rows.count * stride) * sizeof(float));
-  for (int64_t tile = from; tile < to; tile += kKeyTile, groups += kTileGroups) {
-    const int tile_groups = (int)(smaller(kKeyTile, to - tile) + kGroup - 1) / kGroup;
-    const T *keys[kTileGroups], *values[kTileGroups], *keys_ahead[kTileGroups], *values_ahead[kTileGroups];
-    alignas(64) float key_scales[kKeyTile] = {}, value_scales[kKeyTile] = {};
-    for (int g = 0; g < tile_groups; g++) {
-      keys[g] = cache.keys_of(groups[g]);
-      values[g] = cache.values_of(groups[g]);
-      keys_ahead[g] = cache.keys_of(groups[g + kAhead]);
-      values_ahead[g] = cache.values_of(groups[g + kAhead]);
-      if constexpr (sizeof(T) == 1) {
-        store(key_scales + g * kGroup, load(cache.key_scales + groups[g] * kGroup));
-        store(value_scales + g * kGroup, load(cache.value_scales + groups[g] * kGroup));
-      }
-    }
-    const float* key_scale = sizeof(T) == 1 ? key_scales : nullptr;
-    const float* value_scale = sizeof(T) == 1 ? value_scales : nullptr;
-    const int parts = (rows.count + kRows - 1) / kRows;
+  memset(sums.output, 0, (size_t)(rows.count * a.padded_dim()) * sizeof(float));
+  const int parts = (rows.count + kRows - 1) / kRows;
+  for (int64_t position = from; position < to; position += kKeyTile, groups += kTileGroups) {
+    const int num_groups = (int)((smaller(kKeyTile, to - position) + kGroup - 1) / kGroup);
+    const KeyTile<T> tile(cache, groups, position, num_groups);
     for (int part = 0; part < parts; part++) {
-      const int r0 = rows.count * part / parts, count = rows.count * (part + 1) / parts - r0;
-      // Rows are in the order of their positions.
-      const int64_t first = larger(tile, a.reach(rows.positions[r0]));
-      const int64_t end = smaller(tile + kKeyTile, rows.positions[r0 + count - 1] + 1);
-      if (first >= end) continue;
-      alignas(64) float s[kRows * kKeyTile] = {};
-      const float* query = rows.query + r0 * stride;
-      switch (count) {
-        case 1: score<1>(query, stride, dim, tile_groups, keys, keys_ahead, s); break;
-        case 2: score<2>(query, stride, dim, tile_groups, keys, keys_ahead, s); break;
-        case 3: score<3>(query, stride, dim, tile_groups, keys, keys_ahead, s); break;
-        case 4: score<4>(query, stride, dim, tile_groups, keys, keys_ahead, s); break;
-        case 5: score<5>(query, stride, dim, tile_groups, keys, keys_ahead, s); break;
-        case 6: score<6>(query, stride, dim, tile_groups, keys, keys_ahead, s); break;
-      }
-      alignas(64) float rescale[kLanes] = {}, tops[kLanes] = {};
-      for (int r = 0; r < count; r++) {
-        const float found = finish_scores(a, key_scale, tile, rows.positions[r0 + r], rows.slopes[r0 + r],
-                                          s + r * kKeyTile);
-        const float old = sums.top[r0 + r], top = old > found ? old : found;
-        tops[r] = top == kNever ? 0 : top;                     // nothing seen so far: all weights are zero
-        rescale[r] = old - tops[r];
-        sums.top[r0 + r] = top;
-      }
-      store(rescale, exp(load(rescale)));
-      for (int r = 0; r < count; r++) {
-        const float total = weigh(value_scale, tops[r], s + r * kKeyTile);
-        sums.total[r0 + r] = fma(sums.total[r0 + r], rescale[r], total);
-      }
-      float* output = sums.output + r0 * stride;
-      const int k0 = (int)(first - tile), k1 = (int)(end - tile);
-      switch (count) {
-        case 1: add_values<1>(s, k0, k1, dim, values, values_ahead, rescale, output, stride); break;
-        case 2: add_values<2>(s, k0, k1, dim, values, values_ahead, rescale, output, stride); break;
-        case 3: add_values<3>(s, k0, k1, dim, values, values_ahead, rescale, output, stride); break;
-        case 4: add_values<4>(s, k0, k1, dim, values, values_ahead, rescale, output, stride); break;
-        case 5: add_values<5>(s, k0, k1, dim, values, values_ahead, rescale, output, stride); break;
-        case 6: add_values<6>(s, k0, k1, dim, values, values_ahead, rescale, output, stride); break;
+      const int r0 = rows.count * part / parts;
+      switch (rows.count * (part + 1) / parts - r0) {
+        case 1: add_tile<1>(a, tile, rows, r0, sums); break;
+        case 2: add_tile<2>(a, tile, rows, r0, sums); break;
+        case 3: add_tile<3>(a, tile, rows, r0, sums); break;
+        case 4: add_tile<4>(a, tile, rows, r0, sums); break;
+        case 5: add_tile<5>(a, tile, rows, r0, sums); break;
+        case 6: add_tile<6>(a, tile, rows, r0, sums); break;
       }
     }
   }
@@ -583,7 +604,6 @@ inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& r
 
 // Merges the sums over the next segment, `b`, into those over the segments before it, `a`.
 inline void merge(int count, int64_t stride, const Sums& a, const Sums& b) {
-  constexpr float kNever = -__builtin_inff();
   for (int r = 0; r < count; r++) {
     if (b.top[r] == kNever) continue;
     if (a.top[r] == kNever) {

@@ -25,8 +25,6 @@
 #include "team.hpp"
 #include "tensor.hpp"
 
-#define GENSERVE_UNROLL _Pragma("clang loop unroll(full)")
-
 namespace genserve {
 
 constexpr int kPanel = 32;       // outputs of a panel

@@ -70,34 +70,44 @@ struct RowScan {
   float best;       // NaN where the row has one
 };
 
-// The best token of a row of `size` values, with the k best where `best_k` is given.
+// The best token of a row of `size` values, with the k best where `best_k` is given. Of most parts of a row only the
+// maximum is looked at.
 inline RowScan scan_row(const float* row, int64_t size, BestK* best_k) {
-  const float lowest = -__builtin_inff();
-  f32x16 best = broadcast(lowest);
-  i32x16 best_at{}, nan{};
-  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int64_t i = 0; i < size; i += 4 * kLanes) {
-    f32x16 v[4];
-    for (int j = 0; j < 4; j++) {
-      const int64_t at = i + j * kLanes;
-      const int64_t count = size - at;
-      v[j] = count >= kLanes ? load(row + at) : broadcast(lowest);
-      if (count > 0 && count < kLanes) v[j] = lane < (int32_t)count ? load_first(row + at, count) : v[j];
-      nan |= v[j] != v[j];
-      const i32x16 better = v[j] > best;
-      best = better ? v[j] : best;
-      best_at = better ? lane + (int32_t)at : best_at;
+  constexpr int64_t kPart = 16 * kLanes;
+  float padded[kPart];  // the last part, with -inf behind the row's end
+  float best = -__builtin_inff();
+  int64_t best_part = 0;
+  i32x16 nan{};
+  for (int64_t at = 0; at < size; at += kPart) {
+    const float* part = row + at;
+    if (size - at < kPart) {
+      for (int64_t i = 0; i < kPart; i++) padded[i] = at + i < size ? part[i] : -__builtin_inff();
+      part = padded;
     }
-    if (best_k == nullptr || !any(max(max(v[0], v[1]), max(v[2], v[3])) > best_k->threshold())) continue;
-    for (int j = 0; j < 4 * kLanes; j++) {
-      const float value = v[j / kLanes][j % kLanes];
-      if (value > best_k->threshold()) best_k->add(value, (uint32_t)(i + j));
+    f32x16 tops[2] = {broadcast(-__builtin_inff()), broadcast(-__builtin_inff())};
+    for (int64_t i = 0; i < kPart; i += 2 * kLanes) {
+      const f32x16 a = load(part + i), b = load(part + i + kLanes);
+      nan |= (a != a) | (b != b);
+      tops[0] = max(a, tops[0]);
+      tops[1] = max(b, tops[1]);
+    }
+    const f32x16 top = max(tops[0], tops[1]);
+    if (any(top > best)) {
+      best = maximum(top);
+      best_part = at;
+    }
+    if (best_k == nullptr || !any(top > best_k->threshold())) continue;
+    for (int64_t i = 0; i < kPart; i += kLanes) {
+      for (uint32_t hits = bits(load(part + i) > best_k->threshold()); hits != 0; hits &= hits - 1) {
+        const int64_t place = i + __builtin_ctz(hits);
+        if (part[place] > best_k->threshold()) best_k->add(part[place], (uint32_t)(at + place));
+      }
     }
   }
-  const float top = maximum(best);
   if (any(nan)) return {0, __builtin_nanf("")};
-  const i32x16 candidates = best == top ? best_at : broadcast(INT32_MAX);
-  return {-(int64_t)maximum(-candidates), top};
+  int64_t best_id = best_part;
+  while (best_id + 1 < size && row[best_id] != best) best_id++;
+  return {best_id, best};
 }
 
 // log(sum(exp(row))), with sums of 1,024 values in float and the sum of those in double.

@@ -57,6 +57,7 @@ class Api {
   static Status* type_and_shape(const Value* value, TypeAndShape** out) { return call<65, Status*>(value, out); }
   static Status* attribute(const KernelInfo* info, const char* name, float* out) { return call<85, Status*>(info, name, out); }
   static Status* attribute(const KernelInfo* info, const char* name, int64_t* out) { return call<86, Status*>(info, name, out); }
+  // `out` may be null, to ask for the size.
   static Status* attribute(const KernelInfo* info, const char* name, char* out, size_t* size) {
     return call<87, Status*>(info, name, out, size);
   }
@@ -248,10 +249,12 @@ inline float attribute(const KernelInfo* info, const char* name, float fallback)
 template <class Enum, size_t count>
 bool attribute(const KernelInfo* info, const char* name, const char* const (&words)[count], Enum& value, Error& error) {
   char text[64] = "";
-  size_t size = sizeof text;
+  size_t size = 0;
   Error ignored;
   value = Enum{};
-  if (!ok(Api::attribute(info, name, text, &size), ignored) && size <= sizeof text) return true;
+  if (!ok(Api::attribute(info, name, nullptr, &size), ignored)) return true;
+  if (size > sizeof text) return error.set("%s is a word of %zu letters, which is not known", name, size - 1);
+  if (!ok(Api::attribute(info, name, text, &size), error)) return false;
   for (size_t i = 0; i < count; i++) {
     if (strcmp(text, words[i]) != 0) continue;
     value = static_cast<Enum>(i);

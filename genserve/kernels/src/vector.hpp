@@ -17,6 +17,7 @@
 #endif
 
 #define GENSERVE_INLINE static inline __attribute__((always_inline))
+#define GENSERVE_UNROLL _Pragma("clang loop unroll(full)")
 
 namespace genserve {
 
@@ -151,6 +152,11 @@ GENSERVE_INLINE int32_t sum(i32x16 v) {
 }
 GENSERVE_INLINE float maximum(f32x16 v) {
   return fold_lanes(v, [](f32x16 a, f32x16 b) { return max(a, b); });
+}
+// A comparison's lanes as bits, the first lane the lowest; and whether one of them is set.
+GENSERVE_INLINE uint32_t bits(i32x16 mask) {
+  typedef bool bool16 __attribute__((ext_vector_type(16)));
+  return __builtin_bit_cast(uint16_t, __builtin_convertvector(mask, bool16));
 }
 GENSERVE_INLINE bool any(i32x16 mask) { return __builtin_reduce_or(mask) != 0; }
 GENSERVE_INLINE int32_t maximum(i32x16 v) {
