@@ -9,6 +9,7 @@
 #include "attention.hpp"
 #include "linear.hpp"
 #include "logits.hpp"
+#include "sampling.hpp"
 
 using namespace genserve;
 
@@ -207,6 +208,20 @@ void run_logits(int64_t size, int64_t k) {
   printf("logits %lld, %lld best: %016llx\n", (long long)size, (long long)k, (unsigned long long)(hash(top) ^ hash(best)));
 }
 
+void run_sampling(int64_t size) {
+  const float inf = __builtin_inff();
+  const SamplingRule rules[] = {{0, 1, 0, 0, -inf},       {0.3, 1, 0, 0.7f, -inf},  {0.9, 1, 40, 0.01f, -inf},
+                                {0.5, 0.9, 0, 2, -1.5f},  {0.99, 0.5, 40, 1, -inf}, {0, 1, size, 0.3f, -0.1f}};
+  constexpr int64_t num_rules = sizeof rules / sizeof rules[0];
+  Numbers numbers{(uint64_t)size};
+  Owned logits(Type::kFloat32, num_rules, size), sampled(Type::kFloat32, num_rules, 4);
+  logits.fill(numbers);
+  if (!sample_logits(logits.tensor.as<float>(), num_rules, size, rules, sampled.tensor.as<SampledRow>())) {
+    fail("sampling", "out of memory");
+  }
+  printf("sampling %lld: %016llx\n", (long long)size, (unsigned long long)hash(sampled));
+}
+
 }  // namespace
 
 int main() {
@@ -226,5 +241,7 @@ int main() {
   }
   run_logits(5, 5);
   run_logits(5000, 50);
+  run_sampling(3);
+  run_sampling(5000);
   return 0;
 }

@@ -61,7 +61,7 @@ def test_a_sanitizer_finds_nothing(sanitizer: str, name: str, hashes: str, tmp_p
     cpu = build.INSTRUCTION_SETS["x86_64"][name]
     made = compile_driver(tmp_path, *flags, cpu=cpu, compile_for="x86_64-linux-gnu.2.31")
     program = str(tmp_path / "program")
-    run("g++", "-x", "none", made, "-o", program, f"-fsanitize={sanitizer}", "-pthread")
+    run("g++", "-x", "none", made, "-o", program, f"-fsanitize={sanitizer}", "-pthread", "-lm")
     assert run(program) == hashes
 
 

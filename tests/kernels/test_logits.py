@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genserve.kernels.logits import scan_logits
+from genserve.kernels.logits import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
 from tests.kernels.linear_calls import instruction_sets
 
 
@@ -30,7 +30,7 @@ def test_rows_are_sorted_as_numpy_does(
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     ruled_out = np.take_along_axis(logits, order, axis=1) == -np.inf
     np.testing.assert_array_equal(scan.top_ids, np.where(ruled_out, -1, order))
-    assert scan.log_sum_exp is None
+    assert scan.log_sum_exp.size == 0
 
 
 @pytest.mark.parametrize("name", instruction_sets())
@@ -46,7 +46,6 @@ def test_the_log_of_the_sum_and_all_answers_on_every_instruction_set(
         np.testing.assert_array_equal(one, other)
     best = logits.max(axis=1).astype(np.float64)
     want = best + np.log(np.exp(logits.astype(np.float64) - best[:, None]).sum(axis=1))
-    assert there.log_sum_exp is not None
     np.testing.assert_allclose(there.log_sum_exp, want, atol=1e-6, rtol=0)
 
 
@@ -78,3 +77,86 @@ def test_infinity_is_the_best() -> None:
 def test_logits_of_another_layout_are_refused(logits: np.ndarray, top_k: int) -> None:
     with pytest.raises(ValueError, match=r"logits are|top_k is"):
         scan_logits(logits, top_k=top_k)
+
+
+def rules_of(num: int, rng: np.random.Generator) -> np.ndarray:
+    rules = np.zeros(num, SAMPLING_RULE)
+    rules["uniform"] = rng.random(num)
+    rules["temperature"] = rng.choice([0.0, 1e-5, 0.3, 1.0, 2.0], num)
+    rules["top_k"] = rng.choice([0, 0, 1, 5, 50, 5000], num)
+    rules["top_p"] = rng.choice([1e-6, 0.3, 0.9, 0.999, 1.0, 1.0], num)
+    rules["log_min_p"] = np.log(rng.choice([1e-30, 0.05, 0.5, 1.0], num))
+    return rules
+
+
+def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.ndarray, float]:
+    """What a row keeps, the cumulative distribution of that, and how far top-p is from another cut."""
+    scaled = (row - row.max()) / rule["temperature"]
+    ordered = np.sort(scaled)[::-1][: rule["top_k"] or None].astype(np.float64)
+    shares = np.exp(ordered).cumsum() / np.exp(ordered).sum()
+    last = int(shares.searchsorted(rule["top_p"])) if rule["top_p"] < 1 else len(ordered) - 1
+    keep = scaled >= max(ordered[min(last, len(ordered) - 1)], rule["log_min_p"])
+    cumulative = np.where(keep, np.exp(scaled.astype(np.float64)), 0).cumsum()
+    margin = np.abs(shares - rule["top_p"]).min() if rule["top_p"] < 1 else 1.0
+    return keep, cumulative / cumulative[-1], float(margin)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 3000), st.sampled_from([0.3, 2.0, 12.0]), st.booleans(), st.integers(0, 2**32))
+def test_draws_are_those_of_float64(size: int, spread: float, whole: bool, seed: int) -> None:
+    """Whole numbers: many are equal, also to the k-th, and all of those are kept."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((10, size)) * spread).astype(np.float32)
+    if whole:
+        logits = np.round(logits)
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[:, size // 2] = 0.0
+    rules = rules_of(len(logits), rng)
+    sampled = sample_logits(logits, rules)
+    assert sampled.dtype == SAMPLED_ROW
+    np.testing.assert_array_equal(sampled["best"], logits.max(axis=1))
+    for row, rule, found in zip(logits, rules, sampled, strict=True):
+        if rule["temperature"] == 0:
+            assert found["token_id"] == row.argmax()
+            continue
+        with np.errstate(over="ignore"):
+            keep, cumulative, margin = kept_and_borders(row, rule)
+            level = (row - row.max()) / rule["temperature"] >= found["level"]
+        if margin < 1e-6:
+            continue
+        ruled_out = row == -np.inf
+        np.testing.assert_array_equal(level | ruled_out, keep | ruled_out)
+        assert keep[found["token_id"]]
+        assert row[found["token_id"]] > -np.inf
+        if np.abs(cumulative - rule["uniform"]).min() > 1e-6:
+            assert found["token_id"] == cumulative.searchsorted(rule["uniform"], side="right")
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_draws_are_equal_on_every_instruction_set_and_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    logits = 4 * rng.standard_normal((60, 7001), dtype=np.float32)
+    rules = rules_of(len(logits), rng)
+    here = sample_logits(logits, rules)
+    monkeypatch.setenv("GENSERVE_KERNELS", name)
+    alone = [sample_logits(logits[i : i + 1], rules[i : i + 1]) for i in range(len(logits))]
+    np.testing.assert_array_equal(here, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("place", [0, 255, 256, 999])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_is_told_and_no_draw_is_made_of_it(place: int, value: float) -> None:
+    logits = np.zeros((3, 1000), np.float32)
+    logits[1, place] = value
+    logits[2] = -np.inf
+    rules = rules_of(3, np.random.default_rng(0))
+    sampled = sample_logits(logits, rules)
+    assert np.isfinite(sampled["best"]).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("rules", [np.zeros(2, SAMPLING_RULE), np.zeros(6, SAMPLING_RULE)[::2], np.zeros(3)])
+def test_rules_of_another_layout_are_refused(rules: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="rules are"):
+        sample_logits(np.zeros((3, 5), np.float32), rules)

@@ -34,6 +34,10 @@ class BestK {
     if (count_ == k_) threshold_ = value_of(keys_[0]);
   }
 
+  // How many there are, and the value of each, in no order.
+  int64_t count() const { return count_; }
+  float value(int64_t i) const { return value_of(keys_[i]); }
+
   // Ids from the best to the worst; -1 where a row has fewer than k.
   void sorted(int64_t* ids) {
     for (int64_t i = count_; i < k_; i++) ids[i] = -1;
@@ -70,10 +74,10 @@ struct RowScan {
   float best;       // NaN where the row has one
 };
 
-// The best token of a row of `size` values, with the k best where `best_k` is given. Of most parts of a row only the
-// maximum is looked at.
-inline RowScan scan_row(const float* row, int64_t size, BestK* best_k) {
-  constexpr int64_t kPart = 16 * kLanes;
+// The best token of a row of `size` values, with the k best where `best_k` is given, and the maximum of each part of
+// the row where `maxima` is. Of most parts only the maximum is looked at.
+constexpr int64_t kPart = 16 * kLanes;
+inline RowScan scan_row(const float* row, int64_t size, BestK* best_k, float* maxima = nullptr) {
   float padded[kPart];  // the last part, with -inf behind the row's end
   float best = -__builtin_inff();
   int64_t best_part = 0;
@@ -92,6 +96,7 @@ inline RowScan scan_row(const float* row, int64_t size, BestK* best_k) {
       tops[1] = max(b, tops[1]);
     }
     const f32x16 top = max(tops[0], tops[1]);
+    if (maxima != nullptr) maxima[at / kPart] = maximum(top);
     if (any(top > best)) {
       best = maximum(top);
       best_part = at;

@@ -4,6 +4,7 @@
 #include "cpu.hpp"
 #include "linear.hpp"
 #include "logits.hpp"
+#include "sampling.hpp"
 #include "ort_api.hpp"
 
 #define GENSERVE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -196,4 +197,10 @@ GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attr
 GENSERVE_EXPORT int32_t genserve_scan_logits(const float* logits, int64_t num_rows, int64_t size, int64_t k,
                                              int64_t* best_ids, float* best, int64_t* top_ids, double* log_sums) {
   return scan_logits(logits, num_rows, size, k, best_ids, best, top_ids, log_sums);
+}
+
+// A token for each row of logits: see sample_logits.
+GENSERVE_EXPORT int32_t genserve_sample_logits(const float* logits, int64_t num_rows, int64_t size,
+                                               const SamplingRule* rules, SampledRow* sampled) {
+  return sample_logits(logits, num_rows, size, rules, sampled);
 }
