@@ -1,26 +1,24 @@
-"""Draw: a token from a row of logits; pure.
+"""Draw: the numbers that rows draw by, and the rows that are taken one by one; pure.
 
-Row after row, since what is made of one row stays in the processor's cache. Arrays of all rows are
-megabytes, which are asked of the system anew at each step: that alone took most of the time.
+Most rows draw by temperature, top-k, top-p and min-p: `sample_logits` takes all of these in one call.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.logits_model import FloatArray
 from genserve.generation.stages import Stages, left_by
-from genserve.generation.truncation import Truncation, block_maxima, exponentials, kept, level_of_best
+from genserve.generation.truncation import Truncation, kept
+from genserve.kernels.logits import SAMPLING_RULE, sample_logits
 
 __all__ = ["Drawn", "SamplingRows", "draw", "uniforms"]
 
-FEW = 4096      # weights that are summed up one by one
-PART = 256      # of many: those that are summed up first
 # Makes of a seed another one, for a second number per step.
 ASIDE = np.uint64(0xD1B54A32D192ED03)
 
@@ -35,6 +33,24 @@ class SamplingRows:
     seed: NDArray[np.uint64]            # [R]
     step: NDArray[np.uint64]            # [R], how many tokens the answer has
 
+    def alone(self, index: int) -> bool:
+        """Whether one row has rules that `sample_logits` does not know: `draw` takes it."""
+        return self.stages[index] is not None or not self.truncations[index].by_level
+
+    def table(self, rows: Sequence[int], *, num_rows: int) -> NDArray[np.void]:
+        """Return the rules of so many rows for `sample_logits`: [num_rows] SAMPLING_RULE.
+
+        Args:
+            rows: which these are; all others take the best token, and so do those that `draw` takes.
+            num_rows: with the others.
+        """
+        table = np.zeros(num_rows, SAMPLING_RULE)
+        uniform = uniforms(self.seed, self.step).tolist() if rows else ()
+        for index, (row, number) in enumerate(zip(rows, uniform, strict=True)):
+            temperature = 0.0 if self.alone(index) else self.temperature[index]
+            table[row] = self.truncations[index].sampling_rule(temperature=temperature, uniform=number)
+        return table
+
     def chance(self, index: int) -> float:
         """Return a number in [0, 1) of one row that has nothing to do with the one it draws by."""
         one = slice(index, index + 1)
@@ -45,41 +61,7 @@ class Drawn(NamedTuple):
     """One row's token, and what it was drawn from."""
 
     token_id: int
-    left: FloatArray            # logits after all rules
-    ids: TokenArray | None      # of which tokens, ascending; None: of all
-
-
-def draw(row: FloatArray, rows: SamplingRows, *, index: int, uniform: float) -> Drawn | None:
-    """Draw a row's token; None if the row has a NaN or no finite maximum.
-
-    It depends on the row's logits, its parameters, its seed and its step, and on nothing else. The draw
-    inverts the cumulative distribution in order of ids.
-
-    Args:
-        row: [V] float32; not modified.
-        rows: the parameters of several rows.
-        index: of this one among them.
-        uniform: its number of `uniforms`.
-    """
-    truncation, stages, ids = rows.truncations[index], rows.stages[index], None
-    if truncation.top_k and not truncation.top_n_sigma and stages is None:
-        # What comes before top-k keeps the order: all the rest of the row needs no temperature.
-        maxima = block_maxima(row)
-        ids = (row >= level_of_best(maxima, truncation.top_k)).nonzero()[0]
-        row = row[ids]
-    # The maximum of a row with a NaN is NaN.
-    best = (row if ids is None else maxima).max()
-    if not math.isfinite(best):
-        return None
-    if stages is not None:
-        ids, left = left_by(row, stages, chance=rows.chance(index))
-    else:
-        left = row - best
-        left /= rows.temperature[index]
-        if (places := kept(left, truncation)) is not None:
-            left, ids = left[places], places if ids is None else ids[places]
-    place = _place(exponentials(left), uniform)
-    return Drawn(place if ids is None else int(ids[place]), left, ids)
+    left: FloatArray    # logits after all rules, the best 0: [V]
 
 
 def uniforms(seed: NDArray[np.uint64], step: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -101,22 +83,24 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def _place(weights: FloatArray, uniform: float) -> int:
-    """Draw a place, of many in two levels: a block and then a place in it."""
-    if weights.size <= FEW:
-        return _invert(weights.cumsum(dtype=np.float64), uniform)
-    starts = np.arange(0, weights.size, PART)
-    cumulative = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
-    block = _invert(cumulative, uniform)
-    inside = np.cumsum(weights[starts[block] : starts[block] + PART], dtype=np.float64)
-    before = cumulative[block - 1] if block else 0.0
-    rest = (uniform * cumulative[-1] - before) / inside[-1]
-    # The block's own sum was rounded in another order: rest may touch 1. What weighs nothing is not drawn.
-    last = int(inside.searchsorted(inside[-1], side="left"))
-    return int(starts[block]) + min(_invert(inside, rest), last)
+def draw(row: FloatArray, rows: SamplingRows, *, index: int, uniform: float) -> Drawn:
+    """Draw a row's token by itself, from what its rules leave one after the other.
 
-
-def _invert(cumulative: NDArray[np.float64], uniform: float) -> int:
-    """Return the first index whose share of the total exceeds `uniform`."""
-    index = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-    return min(index, cumulative.size - 1)  # just below 1, the product may round to the total
+    Args:
+        row: [V] float32 with a finite maximum; not modified.
+        rows: the parameters of several rows.
+        index: of this one among them.
+        uniform: its number of `uniforms`.
+    """
+    if (stages := rows.stages[index]) is not None:
+        ids, values = left_by(row, stages, chance=rows.chance(index))
+    else:
+        scaled = row - row.max()
+        scaled /= rows.temperature[index]
+        ids = kept(scaled, rows.truncations[index])
+        values = scaled[ids]
+    rule = np.array([Truncation().sampling_rule(uniform=uniform)], SAMPLING_RULE)
+    place = sample_logits(values[None], rule)["token_id"][0]
+    left = np.full_like(row, -np.inf)
+    left[ids] = values
+    return Drawn(int(ids[place]), left)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.draw import Drawn, SamplingRows, draw, uniforms
+from genserve.generation.draw import SamplingRows, draw
 from genserve.generation.likelihood import Asked, likelihood
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.kernels.logits import sample_logits
 from genserve.request import TokenLogprob
 
-__all__ = ["PickedRows", "greedy", "pick_rows", "select_rows"]
+__all__ = ["PickedRows", "pick_rows", "select_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +48,26 @@ def pick_rows(
     if edits is not None:
         raw = {row: own.copy() for row, own in raw.items()}
         apply_edits(logits, edits)
-    best = [row for row in range(len(logits)) if row not in drawing]
-    token_ids = np.zeros(len(logits), dtype=np.int64)
-    token_ids[best] = greedy(select_rows(logits, best))
-    # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
-    finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
-    uniform = uniforms(rules.seed, rules.step) if drawing else ()
-    after_rules = {asked.row for asked in asking if asked.processed}
-    drawn_from: dict[int, Drawn] = {}
+    table = rules.table(drawing, num_rows=len(logits))
+    sampled = sample_logits(logits, table)
+    token_ids, finite = sampled["token_id"], np.isfinite(sampled["best"])
+    processed = {asked.row for asked in asking if asked.processed}
+    left: dict[int, FloatArray] = {}
     # What a temperature near 0 divides goes to -inf, as it should; rows that are not finite get NaNs.
     with np.errstate(over="ignore", invalid="ignore"):
         for index, row in enumerate(drawing):
-            drawn = draw(logits[row], rules, index=index, uniform=uniform[index])
-            finite[row] = drawn is not None
-            if drawn is None:
-                continue
-            token_ids[row] = drawn.token_id
-            if row in after_rules:
-                drawn_from[row] = drawn
-        logprobs = []
-        for asked in asking:
-            values, ids = logits[asked.row] if asked.processed else raw[asked.row], None
-            if asked.processed and asked.row in drawn_from:
-                _, values, ids = drawn_from[asked.row]
-            token_id = int(token_ids[asked.row])
-            found = likelihood(values, token_id, num_top=asked.num_top, named=asked.named, ids=ids)
-            logprobs.append(found)
+            if rules.alone(index) and finite[row]:
+                uniform = table["uniform"][row]
+                token_ids[row], left[row] = draw(logits[row], rules, index=index, uniform=uniform)
+            elif row in processed:
+                left[row] = logits[row] - sampled["best"][row]
+                left[row] /= rules.temperature[index]
+                left[row][left[row] < sampled["level"][row]] = -np.inf
+    logprobs = []
+    for asked in asking:
+        values = left.get(asked.row, logits[asked.row]) if asked.processed else raw[asked.row]
+        token_id = int(token_ids[asked.row])
+        logprobs.append(likelihood(values, token_id, num_top=asked.num_top, named=asked.named))
     return PickedRows(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
 
 
@@ -82,9 +77,3 @@ def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> F
     Nearly always all are asked for: then it is the array itself, and nothing is copied.
     """
     return array if len(rows) == len(array) else array[rows]
-
-
-def greedy(logits: FloatArray) -> TokenArray:
-    """Return the best token of each row; ties go to the lowest id. [R, V] float32 -> [R] int64."""
-    best: TokenArray = np.argmax(logits, axis=1)
-    return best

@@ -176,8 +176,7 @@ def _keep(
         case "mirostat":
             return values >= _mirostat_level(values, stages, vocab_size=vocab_size)
         case _:
-            places = kept(values, stages.truncation(name))
-            return slice(None) if places is None else places
+            return kept(values, stages.truncation(name))
 
 
 def _without_likely(ids: NDArray[np.int64], values: FloatArray, stages: Stages) -> NDArray[np.bool_]:

@@ -1,7 +1,7 @@
 """Truncation: which tokens of a row a draw is made from; pure.
 
-Nearly always these are the ones above some level of the row's logits. Top-k finds it among the tokens that
-block maxima leave, top-p and typical in the one bin of a histogram that reaches the mass; no row is sorted.
+Nearly always these are the ones above some level of the row's logits. The kernels find that of top-k, top-p
+and min-p, and typical the one bin of a histogram that reaches the mass; no row is sorted.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray
+from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
 from genserve.sampling.params import SamplingParams
 
 __all__ = [
-    "BLOCK",
     "LOWEST_EXPONENT",
     "Truncation",
     "best_ids",
     "best_values",
-    "block_maxima",
     "exponentials",
     "kept",
-    "level_of_best",
     "weighted_mean",
 ]
 
-BLOCK = 96              # tokens, whose maxima or sums are looked at first
-NEAR = 8.0              # from the best logit, or the mean: nearly always, what is kept is not further away
-FARTHER = 12.0          # the same for a top-p near 1
+NEAR = 8.0              # from the mean: nearly always, what typical keeps is not further away
 SMALL = 4               # part of a row, one by so many: worth to be taken out
 FEW = 1024              # values that are sorted rather than counted into bins
-BINS_PER_UNIT = 32      # of a row's logits by their distance from the best
+BINS_PER_UNIT = 32      # of a row's logits by their distance from the mean
 NUM_BINS = 2560
 PART = 8192             # values that are counted at once: what is made of more is asked of the system anew
 # exp of less underflows to a denormal float32, and arithmetic on those is a hundred times slower.
@@ -55,17 +51,25 @@ class Truncation:
     epsilon_cutoff: float = 0.0     # at least this probability, or the best; 0: all
     eta_cutoff: float = 0.0     # the same, but less where the entropy is high; 0: all
 
+    @property
+    def by_level(self) -> bool:
+        """Whether all that it keeps is above a level that `sample_logits` finds."""
+        others = (self.top_n_sigma, self.typical_p, self.epsilon_cutoff, self.eta_cutoff)
+        return others == (0.0, 1.0, 0.0, 0.0)
+
+    def sampling_rule(self, *, temperature: float = 1.0, uniform: float = 0.0) -> tuple[float, ...]:
+        """Return the fields of a SAMPLING_RULE with its top-k, top-p and min-p."""
+        log_min_p = math.log(self.min_p) if self.min_p else -math.inf
+        return uniform, self.top_p, self.top_k, temperature, log_min_p
+
     @staticmethod
     def of(params: SamplingParams) -> Truncation:
         """Return what a request asks for."""
         return Truncation(**{rule.name: getattr(params, rule.name) for rule in fields(Truncation)})
 
 
-_ALL = Truncation()
-
-
-def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
-    """Return the ids that a row keeps, ascending; None if no rule is in use.
+def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64]:
+    """Return the ids that a row keeps, ascending.
 
     Args:
         scaled: [V] float32, logits less the best one, divided by the temperature; not modified.
@@ -75,21 +79,15 @@ def kept(scaled: FloatArray, rules: Truncation) -> NDArray[np.int64] | None:
     top-p is Holtzman et al. (2020), min-p Nguyen et al. (2024), typical Meister et al. (2022), epsilon and
     eta Hewitt et al. (2022), all as transformers has them.
     """
-    if rules == _ALL:
-        return None
     level = _LOWEST
     if rules.top_n_sigma:
         finite = scaled if scaled.min() >= _LOWEST else scaled[scaled >= _LOWEST]
         level = -rules.top_n_sigma * float(finite.std(dtype=np.float64))
         scaled = np.where(scaled >= level, scaled, np.float32(-np.inf))
-    level = max(level, math.log(rules.min_p)) if rules.min_p else level
-    if rules.top_k:
-        level = max(level, _kept_level(best_values(scaled, rules.top_k), top_p=rules.top_p))
-    if rules.top_k or rules.top_p == 1.0:
-        ids = (scaled >= level).nonzero()[0]
-    else:
-        ids = _nucleus(scaled, top_p=rules.top_p)
-        ids = ids[scaled[ids] >= level]
+    if rules.top_k or rules.top_p < 1.0 or rules.min_p:
+        sampled = sample_logits(scaled[None], np.array([rules.sampling_rule()], SAMPLING_RULE))
+        level = max(level, float(sampled["level"][0]))
+    ids = (scaled >= level).nonzero()[0]
     if rules.typical_p < 1.0:
         ids = ids[_typical(_among(scaled, ids), share=rules.typical_p)]
     if rules.epsilon_cutoff:
@@ -104,11 +102,8 @@ def _among(scaled: FloatArray, ids: NDArray[np.int64]) -> FloatArray:
 
 
 def best_values(row: FloatArray, count: int) -> FloatArray:
-    """Return the `count` highest values of a row [V], or all, sorted downwards."""
-    few = count * BLOCK > row.size
-    best = row.copy() if few else row[row >= level_of_best(block_maxima(row), count)]
-    best.sort()
-    return best[::-1][:count]
+    """Return the `count` highest values of a row [V] above -inf, or all, sorted downwards."""
+    return row[best_ids(row, count)]
 
 
 def best_ids(row: FloatArray, count: int) -> NDArray[np.int64]:
@@ -116,53 +111,8 @@ def best_ids(row: FloatArray, count: int) -> NDArray[np.int64]:
 
     Of fewer, where the rest is -inf.
     """
-    ids = (row >= max(level_of_best(block_maxima(row), count), _LOWEST)).nonzero()[0]
-    return ids[np.argsort(-row[ids], kind="stable")][:count]
-
-
-def block_maxima(row: FloatArray) -> FloatArray:
-    """Return the maxima of the blocks of a row [V], that of one with a NaN is NaN."""
-    num_blocks = row.size // BLOCK
-    # A block is every so-manieth value; the last few values are one more.
-    maxima: FloatArray = row[: num_blocks * BLOCK].reshape(BLOCK, num_blocks).max(axis=0)
-    last = row[num_blocks * BLOCK :]
-    return np.append(maxima, last.max()) if last.size else maxima
-
-
-def level_of_best(maxima: FloatArray, count: int) -> float:
-    """Return a value that at least `count` of a row reach, and seldom many more; -inf: all do.
-
-    Args:
-        maxima: [N] of the row's blocks, so many of which have a value that reaches it; reordered.
-        count: above 0.
-    """
-    first = maxima.size - count
-    if first < 0:
-        return -math.inf
-    maxima.partition(first)
-    return float(maxima[first])
-
-
-def _kept_level(best: FloatArray, *, top_p: float) -> float:
-    """Return the value with which the mass of sorted ones reaches its share of all of theirs."""
-    if top_p == 1.0:
-        return float(best[-1])
-    cumulative = exponentials(best).cumsum(dtype=np.float64)
-    return float(best[min(int(cumulative.searchsorted(top_p * cumulative[-1])), len(best) - 1)])
-
-
-def _nucleus(scaled: FloatArray, *, top_p: float) -> NDArray[np.int64]:
-    """Return the ids that top-p keeps of a whole row, ascending."""
-    weights = exponentials(scaled)
-    # numpy adds pairwise: a float32 is as good as its weights.
-    wanted = top_p * float(weights.sum())
-    near = _few(scaled >= -NEAR, weights, wanted)
-    if near is None:
-        near = _few(scaled >= -FARTHER, weights, wanted)
-    if near is None:
-        return (scaled >= -_reaching(-scaled, weights, wanted)).nonzero()[0]
-    values = scaled[near]
-    return near[values >= -_reaching(-values, weights[near], wanted)]
+    ids: NDArray[np.int64] = scan_logits(row[None], top_k=min(count, row.size)).top_ids[0]
+    return ids if ids[-1] >= 0 else ids[ids >= 0]
 
 
 def _few(near: NDArray[np.bool_], weights: FloatArray, wanted: float) -> NDArray[np.int64] | None:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.generation.draw import SamplingRows, uniforms
-from genserve.generation.sampler import greedy, pick_rows
+from genserve.generation.draw import SamplingRows, draw, uniforms
+from genserve.generation.sampler import pick_rows
 from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
@@ -89,19 +91,42 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert sample(logits[i : i + 1], alone)[0] == together[i]
 
 
+@settings(deadline=None, max_examples=200)
+@given(size=st.integers(1, 3000), spread=st.sampled_from([0.5, 3.0, 12.0]), seed=st.integers(0, 2**32))
+def test_a_row_that_is_taken_alone_has_the_token_that_it_has_among_others(size, spread, seed):
+    """By rules that the kernels know, a row is drawn with all others; a stage more, and it is taken alone."""
+    rng = np.random.default_rng(seed)
+    num = 20
+    logits = (rng.standard_normal((num, size)) * spread).astype(np.float32)
+    if seed % 2:
+        logits = np.round(logits)
+    rows = sampling_rows(
+        num,
+        temperature=rng.choice([1e-5, 0.5, 1.0, 2.0], num).astype(np.float32),
+        top_k=rng.choice([0, 1, 20, 5000], num),
+        top_p=rng.choice([0.3, 0.9, 1.0], num),
+        min_p=rng.choice([0.0, 0.05, 1.0], num),
+        seed=rng.integers(0, 2**63, num),
+    )
+    together, uniform = sample(logits, rows), uniforms(rows.seed, rows.step)
+    alone = [draw(row, rows, index=i, uniform=uniform[i]).token_id for i, row in enumerate(logits)]
+    assert together.tolist() == alone
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-38])
 def test_a_temperature_near_zero_is_greedy(temperature):
     logits = np.random.default_rng(1).standard_normal((3, VOCAB_SIZE)).astype(np.float32)
-    assert sample(logits, rows_of(3, temperature=temperature)).tolist() == greedy(logits).tolist()
+    assert sample(logits, rows_of(3, temperature=temperature)).tolist() == logits.argmax(axis=1).tolist()
 
 
 def test_a_tiny_top_p_keeps_the_best_token():
     logits = np.random.default_rng(1).standard_normal((3, VOCAB_SIZE)).astype(np.float32)
-    assert sample(logits, rows_of(3, top_p=1e-9)).tolist() == greedy(logits).tolist()
+    assert sample(logits, rows_of(3, top_p=1e-9)).tolist() == logits.argmax(axis=1).tolist()
 
 
 def test_greedy_ties_go_to_the_lowest_id():
-    assert greedy(np.array([[0.0, 2.0, 2.0]], dtype=np.float32)).tolist() == [1]
+    logits = np.array([[0.0, 2.0, 2.0]], dtype=np.float32)
+    assert pick_rows(logits, drawing=[], rules=rows_of(0), asking=()).token_ids.tolist() == [1]
 
 
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
@@ -118,7 +143,7 @@ def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
 
 def test_a_top_k_beyond_the_vocabulary_leaves_top_p_at_work():
     logits = np.random.default_rng(1).standard_normal((3, 1000)).astype(np.float32)
-    assert sample(logits, rows_of(3, top_k=5000, top_p=1e-9)).tolist() == greedy(logits).tolist()
+    assert sample(logits, rows_of(3, top_k=5000, top_p=1e-9)).tolist() == logits.argmax(axis=1).tolist()
 
 
 def test_what_has_been_ruled_out_is_never_drawn():
@@ -148,5 +173,5 @@ def test_of_a_mixed_batch_some_rows_draw_and_the_others_take_the_best():
     logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     drawn = sample(logits[[1, 2]], rows_of(2))
     mixed = pick_rows(logits, drawing=[1, 2], rules=rows_of(2), asking=()).token_ids
-    best = greedy(logits)
+    best = logits.argmax(axis=1)
     assert mixed.tolist() == [best[0], *drawn, best[3]]

@@ -85,5 +85,5 @@ def test_what_is_left_by_top_n_sigma_is_what_top_p_is_a_share_of():
     np.testing.assert_allclose(distribution(row, ids), reference(narrowed, {"top_p": 0.7}), atol=1e-5)
 
 
-def test_without_a_rule_nothing_is_looked_at():
-    assert kept(np.zeros(3, dtype=np.float32), Truncation()) is None
+def test_without_a_rule_all_that_can_be_is_kept():
+    assert kept(np.array([-2.0, -np.inf, 0.0], dtype=np.float32), Truncation()).tolist() == [0, 2]
