@@ -83,6 +83,7 @@ class OutputProcessor:
         for request, num_tokens, draft, count in steps:
             end += count
             request.num_computed_tokens += num_tokens
+            self._kv.cache_blocks(request)
             if count > 1 + len(draft) or (count and request.num_pending):
                 _score(request, logits, range(end - count, end))
             if not request.num_pending:
@@ -93,8 +94,6 @@ class OutputProcessor:
         self._give(logits, ready)
         if drafted:
             self._follow(logits, drafted)
-        for request in output.requests:
-            self._kv.cache_blocks(request)
         return self._outputs
 
     def generate(self, sequence: TokenSequence, row: int) -> None:

@@ -191,7 +191,7 @@ def _ensemble(
         loop=loop,
         plugins=decoding.plugins,
         max_length=logits.max_length,
-        num_slots=logits.num_slots,
+        max_num_seqs=logits.max_num_seqs,
         vocab_size=logits.vocab_size,
         kv_cache_bytes=logits.kv_cache_bytes,
         precision=logits.metadata.get("genserve.precision", "unknown"),
@@ -215,7 +215,7 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
             loop = EngineThread(
                 engine,
                 name=f"warmup-{entry.name}",
-                num_slots=logits.num_slots,
+                max_num_seqs=logits.max_num_seqs,
                 limits=QueueLimits(max_requests=len(batch.requests)),
                 metrics=Metrics().for_model(entry.name),
             )
@@ -234,8 +234,6 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
                 run_warmups(partial(_submit, served), [replace(batch, count=1)])
             finally:
                 served.close(timeout_s=0)
-    for slot in range(logits.num_slots if entry.config.warmups else 0):
-        logits.give_back(slot, length=0)
 
 
 def _submit(served: Served, inferences: Sequence[Inference]) -> None:
@@ -265,16 +263,16 @@ def _start(
             speculation=speculation,
         ),
         name=entry.name,
-        num_slots=logits.num_slots,
-        limits=_queue_limits(options, max_cached_tokens=logits.max_cached_tokens),
+        max_num_seqs=logits.max_num_seqs,
+        limits=_queue_limits(options, num_cache_tokens=logits.num_blocks * logits.block_size),
         metrics=metrics.for_model(entry.name),
     )
 
 
-def _queue_limits(options: RepositoryOptions, *, max_cached_tokens: int) -> QueueLimits:
+def _queue_limits(options: RepositoryOptions, *, num_cache_tokens: int) -> QueueLimits:
     max_tokens = options.max_queue_tokens
     if max_tokens is None:
-        max_tokens = _CACHES_IN_QUEUE * max_cached_tokens
+        max_tokens = _CACHES_IN_QUEUE * num_cache_tokens
     return QueueLimits(
         max_requests=options.max_queue,
         max_tokens=max_tokens or None,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from genserve.generation.logits_model import LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel, TokenArray
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
@@ -19,6 +19,7 @@ from genserve.tuning.setting import Setting, configured
 
 __all__ = ["samples"]
 
+_CHUNK = 256        # tokens of a forward that fills the cache
 _NUM_STEPS = 3      # of a sample, after one that does not count: it pays for bindings and memory
 
 
@@ -56,41 +57,70 @@ def _visit(
     largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
     entry = configured(stage, largest)
     model = load_logits(entry, placement=logits_placement(entry))
-    token_bytes = model.kv_cache_bytes // model.max_cached_tokens
+    size = model.block_size
+    token_bytes = model.kv_cache_bytes // (model.num_blocks * size)
     contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
+    num_blocks = contexts[-1] // size + 1       # of a sequence, with one token more than the longest context
     num_filled = 0
-    slot_tokens = -(-(contexts[-1] + 1) // model.page_tokens) * model.page_tokens
     for batch_size in plan.batch_sizes:
-        if batch_size > model.num_slots or batch_size * slot_tokens > model.max_cached_tokens:
+        if batch_size > model.max_num_seqs or batch_size * num_blocks > model.num_blocks:
             return
-        _fill(model, range(num_filled, batch_size), num_tokens=contexts[-1])
+        _fill(model, range(num_filled, batch_size), num_blocks=num_blocks)
         num_filled, longest_s = batch_size, 0.0
         for context in contexts:
             setting = replace(largest, batch_size=batch_size)
-            sample = _sample(model, setting, context=context, token_bytes=token_bytes)
+            sample = _sample(model, setting, context=context, num_blocks=num_blocks, token_bytes=token_bytes)
             longest_s = max(longest_s, min(sample.steps_s))
             yield sample
         if longest_s > too_long_s:
             return
 
 
-def _fill(model: LogitsModel, slots: range, *, num_tokens: int) -> None:
-    """Give slots the same tokens. Memory that was never written would be read too fast."""
-    token_ids = np.random.default_rng(0).integers(model.vocab_size, size=num_tokens)
-    for slot in slots:
-        if slot == 0:
-            model.prefill([token_ids.tolist()], first_slot=0, past=0)
-        else:
-            model.move(source=0, target=slot, length=num_tokens)
+def _block_table(sequences: range, *, num_blocks: int) -> IndexArray:
+    """Return the blocks of sequences of which each has so many, one behind the other."""
+    blocks = np.arange(sequences.start * num_blocks, sequences.stop * num_blocks, dtype=np.int32)
+    return blocks.reshape(-1, num_blocks)
 
 
-def _sample(model: LogitsModel, setting: Setting, *, context: int, token_bytes: int) -> Sample:
+def _fill(model: LogitsModel, sequences: range, *, num_blocks: int) -> None:
+    """Give sequences the same tokens. Memory that was never written would be read too fast."""
+    table = _block_table(sequences, num_blocks=num_blocks)
+    if sequences.start == 0:
+        num_tokens = min(num_blocks * model.block_size, model.max_length)
+        token_ids = np.random.default_rng(0).integers(model.vocab_size, size=num_tokens)
+        for first in range(0, len(token_ids), _CHUNK):
+            chunk = token_ids[first : first + _CHUNK]
+            model.forward(_batch(chunk[None], num_computed=first, block_table=table[:1]))
+    pairs = [(source, target) for row in table.tolist() for source, target in enumerate(row)]
+    model.copy_blocks([(source, target) for source, target in pairs if source != target])
+
+
+def _batch(token_ids: TokenArray, *, num_computed: int, block_table: IndexArray) -> ForwardBatch:
+    """Return the forward of tokens [B, n] of B sequences, with logits behind the last of each."""
+    num_seqs, num_tokens = token_ids.shape
+    starts = np.arange(num_seqs + 1, dtype=np.int32) * num_tokens
+    return ForwardBatch(
+        token_ids=token_ids.ravel(),
+        positions=np.tile(np.arange(num_computed, num_computed + num_tokens), num_seqs),
+        query_start_loc=starts,
+        num_computed_tokens=np.full(num_seqs, num_computed, dtype=np.int32),
+        block_table=block_table,
+        logits_indices=starts[1:].astype(np.int64) - 1,
+    )
+
+
+def _sample(
+    model: LogitsModel, setting: Setting, *, context: int, num_blocks: int, token_bytes: int
+) -> Sample:
     """Time decode steps, each at the same positions."""
-    token_ids = np.zeros(setting.batch_size, dtype=np.int64)
-    past = np.full(setting.batch_size, context, dtype=np.int64)
-    model.decode(token_ids, past)
+    batch = _batch(
+        np.zeros((setting.batch_size, 1), dtype=np.int64),
+        num_computed=context,
+        block_table=_block_table(range(setting.batch_size), num_blocks=num_blocks),
+    )
+    model.forward(batch)
     cpu_started_s = time.thread_time()
-    steps_s = tuple(_step_s(model, token_ids, past) for _ in range(_NUM_STEPS))
+    steps_s = tuple(_step_s(model, batch) for _ in range(_NUM_STEPS))
     return Sample(
         setting=setting,
         context=context,
@@ -100,7 +130,7 @@ def _sample(model: LogitsModel, setting: Setting, *, context: int, token_bytes: 
     )
 
 
-def _step_s(model: LogitsModel, token_ids: TokenArray, past: TokenArray) -> float:
+def _step_s(model: LogitsModel, batch: ForwardBatch) -> float:
     started_s = time.perf_counter()
-    model.decode(token_ids, past)
+    model.forward(batch)
     return time.perf_counter() - started_s
