@@ -84,9 +84,10 @@ class OutputProcessor:
             end += count
             request.num_computed_tokens += num_tokens
             self._kv.cache_blocks(request)
-            if count > 1 + len(draft) or (count and request.num_pending):
+            is_ready = not request.num_pending
+            if count > 1 + len(draft) or (count and not is_ready):
                 _score(request, logits, range(end - count, end))
-            if not request.num_pending:
+            if is_ready:
                 row = end - 1 - len(draft)
                 ready.append((request, row))
                 if draft:
@@ -182,8 +183,9 @@ class OutputProcessor:
             if not picked.finite:
                 failed[sequence] = _not_finite(sequence)
                 continue
-            sequence.take_logprob(picked.logprob)
-            sequence.take_surprise(picked.surprise_bits)
+            if not sequence.picks_plainly:
+                sequence.take_logprob(picked.logprob)
+                sequence.take_surprise(picked.surprise_bits)
             try:
                 self._loops.resume(sequence, picked.token_id)
             except GenserveError as error:
