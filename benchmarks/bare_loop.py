@@ -15,15 +15,13 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
+from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
 
 __all__ = ["bare_forward_loop"]
-
-TOKEN_ID = 5  # any will do: its value does not change the cost
 
 
 def bare_forward_loop(
@@ -40,10 +38,11 @@ def bare_forward_loop(
 
 
 def _run(logits: LoadedLogits, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-    logits.prefill([[TOKEN_ID] * prompt_tokens] * rows, first_slot=0, past=0)
-    token_ids = np.full(rows, TOKEN_ID)
-    for past in range(prompt_tokens, prompt_tokens + new_tokens - 1):  # the prefill gave the first token
-        logits.decode(token_ids, np.full(rows, past))
+    length = prompt_tokens + new_tokens
+    prompts = [[TOKEN_ID] * prompt_tokens] * rows
+    logits.forward(forward_batch(logits, prompts, past=[0] * rows, length=length))
+    for past in range(prompt_tokens, length - 1):  # the prefill gave the first token
+        logits.forward(forward_batch(logits, [[TOKEN_ID]] * rows, past=[past] * rows, length=length))
 
 
 def main() -> None:

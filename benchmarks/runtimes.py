@@ -18,23 +18,25 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import numpy as np
+from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
-TOKEN_ID = 5  # any will do: its value does not change the cost
 
 
 def round_of(logits: LoadedLogits, rows: int) -> dict[str, list[float]]:
     """CPU milliseconds of one prefill and of some decodes."""
-    prompts = [[TOKEN_ID] * PROMPT_TOKENS] * rows
-    tokens = np.full(rows, TOKEN_ID)
-    pasts = [np.full(rows, PROMPT_TOKENS + i) for i in range(NEW_TOKENS)]
+    length = PROMPT_TOKENS + NEW_TOKENS
+    prefill = forward_batch(logits, [[TOKEN_ID] * PROMPT_TOKENS] * rows, past=[0] * rows, length=length)
+    decodes = [
+        forward_batch(logits, [[TOKEN_ID]] * rows, past=[past] * rows, length=length)
+        for past in range(PROMPT_TOKENS, length)
+    ]
     return {
-        "prefill": [cpu_ms(lambda: logits.prefill(prompts, first_slot=0, past=0))],
-        "decode": [cpu_ms(lambda past=past: logits.decode(tokens, past)) for past in pasts],
+        "prefill": [cpu_ms(lambda: logits.forward(prefill))],
+        "decode": [cpu_ms(lambda decode=decode: logits.forward(decode)) for decode in decodes],
     }
 
 

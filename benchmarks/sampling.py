@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from batches import forward_batch
 from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
@@ -88,14 +89,16 @@ class Model:
         text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
         lengths = range(prompt_tokens, prompt_tokens + rows)
         self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
-        self.rows = np.concatenate(
-            [self._logits.prefill([p], first_slot=i, past=0).copy() for i, p in enumerate(self.prompts)]
-        )
+        self._length = max(lengths) + 1
+        self.rows = self._forward(self.prompts, past=[0] * rows).copy()
 
     def step(self) -> np.ndarray[Any, Any]:
         """Decode one token of each row, always at the same places."""
-        token_ids = np.array([prompt[-1] for prompt in self.prompts])
-        logits = self._logits.decode(token_ids, np.array([len(prompt) for prompt in self.prompts]))
+        last = [prompt[-1:] for prompt in self.prompts]
+        return self._forward(last, past=[len(prompt) for prompt in self.prompts])
+
+    def _forward(self, token_ids: Sequence[Sequence[int]], *, past: Sequence[int]) -> np.ndarray[Any, Any]:
+        logits = self._logits.forward(forward_batch(self._logits, token_ids, past=past, length=self._length))
         assert isinstance(logits, np.ndarray), "this is for a model on the CPU"
         return logits
 

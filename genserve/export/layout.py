@@ -88,8 +88,8 @@ sequence_batching {{
 
 _SPECULATION = """\
 # Tokens that came after the same words before are drafted, and several looked at in one step: the same text,
-# sooner where an answer repeats what is there.
-# parameters [ { key: "speculation" value: { string_value: "prompt_lookup" } } ]
+# sooner where an answer repeats what is there; "none": they are not.
+# parameters [ { key: "speculation" value: { string_value: "none" } } ]
 
 """
 

@@ -147,12 +147,15 @@ class Scheduler:
         """
         output = SchedulerOutput()
         self._give_blocks(output)
-        prompts = self._schedule_decodes(output)
-        budget = self._prompt_budget(output)
+        prompts: list[Request] = []
+        for lead in self._running:
+            self._schedule_decode(output, prompts, lead)
         if self._waiting and not output.num_preempted:
-            self._admit(output, prompts, budget=budget, num_held=num_held)
+            self._admit(output, prompts, num_held=num_held)
+        if self._speculation is not None and output.num_decodes:
+            self._add_drafts(output, self._speculation)
         if prompts:
-            self._schedule_prompts(output, prompts, budget=budget)
+            self._schedule_prompts(output, prompts)
         return output if output.requests else None
 
     def check_integrity(self) -> None:
@@ -187,32 +190,28 @@ class Scheduler:
         insort(self._waiting, lead, key=self._places.__getitem__)
         output.num_preempted += 1
 
-    def _schedule_decodes(self, output: SchedulerOutput) -> list[Request]:
-        """Schedule those of which one token is to be computed; returns the others."""
-        prompts: list[Request] = []
-        for lead in self._running:
-            group = lead.group
-            if any(request.num_pending > 1 for request in group):
+    def _schedule_decode(self, output: SchedulerOutput, prompts: list[Request], lead: Request) -> None:
+        """Schedule a group of which one token each is to be computed; put any other among the prompts."""
+        group = lead.group
+        for request in group:
+            if request.num_pending > 1:
                 prompts.append(lead)
-                continue
-            for request in group:
-                output.add(request, 1)
+                return
+        for request in group:
+            output.add(request, 1)
         output.num_decodes = len(output.requests)
-        if self._speculation is not None and output.requests:
-            self._add_drafts(output, self._speculation)
-        return prompts
 
     def _add_drafts(self, output: SchedulerOutput, speculation: Speculation) -> None:
         """Draft tokens where the chance that they are right is worth what they take of the step."""
         num_decodes = output.num_decodes
         least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_tokens(num_decodes)
-        left = self.max_num_batched_tokens - num_decodes
+        most = left = (self.max_num_batched_tokens - num_decodes) // 2     # prompts need some, too
         for place, request in enumerate(output.requests):
             draft = request.draft(speculation, max_tokens=left, least_chance=least_chance)
             if draft and self._kv.extend(request, 1 + len(draft)):
                 output.drafts[place] = draft
                 left -= len(draft)
-        output.num_drafted = self.max_num_batched_tokens - num_decodes - left
+        output.num_drafted = most - left
 
     def _prompt_budget(self, output: SchedulerOutput) -> int:
         """Return how many tokens of prompts the step may have."""
@@ -222,15 +221,14 @@ class Scheduler:
         beside = int(_PROMPT_SHARE * self._times.doubling_tokens(output.num_decodes)) - output.num_drafted
         return min(left, max(beside, _LEAST_PROMPT_TOKENS))
 
-    def _admit(
-        self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_held: int
-    ) -> None:
+    def _admit(self, output: SchedulerOutput, prompts: list[Request], *, num_held: int) -> None:
         """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.
 
         One that begins with a block that another is about to compute waits for that; a long prompt waits
         where the step has two that it does not finish, and shorter ones of its priority do not wait for it.
         """
         num_places = self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running)
+        budget = self._prompt_budget(output)
         lengths = sorted(map(_num_pending, prompts))
         computing = {self._kv.next_key(request) for lead in prompts for request in lead.group} - {None}
         lowest = None
@@ -244,9 +242,7 @@ class Scheduler:
             if key in computing:
                 continue
             length = sum(len(r.token_ids) - self._kv.num_cached_tokens(r) for r in lead.group)
-            insort(lengths, length)
-            if _num_unfinished(lengths, budget) > _NUM_UNFINISHED:
-                lengths.remove(length)
+            if length > 1 and _num_unfinished(sorted([*lengths, length]), budget) > _NUM_UNFINISHED:
                 lowest = lead.priority
                 continue
             if not self._begin(lead):
@@ -256,7 +252,9 @@ class Scheduler:
             self._waiting.remove(lead)
             insort(self._running, lead, key=self._places.__getitem__)
             output.begun.append(lead)
-            prompts.append(lead)
+            self._schedule_decode(output, prompts, lead)
+            if length > 1:
+                insort(lengths, length)
             if key is not None:
                 computing.add(key)
 
@@ -273,8 +271,9 @@ class Scheduler:
                 request.num_cached_tokens = request.num_computed_tokens
         return True
 
-    def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request], *, budget: int) -> None:
+    def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request]) -> None:
         """Divide the budget among those of which several tokens are to be computed."""
+        budget = self._prompt_budget(output)
         prompts.sort(key=_num_pending)
         num_rows = _NUM_SCORED_ROWS
         for lead, num_tokens in zip(prompts, _divided(list(map(_num_pending, prompts)), budget), strict=True):

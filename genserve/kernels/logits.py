@@ -1,4 +1,4 @@
-"""Logits: what the sampler asks of rows of logits, read once: the best token, the k best, the log of the sum."""
+"""Logits: what the sampler asks of rows of logits, read once: the best, the k best, the log of the sum."""
 
 from __future__ import annotations
 

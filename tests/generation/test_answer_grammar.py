@@ -146,13 +146,13 @@ def held_alone(prompt: Sequence[int]) -> list[int]:
 
 
 def test_a_preempted_answer_goes_on_in_its_form():
-    model = PagedLogits(max_num_seqs=2, max_length=48, block_size=4, max_cached_tokens=64)
+    model = PagedLogits(max_num_seqs=2, max_length=48, block_size=4, num_blocks=16)
     engine = Engine(model, decode=sample_loop)
     held = [sequence_of([n] * 10, max_length=48, grammar=halves()) for n in (1, 2)]
     engine.add(held[0])
     engine.step()
     assert run(engine, held[1]) == {}
-    assert held[1].preempted
+    assert held[1].num_preemptions
     for sequence in held:
         assert answer(sequence) == held_alone(sequence.token_ids[:10])
 

@@ -27,17 +27,17 @@ POISON = next(i for i in range(VOCAB_SIZE) if i not in [1, *greedy_answer([1], n
 
 
 class GatedLogits(PagedLogits):
-    """Lets decode steps through while its gate is open, so that a test stands still where it wants."""
+    """Lets steps behind the first of a sequence through while its gate is open: a test stands still there."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.gate = threading.Semaphore(0)
         self.open = False
 
-    def decode(self, token_ids, past):
-        if not self.open:
+    def forward(self, batch):
+        if not self.open and batch.num_computed_tokens.any():
             self.gate.acquire()
-        return super().decode(token_ids, past)
+        return super().forward(batch)
 
     def open_gate(self):
         self.open = True
@@ -427,7 +427,7 @@ def test_a_receiver_that_raises_harms_nobody(loop):
 
 def test_drafted_tokens_are_counted_and_those_that_were_right():
     metrics, model = Metrics(), PagedLogits()
-    draft = DraftModel(PagedLogits(), max_num_seqs=1, vocab_size=model.vocab_size)
+    draft = DraftModel(PagedLogits(), vocab_size=model.vocab_size)
     loop = EngineThread(
         Engine(model, decode=sample_loop, speculation=Speculation(draft), clock=Clock()),
         name="test",
@@ -544,7 +544,7 @@ def test_a_request_of_which_one_answer_has_begun_is_not_refused():
 
 def test_a_preempted_request_waits_as_long_as_it_takes():
     # Two sequences of 40 tokens are more than the cache holds: one has to leave and come back.
-    model, clock, metrics = PagedLogits(max_num_seqs=2, block_size=8, max_cached_tokens=64), Clock(), Metrics()
+    model, clock, metrics = PagedLogits(max_num_seqs=2, block_size=8, num_blocks=8), Clock(), Metrics()
     limits = QueueLimits(max_requests=8, max_tokens=100, max_wait_s=1e-9)
 
     class Ageing(Recorder):
@@ -603,7 +603,7 @@ def test_all_beams_of_a_search_are_measured_as_they_are_counted(full):
 
 def test_only_first_steps_are_measured():
     # Two sequences of 40 tokens are more than the cache holds: they leave and come back, with others in line.
-    model, metrics = PagedLogits(max_num_seqs=2, block_size=8, max_cached_tokens=64), Metrics()
+    model, metrics = PagedLogits(max_num_seqs=2, block_size=8, num_blocks=8), Metrics()
     loop = loop_over(model, metrics=metrics)
     loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6, 7)), outbox=Recorder())
     loop.submit_logits([logits_request([8, i]) for i in (1, 2, 3)])

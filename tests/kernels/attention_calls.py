@@ -224,6 +224,8 @@ def make_call(
     for sequence, (past, _) in enumerate(sequences):
         keys, values = rng.standard_normal((2, past, heads, dim))
         write_cache(call, sequence, np.arange(past), keys, values)
+        if call.local_window_size > 0:  # blocks that no token sees any more may belong to others
+            table[sequence, : max(0, past - call.local_window_size + 1) // size] = -1
     return call
 
 

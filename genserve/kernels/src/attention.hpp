@@ -24,16 +24,15 @@ constexpr int kGroup = kLanes;      // tokens whose keys lie side by side
 constexpr int kKeyTile = 64;        // keys whose scores are computed, and made weights, at a time
 constexpr int kSegment = 512;       // keys that are added up before they are merged with the others
 constexpr int kQueryTile = 48;      // rows of query of a work item, if a group of heads is not larger
-constexpr int kRows = 6;            // rows of query that are multiplied at a time
 constexpr int kTileGroups = kKeyTile / kGroup;
 constexpr int kSegmentGroups = kSegment / kGroup;
 constexpr int kAhead = 2 * kTileGroups;  // groups between the one that is read and the one that is fetched
 
-// Sums that fit into the registers, in vectors.
+// How many vectors of 16 lanes the registers hold, and how many rows of query are multiplied at a time.
 #if defined(__AVX512F__)
-constexpr int kSums = 24;
+constexpr int kRegisters = 32, kRows = 6;
 #else
-constexpr int kSums = 6;
+constexpr int kRegisters = 8, kRows = 4;
 #endif
 
 GENSERVE_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -388,8 +387,10 @@ struct KeyTile {
   }
 };
 
-// How many vectors are summed at once for each of some rows.
-constexpr int vectors_for(int rows) { return kSums / rows >= 4 ? 4 : kSums / rows >= 2 ? 2 : 1; }
+// How many vectors are summed at once for each of some rows: as many as find room beside the vectors that are read.
+constexpr int vectors_for(int rows) {
+  return (rows + 1) * 4 < kRegisters ? 4 : (rows + 1) * 2 < kRegisters ? 2 : 1;
+}
 
 // The scores of ROWS rows of query, [ROWS][stride], with the keys of GROUPS groups: scores [ROWS][64].
 template <int ROWS, int GROUPS, class T>
@@ -574,6 +575,14 @@ inline void add_tile(const PagedAttention& a, const KeyTile<T>& tile, const Rows
                    sums.output + r0 * stride, stride);
 }
 
+// The same for a number of rows that is not known here.
+template <int MOST, class T>
+inline void add_tile(int count, const PagedAttention& a, const KeyTile<T>& tile, const Rows& rows, int r0,
+                     const Sums& sums) {
+  if (count == MOST) return add_tile<MOST>(a, tile, rows, r0, sums);
+  if constexpr (MOST > 1) add_tile<MOST - 1>(count, a, tile, rows, r0, sums);
+}
+
 // Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the number of the group at
 // from + 16 * i; behind the last tile there are kAhead more, to be fetched.
 template <class T>
@@ -590,14 +599,7 @@ inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& r
     const KeyTile<T> tile(cache, groups, position, num_groups);
     for (int part = 0; part < parts; part++) {
       const int r0 = rows.count * part / parts;
-      switch (rows.count * (part + 1) / parts - r0) {
-        case 1: add_tile<1>(a, tile, rows, r0, sums); break;
-        case 2: add_tile<2>(a, tile, rows, r0, sums); break;
-        case 3: add_tile<3>(a, tile, rows, r0, sums); break;
-        case 4: add_tile<4>(a, tile, rows, r0, sums); break;
-        case 5: add_tile<5>(a, tile, rows, r0, sums); break;
-        case 6: add_tile<6>(a, tile, rows, r0, sums); break;
-      }
+      add_tile<kRows>(rows.count * (part + 1) / parts - r0, a, tile, rows, r0, sums);
     }
   }
 }

@@ -521,7 +521,7 @@ class Linear {
                     sums_ + from * sizes_.blocks,
                     sizes_.blocks};
     const char* weights = in_.weight.as<char>() + panel * sizes_.panel_bytes;
-    const float* scales = in_.scales.as<float>() + panel * sizes_.blocks * kPanel;
+    const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
     Outputs y[Format::kRowsOfTile];
     int64_t tiles = (to - from + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
     for (int64_t row = 0; tiles > 0; tiles--) {
