@@ -22,6 +22,7 @@ import numpy as np
 
 from genserve.repository.index import scan
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
+from genserve.tuning.trial import even_batch
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
 TOKEN_ID = 5  # any will do: its value does not change the cost
@@ -29,12 +30,15 @@ TOKEN_ID = 5  # any will do: its value does not change the cost
 
 def round_of(logits: LoadedLogits, rows: int) -> dict[str, list[float]]:
     """CPU milliseconds of one prefill and of some decodes."""
-    prompts = [[TOKEN_ID] * PROMPT_TOKENS] * rows
-    tokens = np.full(rows, TOKEN_ID)
-    pasts = [np.full(rows, PROMPT_TOKENS + i) for i in range(NEW_TOKENS)]
+    num_blocks = -(-(PROMPT_TOKENS + NEW_TOKENS) // logits.block_size)
+    prompts, tokens = np.full((rows, PROMPT_TOKENS), TOKEN_ID), np.full((rows, 1), TOKEN_ID)
+    prefill = even_batch(prompts, num_computed=0, num_blocks=num_blocks)
+    decodes = [
+        even_batch(tokens, num_computed=PROMPT_TOKENS + i, num_blocks=num_blocks) for i in range(NEW_TOKENS)
+    ]
     return {
-        "prefill": [cpu_ms(lambda: logits.prefill(prompts, first_slot=0, past=0))],
-        "decode": [cpu_ms(lambda past=past: logits.decode(tokens, past)) for past in pasts],
+        "prefill": [cpu_ms(lambda: logits.forward(prefill))],
+        "decode": [cpu_ms(lambda batch=batch: logits.forward(batch)) for batch in decodes],
     }
 
 

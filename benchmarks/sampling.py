@@ -33,6 +33,7 @@ from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
 from genserve.sampling.params import SamplingParams
 from genserve.text.tokenizer import Tokenizer
+from genserve.tuning.trial import even_batch
 
 DRAWN = {"temperature": 0.8}
 NUCLEUS = {**DRAWN, "top_k": 50, "top_p": 0.9}
@@ -86,16 +87,17 @@ class Model:
         stage = index[f"{name}_logits"]
         self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
         text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
-        lengths = range(prompt_tokens, prompt_tokens + rows)
-        self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
-        self.rows = np.concatenate(
-            [self._logits.prefill([p], first_slot=i, past=0).copy() for i, p in enumerate(self.prompts)]
-        )
+        text *= 1 + (rows + prompt_tokens) // len(text)
+        self.prompts = np.array([text[row : row + prompt_tokens] for row in range(rows)])
+        self._num_blocks = prompt_tokens // self._logits.block_size + 1
+        batch = even_batch(self.prompts, num_computed=0, num_blocks=self._num_blocks)
+        self.rows = self._logits.forward(batch).copy()
 
     def step(self) -> np.ndarray[Any, Any]:
         """Decode one token of each row, always at the same places."""
-        token_ids = np.array([prompt[-1] for prompt in self.prompts])
-        logits = self._logits.decode(token_ids, np.array([len(prompt) for prompt in self.prompts]))
+        length = self.prompts.shape[1]
+        batch = even_batch(self.prompts[:, -1:].copy(), num_computed=length, num_blocks=self._num_blocks)
+        logits = self._logits.forward(batch)
         assert isinstance(logits, np.ndarray), "this is for a model on the CPU"
         return logits
 

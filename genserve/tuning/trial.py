@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, LogitsModel, TokenArray
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
@@ -17,7 +17,7 @@ from genserve.tuning.measurement import Sample
 from genserve.tuning.plan import Plan
 from genserve.tuning.setting import Setting, configured
 
-__all__ = ["samples"]
+__all__ = ["even_batch", "samples"]
 
 _CHUNK = 256        # tokens of a forward that fills the cache
 _NUM_STEPS = 3      # of a sample, after one that does not count: it pays for bindings and memory
@@ -76,35 +76,34 @@ def _visit(
             return
 
 
-def _block_table(sequences: range, *, num_blocks: int) -> IndexArray:
-    """Return the blocks of sequences of which each has so many, one behind the other."""
-    blocks = np.arange(sequences.start * num_blocks, sequences.stop * num_blocks, dtype=np.int32)
-    return blocks.reshape(-1, num_blocks)
-
-
 def _fill(model: LogitsModel, sequences: range, *, num_blocks: int) -> None:
     """Give sequences the same tokens. Memory that was never written would be read too fast."""
-    table = _block_table(sequences, num_blocks=num_blocks)
     if sequences.start == 0:
         num_tokens = min(num_blocks * model.block_size, model.max_length)
         token_ids = np.random.default_rng(0).integers(model.vocab_size, size=num_tokens)
-        for first in range(0, len(token_ids), _CHUNK):
-            chunk = token_ids[first : first + _CHUNK]
-            model.forward(_batch(chunk[None], num_computed=first, block_table=table[:1]))
-    pairs = [(source, target) for row in table.tolist() for source, target in enumerate(row)]
-    model.copy_blocks([(source, target) for source, target in pairs if source != target])
+        for first in range(0, num_tokens, _CHUNK):
+            chunk = token_ids[None, first : first + _CHUNK]
+            model.forward(even_batch(chunk, num_computed=first, num_blocks=num_blocks))
+    targets = range(max(1, sequences.start) * num_blocks, sequences.stop * num_blocks)
+    model.copy_blocks([(target % num_blocks, target) for target in targets])
 
 
-def _batch(token_ids: TokenArray, *, num_computed: int, block_table: IndexArray) -> ForwardBatch:
-    """Return the forward of tokens [B, n] of B sequences, with logits behind the last of each."""
+def even_batch(token_ids: TokenArray, *, num_computed: int, num_blocks: int) -> ForwardBatch:
+    """Return the forward of as many tokens of each sequence, with logits behind the last one.
+
+    Args:
+        token_ids: [B, n] int64.
+        num_computed: tokens that each sequence has in the cache already.
+        num_blocks: that each sequence has, the first one those from block 0 on.
+    """
     num_seqs, num_tokens = token_ids.shape
-    starts = np.arange(num_seqs + 1, dtype=np.int32) * num_tokens
+    starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(num_tokens)
     return ForwardBatch(
         token_ids=token_ids.ravel(),
         positions=np.tile(np.arange(num_computed, num_computed + num_tokens), num_seqs),
         query_start_loc=starts,
         num_computed_tokens=np.full(num_seqs, num_computed, dtype=np.int32),
-        block_table=block_table,
+        block_table=np.arange(num_seqs * num_blocks, dtype=np.int32).reshape(num_seqs, num_blocks),
         logits_indices=starts[1:].astype(np.int64) - 1,
     )
 
@@ -113,11 +112,8 @@ def _sample(
     model: LogitsModel, setting: Setting, *, context: int, num_blocks: int, token_bytes: int
 ) -> Sample:
     """Time decode steps, each at the same positions."""
-    batch = _batch(
-        np.zeros((setting.batch_size, 1), dtype=np.int64),
-        num_computed=context,
-        block_table=_block_table(range(setting.batch_size), num_blocks=num_blocks),
-    )
+    token_ids = np.zeros((setting.batch_size, 1), dtype=np.int64)
+    batch = even_batch(token_ids, num_computed=context, num_blocks=num_blocks)
     model.forward(batch)
     cpu_started_s = time.thread_time()
     steps_s = tuple(_step_s(model, batch) for _ in range(_NUM_STEPS))
