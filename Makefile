@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(RUNTIME)
+KERNELS := $(VENV)/.kernels
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: help setup pull serve chat test check bench image
@@ -18,20 +19,26 @@ help:
 	@echo "make bench   the server beside the bare forward loop"
 	@echo "make image   a container image; RUNTIME=gpu for one with CUDA"
 
-setup: $(INSTALLED)
+setup: $(KERNELS)
 
 # On Linux the default torch brings CUDA, some gigabytes of it; a CPU machine takes the build without. It comes
 # first and alone, so that the other packages are looked for on the usual index only.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(RUNTIME) $(shell uname),cpu Linux)
 	$(BIN)/pip install --no-deps --retries 1 --timeout 20 \
 		--index-url https://download.pytorch.org/whl/cpu torch==$(TORCH)+cpu
 endif
-	$(BIN)/pip install -c constraints.txt -e '.[$(RUNTIME),dev]'
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(BIN)/pip install -e '.[$(RUNTIME),dev]'
+	touch $@ $(KERNELS)
+
+# The installation has compiled the kernels; who edits one needs that step only.
+$(KERNELS): $(INSTALLED) genserve/kernels/build.py $(wildcard genserve/kernels/src/*)
+	$(BIN)/python genserve/kernels/build.py
 	touch $@
 
-pull: $(INSTALLED)
+pull: $(KERNELS)
 	@$(BIN)/genserve pull $(MODEL) --model-repository $(REPOSITORY)
 
 serve: pull
@@ -40,7 +47,7 @@ serve: pull
 chat: pull
 	@$(BIN)/genserve chat $(MODEL) --model-repository $(REPOSITORY) $(ARGS)
 
-test: $(INSTALLED)
+test: $(KERNELS)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(INSTALLED)

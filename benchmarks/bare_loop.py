@@ -1,6 +1,6 @@
 """Bare loop: the forward passes of one batch and nothing else, the ceiling of what a server can reach.
 
-The logits stage by itself, on the device that its config names: one forward of all prompts, then one call per
+The logits stage by itself, on the device that its config names: one prefill of all rows, then one call per
 token with a constant token fed back. No sampling, no text, no network, no scheduling.
 
     python benchmarks/bare_loop.py --repository model_repository --model smollm2 --rows 32
@@ -15,22 +15,19 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
+from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
-from genserve.tuning.trial import even_batch
 
 __all__ = ["bare_forward_loop"]
-
-TOKEN_ID = 5  # any will do: its value does not change the cost
 
 
 def bare_forward_loop(
     repository: Path, model: str, *, rows: int, prompt_tokens: int, new_tokens: int
 ) -> float:
-    """Seconds for so many tokens of each row, the prompts included."""
+    """Seconds for so many tokens of each row, the prefill included."""
     stage = scan([repository])[f"{model}_logits"]
     logits = load_logits(stage, placement=logits_placement(stage))
     work = {"rows": rows, "prompt_tokens": prompt_tokens}
@@ -41,11 +38,11 @@ def bare_forward_loop(
 
 
 def _run(logits: LoadedLogits, *, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-    num_blocks = -(-(prompt_tokens + new_tokens) // logits.block_size)
-    prompts, token_ids = np.full((rows, prompt_tokens), TOKEN_ID), np.full((rows, 1), TOKEN_ID)
-    logits.forward(even_batch(prompts, num_computed=0, num_blocks=num_blocks))
-    for length in range(prompt_tokens, prompt_tokens + new_tokens - 1):  # the prompt gave the first token
-        logits.forward(even_batch(token_ids, num_computed=length, num_blocks=num_blocks))
+    length = prompt_tokens + new_tokens
+    prompts = [[TOKEN_ID] * prompt_tokens] * rows
+    logits.forward(forward_batch(logits, prompts, past=[0] * rows, length=length))
+    for past in range(prompt_tokens, length - 1):  # the prefill gave the first token
+        logits.forward(forward_batch(logits, [[TOKEN_ID]] * rows, past=[past] * rows, length=length))
 
 
 def main() -> None:

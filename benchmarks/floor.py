@@ -99,7 +99,9 @@ def _steps_s(path: Path, sizes: list[Size], *, options: argparse.Namespace) -> d
     steps_s: dict[Size, list[float]] = {size: [] for size in sizes}
     for _ in range(options.rounds):
         for rows in options.rows:
-            graph = GraphSteps(session, rows=rows, max_length=max(options.contexts) + options.steps)
+            graph = GraphSteps(
+                session, path=path, rows=rows, max_length=max(options.contexts) + options.steps
+            )
             for context in options.contexts:
                 graph.decode(past=context, steps=2)  # the first one sets up its buffers
                 seconds = graph.decode(past=context, steps=options.steps)
@@ -111,7 +113,7 @@ def _profile(path: Path, size: Size, *, steps: int) -> Mapping[str, float]:
     """Seconds of one step by kind of operator, as the profiler counts them; it adds some for itself."""
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(path, profile=Path(folder) / "profile")
-        graph = GraphSteps(session, rows=size.rows, max_length=size.context + steps)
+        graph = GraphSteps(session, path=path, rows=size.rows, max_length=size.context + steps)
         graph.decode(past=size.context, steps=steps)
         events = json.loads(Path(session.end_profiling()).read_bytes())
     [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -9,27 +10,31 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from batches import TOKEN_ID
 from numpy.typing import NDArray
 
-from genserve.backends.onnx_session import SPIN_US, exact_products, num_cores
+from genserve.backends.logits_onnx import cache_dtype
+from genserve.backends.onnx_session import SPIN_US, num_cores, register_kernels
 
 __all__ = ["GraphSteps", "model_path", "open_session"]
 
-TOKEN_ID = 5  # any will do: its value does not change the cost
-CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+BLOCK_SIZE = 16
 
 
 class GraphSteps:
-    """A graph with a KV cache for `rows` token sequences, in place: past is present."""
+    """A graph with a KV cache for `rows` sequences, in place: past is present."""
 
-    def __init__(self, session: Any, *, rows: int, max_length: int) -> None:
+    def __init__(self, session: Any, *, path: Path, rows: int, max_length: int) -> None:
         self._session, self._rows = session, rows
-        inputs = {i.name: i for i in session.get_inputs()}
-        past = [name for name in inputs if name.startswith("past_key_values.")]
-        _, kv_heads, _, head_dim = inputs[past[0]].shape
-        shape = (rows, kv_heads, max_length, head_dim)
+        self._width = math.ceil(max_length / BLOCK_SIZE)
+        pasts = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
         # Written, unlike those of np.zeros, whose pages would all be one until something is written to them.
-        self._cache = {name: np.full(shape, 0, dtype=CACHE_TYPES[inputs[name].type]) for name in past}
+        self._cache = {
+            past.name: np.full(
+                (rows * self._width, BLOCK_SIZE, *past.shape[2:]), 0, dtype=cache_dtype(past, path)
+            )
+            for past in pasts
+        }
         [vocab_size] = (o.shape[-1] for o in session.get_outputs() if o.name == "logits")
         self._logits = np.empty((rows, vocab_size), dtype=np.float32)
 
@@ -39,19 +44,23 @@ class GraphSteps:
         binding = self._bind(decode)
         times_s = [time.perf_counter()]
         for length in range(past, past + steps):
-            decode["seqlens_k"][:] = length
-            decode["total_len"][()] = length + 1
+            decode["position_ids"][:] = decode["past_seqlens"][:] = length
+            decode["attention_metadata"][1] = length + 1
             self._session.run_with_iobinding(binding)
             times_s.append(time.perf_counter())
         return [after - before for before, after in pairwise(times_s)]
 
     def _inputs(self) -> dict[str, NDArray[Any]]:
         """The graph's inputs for one token of every row; `decode` says after how many."""
+        rows = self._rows
         return {
-            "input_ids": np.full((self._rows, 1), TOKEN_ID, dtype=np.int64),
-            "seqlens_k": np.zeros(self._rows, dtype=np.int32),
-            "total_len": np.zeros((), dtype=np.int32),
-            "rows": np.arange(self._rows, dtype=np.int64),
+            "input_ids": np.full(rows, TOKEN_ID, dtype=np.int64),
+            "position_ids": np.zeros(rows, dtype=np.int64),
+            "cumulative_sequence_length": np.arange(rows + 1, dtype=np.int32),
+            "past_seqlens": np.zeros(rows, dtype=np.int32),
+            "block_table": np.arange(rows * self._width, dtype=np.int32).reshape(rows, self._width),
+            "logits_indices": np.arange(rows, dtype=np.int64),
+            "attention_metadata": np.ones(2, dtype=np.int32),
         }
 
     def _bind(self, inputs: dict[str, NDArray[Any]]) -> Any:
@@ -79,8 +88,7 @@ def open_session(path: Path, *, profile: Path | None = None) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_cores()
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    for key, value in exact_products().items():
-        options.add_session_config_entry(key, value)
+    register_kernels(options)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

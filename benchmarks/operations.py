@@ -22,15 +22,7 @@ LAYERS = "matrix products of the layers"
 ATTENTION = "attention"
 
 # Where the weights stand among the inputs. All of them are multiplied by each row once.
-WEIGHTS = {
-    "DynamicQuantizeMatMul": 1,
-    "Gemm": 1,
-    "MatMul": 1,
-    "MatMulInteger": 1,
-    "MatMulIntegerToFloat": 1,
-    "MatMulNBits": 1,
-}
-FLOATS = ("float32", "float16")
+WEIGHTS = {"Gemm": 1, "Linear": 1, "MatMul": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +71,14 @@ def _product(node: Any, initializers: Mapping[str, Any]) -> tuple[int, Part]:
     """One product of rows with a matrix of weights, and the number of its columns."""
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     weights = initializers[node.input[WEIGHTS[node.op_type]]]
-    if node.op_type == "MatMulNBits":
-        inputs, columns = attributes["K"], attributes["N"]
-        quantised = attributes.get("accuracy_level", 0) == 4
+    if node.op_type == "Linear":
+        inputs, columns = attributes["in_features"], attributes["out_features"]
     else:
         inputs, columns = reversed(weights.dims) if attributes.get("transB") else weights.dims
-        quantised = "Integer" in node.op_type or "Quantize" in node.op_type
+    is_float = attributes.get("weight_format", b"float32") == b"float32"
     part = Part(
         name=node.op_type,
-        arithmetic="int8" if quantised else "float32",
+        arithmetic="float32" if is_float else "int8",
         weight_bytes=sum(_bytes(initializers[name]) for name in node.input if name in initializers),
         operations_per_row=2 * inputs * columns,
     )
@@ -118,13 +109,14 @@ def _attention(graph: Any) -> Part:
     """Keys and values of a token are read once for all heads that share them, and used once by each."""
     heads = 0
     for node in graph.node:
-        if node.op_type == "GroupQueryAttention":
+        if node.op_type == "PagedAttention":
             heads += next(a.i for a in node.attribute if a.name == "num_heads")
     caches = [i.type.tensor_type for i in graph.input if i.name.startswith("past_key_values.")]
-    token_bytes = 0
+    token_bytes, head_dim = 0, 0
     for cache in caches:
-        _, kv_heads, _, head_dim = (dim.dim_value for dim in cache.shape.dim)
-        token_bytes += kv_heads * head_dim * onnx.helper.tensor_dtype_to_np_dtype(cache.elem_type).itemsize
+        _, _, *sizes = (dim.dim_value for dim in cache.shape.dim)
+        token_bytes += math.prod(sizes) * onnx.helper.tensor_dtype_to_np_dtype(cache.elem_type).itemsize
+        head_dim = max(head_dim, *sizes[1:], 0)     # the scales of a cache in int8 have none
     return Part(
         name=ATTENTION,
         arithmetic="float32",

@@ -18,27 +18,25 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import numpy as np
+from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
-from genserve.tuning.trial import even_batch
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
-TOKEN_ID = 5  # any will do: its value does not change the cost
 
 
 def round_of(logits: LoadedLogits, rows: int) -> dict[str, list[float]]:
     """CPU milliseconds of one prefill and of some decodes."""
-    num_blocks = -(-(PROMPT_TOKENS + NEW_TOKENS) // logits.block_size)
-    prompts, tokens = np.full((rows, PROMPT_TOKENS), TOKEN_ID), np.full((rows, 1), TOKEN_ID)
-    prefill = even_batch(prompts, num_computed=0, num_blocks=num_blocks)
+    length = PROMPT_TOKENS + NEW_TOKENS
+    prefill = forward_batch(logits, [[TOKEN_ID] * PROMPT_TOKENS] * rows, past=[0] * rows, length=length)
     decodes = [
-        even_batch(tokens, num_computed=PROMPT_TOKENS + i, num_blocks=num_blocks) for i in range(NEW_TOKENS)
+        forward_batch(logits, [[TOKEN_ID]] * rows, past=[past] * rows, length=length)
+        for past in range(PROMPT_TOKENS, length)
     ]
     return {
         "prefill": [cpu_ms(lambda: logits.forward(prefill))],
-        "decode": [cpu_ms(lambda batch=batch: logits.forward(batch)) for batch in decodes],
+        "decode": [cpu_ms(lambda decode=decode: logits.forward(decode)) for decode in decodes],
     }
 
 

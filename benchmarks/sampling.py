@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from batches import forward_batch
 from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
@@ -33,7 +34,6 @@ from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import LoadedLogits, load_logits
 from genserve.sampling.params import SamplingParams
 from genserve.text.tokenizer import Tokenizer
-from genserve.tuning.trial import even_batch
 
 DRAWN = {"temperature": 0.8}
 NUCLEUS = {**DRAWN, "top_k": 50, "top_p": 0.9}
@@ -87,17 +87,18 @@ class Model:
         stage = index[f"{name}_logits"]
         self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
         text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
-        text *= 1 + (rows + prompt_tokens) // len(text)
-        self.prompts = np.array([text[row : row + prompt_tokens] for row in range(rows)])
-        self._num_blocks = prompt_tokens // self._logits.block_size + 1
-        batch = even_batch(self.prompts, num_computed=0, num_blocks=self._num_blocks)
-        self.rows = self._logits.forward(batch).copy()
+        lengths = range(prompt_tokens, prompt_tokens + rows)
+        self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
+        self._length = max(lengths) + 1
+        self.rows = self._forward(self.prompts, past=[0] * rows).copy()
 
     def step(self) -> np.ndarray[Any, Any]:
         """Decode one token of each row, always at the same places."""
-        length = self.prompts.shape[1]
-        batch = even_batch(self.prompts[:, -1:].copy(), num_computed=length, num_blocks=self._num_blocks)
-        logits = self._logits.forward(batch)
+        last = [prompt[-1:] for prompt in self.prompts]
+        return self._forward(last, past=[len(prompt) for prompt in self.prompts])
+
+    def _forward(self, token_ids: Sequence[Sequence[int]], *, past: Sequence[int]) -> np.ndarray[Any, Any]:
+        logits = self._logits.forward(forward_batch(self._logits, token_ids, past=past, length=self._length))
         assert isinstance(logits, np.ndarray), "this is for a model on the CPU"
         return logits
 

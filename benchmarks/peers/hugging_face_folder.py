@@ -28,12 +28,19 @@ def main() -> None:
     for name, content in checkpoint.tokenizer_files.items():
         (options.folder / name).write_bytes(content)
     _tell_older_readers(options.folder / "config.json")
+    _name_tokenizer(options.folder / "tokenizer_config.json")
 
 
 def _tell_older_readers(path: Path) -> None:
     """Name the rotary base where transformers before 5 looks for it; they would take 10,000 otherwise."""
     config = json.loads(path.read_text())
     config |= {"rope_theta": config.get("rope_parameters", {}).get("rope_theta", 10_000.0)}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _name_tokenizer(path: Path) -> None:
+    """Say that tokenizer.json is all; by the architecture's own class prompts would have other tokens."""
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Cached logits: what all logits models with a KV cache have in common."""
+"""Cached logits: what all logits models with a KV cache in place have in common."""
 
 from __future__ import annotations
 
@@ -6,88 +6,90 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from genserve.backends.kv_cache import KvCache, Layers
+from genserve.backends.kv_cache import KVCache, TokenShapes, token_bytes
 from genserve.backends.logits_memory import LogitsMemory
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import TokenArray
 
-__all__ = ["CachedLogits", "padded", "slot_length"]
+__all__ = ["CachedLogits", "resolve_max_length"]
 
 logger = logging.getLogger(__name__)
 
 
 class CachedLogits:
-    """A `LogitsModel` but for its forwards: a cache, its limits, and what is done to it between them.
+    """A `LogitsModel` but for its forward: a KV cache in blocks, and its limits.
 
     Attributes:
-        cache: the keys and values of its slots.
-        num_slots: see `LogitsModel.num_slots`.
+        cache: the keys and values.
+        max_num_seqs: see `LogitsModel.max_num_seqs`.
         max_length: see `LogitsModel.max_length`.
-        max_cached_tokens: see `LogitsModel.max_cached_tokens`.
+        block_size: see `LogitsModel.block_size`.
+        num_blocks: see `LogitsModel.num_blocks`.
         kv_cache_bytes: bytes that the cache takes at the most.
     """
 
     def __init__(
         self,
         memory: LogitsMemory,
-        layers: Layers,
+        shapes: TokenShapes,
         *,
         path: Path,
-        num_slots: int,
+        max_num_seqs: int,
         max_length: int,
-        cache_bytes: int | None,
+        kv_cache_bytes: int | None,
     ) -> None:
-        """Reserve the cache.
+        """Reserve the cache: blocks for `max_num_seqs` sequences of `max_length` tokens, or as many as fit.
 
         Args:
             memory: where.
-            layers: what it holds of each token.
-            path: of the model, for errors.
-            num_slots: how many token sequences may run together; fewer, if the memory has no room for them.
-            max_length: tokens per slot; less, if the cache holds less.
-            cache_bytes: what the cache may hold of all slots together; None: all of it.
+            shapes: what it holds of each token.
+            path: of the model, for messages.
+            max_num_seqs: how many sequences can share a forward.
+            max_length: tokens of a sequence; less, if the cache holds less.
+            kv_cache_bytes: what the cache may take; None: half of what is free.
 
         Raises:
-            RepositoryError: there is no room for so much, or `cache_bytes` is too little for one page.
+            RepositoryError: there is no room for so much, or `kv_cache_bytes` is too little for one block.
         """
+        self.max_num_seqs = max_num_seqs
+        self.block_size = memory.block_size
+        block_bytes = self.block_size * token_bytes(shapes)
+        wanted = max_num_seqs * -(-max_length // self.block_size)
+        self.num_blocks = min(wanted, _budget(memory, kv_cache_bytes, wanted * block_bytes) // block_bytes)
+        if not self.num_blocks:
+            raise RepositoryError(
+                f"{path}: the KV cache has no room for one block: {self.block_size} tokens take "
+                f"{block_bytes} bytes",
+                remedy="raise kv_cache_bytes in the logits stage's config.pbtxt, or free memory",
+            )
         try:
-            cache = memory.cache(layers, num_slots=num_slots, max_length=max_length, cache_bytes=cache_bytes)
+            self.cache = KVCache(
+                {
+                    name: memory.zeros((self.num_blocks, self.block_size, *shape), dtype)
+                    for name, (shape, dtype) in shapes.items()
+                }
+            )
         except (OSError, OverflowError) as error:
             raise RepositoryError(
-                f"{path}: {num_slots} slots of {max_length} tokens cannot be reserved: {error}",
-                remedy="lower max_batch_size or max_sequence_length in the logits stage's config.pbtxt",
+                f"{path}: a KV cache of {self.num_blocks * block_bytes} bytes cannot be reserved: {error}",
+                remedy="lower kv_cache_bytes, max_batch_size or max_sequence_length in the logits stage's "
+                "config.pbtxt",
             ) from error
-        num_tokens = _num_tokens(cache, path, cache_bytes)
-        if num_tokens < max_length:
+        self.kv_cache_bytes = self.cache.nbytes
+        self.max_length = min(max_length, self.num_blocks * self.block_size)
+        if self.max_length < max_length:
             logger.warning(
                 "%s: prompt and answer have %d tokens at the most, not %d: no more fit into the KV cache's "
                 "%d bytes (kv_cache_bytes; without it, half of the memory that is free)",
-                path, num_tokens, max_length, num_tokens * cache.token_bytes,
+                path, self.max_length, max_length, self.kv_cache_bytes,
             )
-        self.cache = cache
-        self.num_slots = cache.num_slots
-        self.max_length = min(max_length, num_tokens)
-        self.max_cached_tokens = num_tokens
-        self.kv_cache_bytes = num_tokens * cache.token_bytes
 
-    @property
-    def page_tokens(self) -> int:
-        """See `LogitsModel.page_tokens`."""
-        return self.cache.page_tokens
-
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `LogitsModel.move`."""
-        self.cache.move(source=source, target=target, length=length)
-
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `LogitsModel.give_back`."""
-        self.cache.give_back(slot, length=length)
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `LogitsModel.copy_blocks`."""
+        self.cache.copy_blocks(pairs)
 
 
-def slot_length(max_sequence_length: int | None, *, context_length: int, path: Path) -> int:
-    """Return how many tokens a slot holds: what the config says, or the graph's whole context.
+def resolve_max_length(max_sequence_length: int | None, *, context_length: int, path: Path) -> int:
+    """Return how many tokens a sequence has at the most: what the config says, or the graph's whole context.
 
     Raises:
         RepositoryError: the config says more than the graph can; `field` is `parameters`.
@@ -101,31 +103,12 @@ def slot_length(max_sequence_length: int | None, *, context_length: int, path: P
     return max_sequence_length or context_length
 
 
-def padded(chunks: Sequence[Sequence[int]], *, width: int | None = None) -> tuple[TokenArray, TokenArray]:
-    """Return chunks as one array, padded on the right.
-
-    Args:
-        chunks: token ids, at least one each.
-        width: of the array; None: as wide as the longest.
-
-    Returns:
-        [chunks, width]: the ids; and [chunks]: where the last of each lies in the array as one line.
-    """
-    lengths = np.array([len(chunk) for chunk in chunks])
-    input_ids = np.zeros((len(chunks), width or lengths.max()), dtype=np.int64)
-    for row, chunk in zip(input_ids, chunks, strict=True):
-        row[: len(chunk)] = chunk
-    return input_ids, np.arange(len(chunks)) * input_ids.shape[1] + lengths - 1
-
-
-def _num_tokens(cache: KvCache, path: Path, cache_bytes: int | None) -> int:
-    if cache_bytes is None or cache_bytes >= cache.nbytes:
-        return cache.nbytes // cache.token_bytes
-    page_bytes = cache.page_tokens * cache.token_bytes
-    if cache_bytes < page_bytes:
-        raise RepositoryError(
-            f"{path}: a KV cache of {cache_bytes} bytes holds nothing; "
-            f"{cache.page_tokens} tokens take {page_bytes}",
-            remedy="raise kv_cache_bytes in the logits stage's config.pbtxt",
-        )
-    return cache_bytes // page_bytes * cache.page_tokens
+def _budget(memory: LogitsMemory, kv_cache_bytes: int | None, wanted_bytes: int) -> int:
+    """Return how many bytes the cache may take."""
+    free_bytes = memory.free_bytes()
+    if free_bytes is None:
+        return kv_cache_bytes or wanted_bytes
+    if memory.is_lazy:
+        return kv_cache_bytes or free_bytes // 2
+    # All of it is taken at once, and a run needs memory of its own.
+    return min(kv_cache_bytes or free_bytes // 2, free_bytes * 9 // 10)

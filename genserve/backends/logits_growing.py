@@ -1,4 +1,4 @@
-"""Growing logits: a traced graph, whose KV cache grows by copying, as a logits model with slots.
+"""Growing logits: a traced graph, whose KV cache grows by copying, over a cache in blocks.
 
 This is the interface of `torch.onnx.export` and of Optimum: `input_ids`, `attention_mask`, `position_ids` and
 `past_key_values.{i}.key` and `.value` in, `logits` and `present.{i}...` out.
@@ -6,30 +6,31 @@ This is the interface of `torch.onnx.export` and of Optimum: `input_ids`, `atten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from genserve.backends.cached_logits import CachedLogits, padded, slot_length
+from genserve.backends.cached_logits import CachedLogits, resolve_max_length
 from genserve.backends.logits_memory import HostMemory
-from genserve.backends.logits_onnx import cache_layer
 from genserve.backends.onnx_session import Provider, open_session
+from genserve.backends.packed_tokens import part_of, rows_per_run, token_slots
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.logits_model import FloatArray, ForwardBatch, TokenArray
 
 __all__ = ["GrowingLogits"]
 
 _DEFAULT_LENGTH = 1024  # tokens, if neither file nor config says
+_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 class GrowingLogits(CachedLogits):
-    """A graph that is given the past and answers the past with one token more; a `LogitsModel`.
+    """A graph that is given the past and answers the past with more tokens; a `LogitsModel`.
 
-    Slots are kept as `OnnxLogits` keeps them. Each run is given a copy in which the pasts of all rows end at
-    the same place, with padding on the left, as transformers has it. One thread uses it.
+    Each run is given a copy of the blocks of its sequences in which the pasts of all end at the same place,
+    with padding on the left, as transformers has it. Sequences with as many new tokens share a run. One
+    thread uses it.
 
     Attributes:
         metadata: what the exporter wrote into the graph.
@@ -39,9 +40,9 @@ class GrowingLogits(CachedLogits):
         self,
         path: Path,
         *,
-        num_slots: int,
+        max_num_seqs: int,
         max_length: int | None = None,
-        cache_bytes: int | None = None,
+        kv_cache_bytes: int | None = None,
         parameters: Mapping[str, str] | None = None,
         providers: Sequence[Provider] = HostMemory.providers,
     ) -> None:
@@ -49,9 +50,9 @@ class GrowingLogits(CachedLogits):
 
         Args:
             path: the model.onnx; its weights lie beside it.
-            num_slots: how many token sequences may run together.
-            max_length: tokens per slot; None: the graph's whole context. Less, if the cache holds less.
-            cache_bytes: what the cache may hold of all slots together; None: all of it.
+            max_num_seqs: how many sequences can share a forward.
+            max_length: tokens of a sequence; None: the graph's whole context. Less, if the cache holds less.
+            kv_cache_bytes: what the cache may take; None: half of what is free.
             parameters: of the config, see `open_session`.
             providers: what runs it; the cache stays in the memory of the host.
 
@@ -62,12 +63,12 @@ class GrowingLogits(CachedLogits):
         self._session = open_session(path, parameters=parameters or {}, graph_level=0, providers=providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         inputs = {i.name: i for i in self._session.get_inputs()}
-        self._past = [name for name in inputs if name.startswith("past_key_values.")]
-        self._outputs = ["logits", *(name.replace("past_key_values", "present") for name in self._past)]
+        past = [name for name in inputs if name.startswith("past_key_values.")]
+        self._outputs = ["logits", *(name.replace("past_key_values", "present") for name in past)]
         outputs = {o.name: o for o in self._session.get_outputs()}
-        self._arguments = inputs.keys() - set(self._past)
+        self._arguments = inputs.keys() - set(past)
         unknown = self._arguments - {"input_ids", "attention_mask", "position_ids"}
-        if not self._past or unknown or not outputs.keys() >= set(self._outputs):
+        if not past or unknown or not outputs.keys() >= set(self._outputs):
             raise RepositoryError(
                 f"{path} has no KV cache that grows: its inputs are {', '.join(inputs)}",
                 remedy="make it with `genserve export`",
@@ -76,60 +77,67 @@ class GrowingLogits(CachedLogits):
         context_length = int(self.metadata.get("genserve.context_length", 0))
         super().__init__(
             HostMemory(),
-            {name: cache_layer(inputs[name], path) for name in self._past},
+            {name: _token_shape(inputs[name], path) for name in past},
             path=path,
-            num_slots=num_slots,
-            max_length=slot_length(
+            max_num_seqs=max_num_seqs,
+            max_length=resolve_max_length(
                 max_length, context_length=context_length or max_length or _DEFAULT_LENGTH, path=path
             ),
-            cache_bytes=cache_bytes,
+            kv_cache_bytes=kv_cache_bytes,
         )
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
-        """See `LogitsModel.prefill`. Shorter chunks are padded on the right, where nothing attends to it."""
-        input_ids, rows = padded(chunks)
-        return self.forward(input_ids, past=np.full(len(chunks), past), rows=rows, first_slot=first_slot)
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        """See `LogitsModel.forward`."""
+        rows = np.empty((len(batch.logits_indices), self.vocab_size), dtype=np.float32)
+        for sequences in self._runs(np.diff(batch.query_start_loc)):
+            part, of_part = part_of(batch, sequences)
+            rows[of_part] = self._run(part)
+        return rows
 
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
-        """See `LogitsModel.decode`."""
-        return self.forward(token_ids[:, np.newaxis], past=past, rows=np.arange(len(token_ids)))
+    def _runs(self, num_tokens: Any) -> Iterator[TokenArray]:
+        """Yield the sequences of each run, by how many new tokens each sequence of a forward has."""
+        for width in np.unique(num_tokens):
+            sequences, step = np.flatnonzero(num_tokens == width), rows_per_run(int(width), self.vocab_size)
+            yield from (sequences[start : start + step] for start in range(0, len(sequences), step))
 
-    def forward(self, input_ids: TokenArray, *, past: Any, rows: Any, first_slot: int = 0) -> FloatArray:
-        """Run ids [batch, sequence] after `past` tokens of each row, in the slots from `first_slot` on.
-
-        Returns:
-            [len(rows), vocab_size]: logits of those of the batch * sequence rows.
-        """
-        (num_rows, width), lengths = input_ids.shape, np.asarray(past, dtype=np.int64)
-        padding = lengths.max() - lengths   # of each row, on the left
+    def _run(self, batch: ForwardBatch) -> FloatArray:
+        """Run sequences of as many new tokens each; see `LogitsModel.forward`."""
+        num_seqs, computed = len(batch.num_computed_tokens), batch.num_computed_tokens[:, np.newaxis]
+        ids, positions = (array.reshape(num_seqs, -1) for array in (batch.token_ids, batch.positions))
+        width, longest = ids.shape[1], computed.max()
+        padding = longest - computed    # of each row, on the left
         arguments = {
-            "input_ids": np.ascontiguousarray(input_ids),
-            "attention_mask": (np.arange(lengths.max() + width) >= padding[:, None]).astype(np.int64),
-            "position_ids": lengths[:, None] + np.arange(width),
+            "input_ids": ids,
+            "attention_mask": (np.arange(longest + width) >= padding).astype(np.int64),
+            "position_ids": positions,
         }
         feed = {name: array for name, array in arguments.items() if name in self._arguments}
-        slots = dict(self.cache.slots(first_slot, num_slots=num_rows))
-        feed |= {name: _packed(slots[name], lengths) for name in self._past}
+        past = np.arange(longest) - padding
+        sequences = np.arange(num_seqs)[:, np.newaxis]
+        slots, new_slots = (
+            token_slots(batch.block_table, sequences, places, block_size=self.block_size)
+            for places in (np.maximum(past, 0), positions)
+        )
+        lines = {name: buffer.reshape(-1, *buffer.shape[2:]) for name, buffer in self.cache.buffers.items()}
+        for name, line in lines.items():
+            copied = line[slots]
+            copied[past < 0] = 0
+            feed[name] = np.ascontiguousarray(copied.swapaxes(1, 2))
         logits, *presents = self._session.run(self._outputs, feed)
-        for name, present in zip(self._past, presents, strict=True):
-            for slot, new, length in zip(slots[name], present[:, :, -width:], lengths, strict=True):
-                slot[:, length : length + width] = new
-        chosen: FloatArray = logits.reshape(-1, self.vocab_size)[rows].astype(np.float32, copy=False)
+        for line, present in zip(lines.values(), presents, strict=True):
+            line[new_slots] = present[:, :, longest:].swapaxes(1, 2)
+        chosen: FloatArray = logits.reshape(-1, self.vocab_size)[batch.logits_indices]
         return chosen
 
 
-def _packed(slots: NDArray[Any], lengths: TokenArray) -> NDArray[Any]:
-    """Copy the first `lengths[i]` positions of each slot, so that all end at the same place.
-
-    Args:
-        slots: [batch, kv_heads, length, head_dim].
-        lengths: [batch].
-
-    Returns:
-        [batch, kv_heads, the longest, head_dim]; zeros in front of shorter ones.
-    """
-    batch, heads, _, size = slots.shape
-    packed = np.zeros((batch, heads, lengths.max(), size), dtype=slots.dtype)
-    for row, slot, length in zip(packed, slots, lengths, strict=True):
-        row[:, lengths.max() - length :] = slot[:, :length]
-    return packed
+def _token_shape(past: Any, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return what is kept of a token for a graph's input of past: [kv_heads, head_dim], and the type."""
+    match past.shape:
+        case [_, int(kv_heads), _, int(head_dim)] if past.type in _CACHE_TYPES:
+            return (kv_heads, head_dim), np.dtype(_CACHE_TYPES[past.type])
+        case _:
+            raise RepositoryError(
+                f"{path} has a KV cache that cannot be kept: {past.name} is {past.type} {past.shape}",
+                remedy=f"have it take [batch, kv_heads, length, head_dim] of {' or '.join(_CACHE_TYPES)} "
+                "with fixed heads and sizes, or make it with `genserve export`",
+            )

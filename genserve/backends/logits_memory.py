@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from genserve.backends.free_memory import free_memory_bytes
-from genserve.backends.kv_cache import KvCache, Layers, PagedKvCache
+from genserve.backends.kv_cache import lazy_zeros
 from genserve.backends.onnx_session import Provider
 
 __all__ = ["HostMemory", "LogitsMemory"]
@@ -23,29 +23,29 @@ class LogitsMemory(Protocol):
         providers: what runs the graph, in the order of preference.
         is_host: whether what is bound from the memory of the host is read where it lies; else ONNX
             Runtime copies it to the device when it is bound.
+        is_lazy: whether a buffer takes memory only as it is written.
+        block_size: tokens of a block of the KV cache.
     """
 
     device: str
     device_id: int
     providers: Sequence[Provider]
     is_host: bool
+    is_lazy: bool
+    block_size: int
 
     def free_bytes(self) -> int | None:
         """Return how much of it nobody uses; None where that is not known."""
 
-    def cache(
-        self, layers: Layers, *, num_slots: int, max_length: int, cache_bytes: int | None
-    ) -> KvCache:
-        """Return a cache of so many slots of so many tokens, or of a few more.
-
-        Where memory is not taken as tokens come, it has fewer, so that all of them fit into `cache_bytes`.
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return a buffer of zeros.
 
         Raises:
-            OSError, OverflowError: there is no room for one.
+            OSError, OverflowError: there is no room for it.
         """
 
     def logits(self, num_rows: int, num_tokens: int) -> Any:
-        """Return a buffer [num_rows, num_tokens] float32."""
+        """Return a buffer [num_rows, num_tokens] float32, of any content."""
 
     def address(self, buffer: Any) -> int:
         """Return where the first element of a buffer lies."""
@@ -61,16 +61,16 @@ class HostMemory:
     device_id = 0
     providers: Sequence[Provider] = (Provider(name="CPUExecutionProvider", options={}),)
     is_host = True
+    is_lazy = True
+    block_size = 16
 
     def free_bytes(self) -> int | None:
         """See `LogitsMemory.free_bytes`."""
         return free_memory_bytes()
 
-    def cache(
-        self, layers: Layers, *, num_slots: int, max_length: int, cache_bytes: int | None
-    ) -> KvCache:
-        """See `LogitsMemory.cache`: all slots, whose memory is taken as tokens come."""
-        return PagedKvCache(layers, num_slots=num_slots, max_length=max_length)
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """See `LogitsMemory.zeros`."""
+        return lazy_zeros(shape, dtype)
 
     def logits(self, num_rows: int, num_tokens: int) -> Any:
         """See `LogitsMemory.logits`."""

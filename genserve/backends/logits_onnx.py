@@ -1,7 +1,7 @@
-"""ONNX logits: a logits graph with its KV cache, one session, buffers bound in place.
+"""ONNX logits: an exported graph over a paged KV cache, one session, buffers bound in place.
 
-The graph (`genserve.export` makes it) reads and writes the cache in place: past and present of a
-layer are bound to the same memory, of which every call sees the slots that it runs.
+The graph (`genserve.export` makes it) reads and writes the cache in place: past and present of a layer are
+bound to the same memory.
 """
 
 from __future__ import annotations
@@ -13,25 +13,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.cached_logits import CachedLogits, padded, slot_length
+from genserve.backends.cached_logits import CachedLogits, resolve_max_length
+from genserve.backends.kv_cache import TokenShapes
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.onnx_session import (
     SPIN_US,
     Provider,
-    exact_products,
     num_cores,
     onnxruntime_module,
     preload_cuda,
+    register_kernels,
     runtime_message,
 )
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import LogitsArray, TokenArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsArray
 
-__all__ = ["GraphCall", "OnnxLogits", "cache_layer", "check_logits_graph", "open_logits_session"]
+__all__ = ["OnnxLogits", "cache_dtype", "check_logits_graph"]
 
-_PAST = "past_key_values."
-_GRAPH_INPUTS = ("input_ids", "seqlens_k", "total_len", "rows")
+_PAST, _PRESENT = "past_key_values", "present"
+_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "cumulative_sequence_length",
+    "past_seqlens",
+    "block_table",
+    "logits_indices",
+    "attention_metadata",
+)
+_OPERATORS = "1"    # the version of `genserve.kernels` that graphs are written for, and its layouts
+_MAKE_IT = "make it with `genserve export`"
+_EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
+_CPU = "CPUExecutionProvider"
 _MARK = 3   # no key or value is this in all of its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
@@ -41,15 +54,16 @@ class OnnxLogits(CachedLogits):
 
     Attributes:
         metadata: what the exporter wrote into the graph.
+        vocab_size: see `LogitsModel.vocab_size`.
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        num_slots: int,
+        max_num_seqs: int,
         max_length: int | None = None,
-        cache_bytes: int | None = None,
+        kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         memory: LogitsMemory | None = None,
     ) -> None:
@@ -57,95 +71,97 @@ class OnnxLogits(CachedLogits):
 
         Args:
             path: the model.onnx; its weights lie beside it.
-            num_slots: how many token sequences may run together; fewer, if the memory has no room for them.
-            max_length: tokens per slot; None: the graph's whole context. Less, if the cache holds less.
-            cache_bytes: what the cache may hold of all slots together; None: all of it.
-            num_threads: None: one per core that this process may use.
+            max_num_seqs: how many sequences can share a forward.
+            max_length: tokens of a sequence; None or 0: the graph's whole context. Less, if the cache holds
+                less.
+            kv_cache_bytes: what the cache may take; None: half of the memory that is free.
+            num_threads: None or 0: one per core that this process may use.
             memory: of the device that runs it; None: of the host. The logits are of its kind.
 
         Raises:
             MissingDependency: ONNX Runtime is not installed.
-            RepositoryError: the file cannot be loaded, or is not such a graph.
+            GenserveError: there are no kernels for this machine.
+            RepositoryError: the file cannot be loaded, is not such a graph, or has no room.
         """
         self._memory = memory or HostMemory()
-        self._session = open_logits_session(path, num_threads=num_threads, providers=self._memory.providers)
+        self._session = _open(path, num_threads=num_threads, providers=self._memory.providers)
         self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         max_length = check_logits_graph(self._session, path, max_length=max_length)
-        inputs = {i.name: i for i in self._session.get_inputs()}
-        outputs = {o.name: o for o in self._session.get_outputs()}
-        self.vocab_size = int(outputs["logits"].shape[-1])
-        layers = {name: cache_layer(inputs[name], path) for name in inputs if name.startswith(_PAST)}
         super().__init__(
             self._memory,
-            layers,
+            _token_shapes(self._session, path),
             path=path,
-            num_slots=num_slots,
+            max_num_seqs=max_num_seqs,
             max_length=max_length,
-            cache_bytes=cache_bytes,
+            kv_cache_bytes=kv_cache_bytes,
         )
-        self._logits = self._memory.logits(self.num_slots, self.vocab_size)
-        self._decode_bindings: dict[int, GraphCall] = {}
+        [logits] = [output for output in self._session.get_outputs() if output.name == "logits"]
+        self.vocab_size = int(logits.shape[-1])
+        self._logits = self._memory.logits(max_num_seqs, self.vocab_size)
+        self._binding = self._session.io_binding()
+        for name, buffer in self.cache.buffers.items():
+            place = self._place(buffer)
+            self._binding.bind_input(name, *place)
+            self._binding.bind_output(name.replace(_PAST, _PRESENT, 1), *place)
+        self._unknown = np.zeros(2, np.int32)   # bounds that the CPU has no use for
+        self._bind("attention_metadata", self._unknown)
         if not self._memory.is_host:
             self._check_cache(path)
+
+    def forward(self, batch: ForwardBatch) -> LogitsArray:
+        """See `LogitsModel.forward`."""
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": batch.token_ids,
+            "position_ids": batch.positions,
+            "cumulative_sequence_length": batch.query_start_loc,
+            "past_seqlens": batch.num_computed_tokens,
+            "block_table": batch.block_table,
+            "logits_indices": batch.logits_indices,
+        }
+        if not self._memory.is_host:
+            inputs["attention_metadata"] = _attention_metadata(batch)
+        for name, array in inputs.items():
+            self._bind(name, array)
+        num_rows = len(batch.logits_indices)
+        if num_rows > len(self._logits):
+            self._logits = self._memory.logits(num_rows, self.vocab_size)
+        logits = self._logits[:num_rows]
+        self._binding.bind_output("logits", *self._place(logits))
+        self._memory.settle()
+        self._session.run_with_iobinding(self._binding)
+        return logits
+
+    def _bind(self, name: str, array: NDArray[Any]) -> None:
+        """Bind an input where it lies; for a graph on a device, this copies what it holds now."""
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def _check_cache(self, path: Path) -> None:
         """Run one token, and see that it is written into every buffer of the cache where that lies.
 
         An operator that has no kernel on the device would be given a copy, and nobody would notice.
         """
-        for _, slot in self.cache.slots(0, num_slots=1):
-            slot[0, :, 0] = _MARK
+        for buffer in self.cache.buffers.values():
+            buffer[0] = _MARK
+        one = ForwardBatch(
+            token_ids=np.zeros(1, np.int64),
+            positions=np.zeros(1, np.int64),
+            query_start_loc=np.array([0, 1], np.int32),
+            num_computed_tokens=np.zeros(1, np.int32),
+            block_table=np.zeros((1, 1), np.int32),
+            logits_indices=np.zeros(1, np.int64),
+        )
         try:
-            self.prefill([[0]], first_slot=0, past=0)
+            self.forward(one)
         except Exception as error:  # onnxruntime's exceptions share no base class
             raise RepositoryError(
                 f"{path} does not run on {self._memory.device}: {error}", remedy=_ON_THE_CPU
             ) from error
-        for name, slot in self.cache.slots(0, num_slots=1):
-            if (slot[0, :, 0] == _MARK).all():
+        for name, buffer in self.cache.buffers.items():
+            if (buffer[0] == _MARK).all():
                 raise RepositoryError(
                     f"{path} does not keep its cache on {self._memory.device}: {name} is not written",
                     remedy=_ON_THE_CPU,
                 )
-
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
-        """See `LogitsModel.prefill`. Shorter chunks are padded on the right.
-
-        The padding's keys and values are written behind the chunk, where the next tokens overwrite
-        them before anything attends to them. A single token is padded too, if there is room: a row of one
-        goes another way through attention, whose last bits differ, and 8-bit activations make 0.9 of a
-        logit of that (SmolLM2-135M). All wider prefills are equal to the bit, whatever the chunks.
-        """
-        width = max(len(chunk) for chunk in chunks)
-        if width == 1 and past + 2 <= self.max_length:
-            width = 2
-        call = self._bind(num_rows=len(chunks), width=width, first_slot=first_slot)
-        call.input_ids[:], call.rows[:] = padded(chunks, width=width)
-        call.seqlens_k[:] = past + width - 1
-        call.total_len[()] = past + width
-        return self._run(call)
-
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> LogitsArray:
-        """See `LogitsModel.decode`."""
-        call = self._decode_bindings.get(len(token_ids))
-        if call is None:
-            call = self._bind(num_rows=len(token_ids), width=1, first_slot=0)
-            call.rows[:] = np.arange(len(token_ids))
-            self._decode_bindings[len(token_ids)] = call
-        call.input_ids[:, 0] = token_ids
-        call.seqlens_k[:] = past
-        call.total_len[()] = past.max() + 1
-        return self._run(call)
-
-    def _bind(self, *, num_rows: int, width: int, first_slot: int) -> GraphCall:
-        """Bind a call over `num_rows` slots; to bind some hundred buffers takes a quarter millisecond."""
-        call = GraphCall(self._session, num_rows=num_rows, width=width, num_logits=num_rows)
-        for name, slots in self.cache.slots(first_slot, num_slots=num_rows):
-            place = self._place(slots)
-            call.binding.bind_input(name, *place)
-            call.binding.bind_output(name.replace("past_key_values", "present"), *place)
-        call.binding.bind_output("logits", *self._place(self._logits[:num_rows]))
-        return call
 
     def _place(self, buffer: Any) -> tuple[Any, ...]:
         """Return where a buffer lies, in the words of ONNX Runtime's bindings."""
@@ -153,16 +169,9 @@ class OnnxLogits(CachedLogits):
         memory = self._memory
         return memory.device, memory.device_id, dtype.type, tuple(buffer.shape), memory.address(buffer)
 
-    def _run(self, call: GraphCall) -> LogitsArray:
-        if not self._memory.is_host:
-            call.bind_inputs()
-        self._memory.settle()
-        self._session.run_with_iobinding(call.binding)
-        return self._logits[: len(call.rows)]
-
 
 def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> int:
-    """Check that a graph is one of `genserve export`, and return how many tokens a slot of it holds.
+    """Check that a graph is one of `genserve export`, and return how many tokens a sequence of it has.
 
     Args:
         session: of ONNX Runtime.
@@ -170,77 +179,104 @@ def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> i
         max_length: what the config says of it; None or 0: the graph's whole context.
 
     Raises:
-        RepositoryError: it is no such graph, or cannot take so many.
+        RepositoryError: it is no such graph, one of another version, or cannot take so many.
     """
-    inputs = [argument.name for argument in session.get_inputs()]
-    if not any(name.startswith(_PAST) for name in inputs) or not set(_GRAPH_INPUTS) <= set(inputs):
+    names = [argument.name for argument in session.get_inputs()]
+    if not any(name.startswith(f"{_PAST}.") for name in names):
         raise RepositoryError(
-            f"{path} has no KV cache in place: its inputs are {', '.join(inputs)}",
-            remedy="make it with `genserve export`",
+            f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_MAKE_IT
         )
-    text = session.get_modelmeta().custom_metadata_map.get("genserve.context_length", "")
+    missing = set(_INPUTS) - set(names)
+    if missing:
+        raise RepositoryError(
+            f"{path} has no KV cache in blocks: it has no input {', '.join(sorted(missing))}; an older "
+            "genserve has exported it, or another program",
+            remedy=_EXPORT_AGAIN,
+        )
+    metadata = session.get_modelmeta().custom_metadata_map
+    if metadata.get("genserve.operators") != _OPERATORS:
+        raise RepositoryError(
+            f"{path} is written for other operators than this genserve has", remedy=_EXPORT_AGAIN
+        )
+    text = metadata.get("genserve.context_length", "")
     if not text.isdecimal():
-        raise RepositoryError(
-            f"{path} does not say its context length", remedy="make it with `genserve export`"
-        )
-    return slot_length(max_length, context_length=int(text), path=path)
+        raise RepositoryError(f"{path} does not say its context length", remedy=_MAKE_IT)
+    return resolve_max_length(max_length, context_length=int(text), path=path)
 
 
-class GraphCall:
-    """The bound arrays of one shape of call. Shapes: R rows of S tokens."""
-
-    def __init__(self, session: Any, *, num_rows: int, width: int, num_logits: int) -> None:
-        self.binding = session.io_binding()
-        self.input_ids = np.zeros((num_rows, width), dtype=np.int64)
-        self.seqlens_k = np.zeros(num_rows, dtype=np.int32)     # past + S - 1, per row
-        self.total_len = np.zeros((), dtype=np.int32)           # the largest past + S
-        self.rows = np.zeros(num_logits, dtype=np.int64)        # of the R*S hidden states, which get logits
-        self.bind_inputs()
-
-    def bind_inputs(self) -> None:
-        """Bind the arrays where they lie; for a graph on a device, this copies what they hold now."""
-        for name in _GRAPH_INPUTS:
-            array: NDArray[Any] = getattr(self, name)
-            self.binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-
-
-def cache_layer(past: Any, path: Path) -> tuple[int, int, np.dtype[Any]]:
-    """Return kv_heads, head_dim and element type of a graph's input for the past of a layer."""
-    _, kv_heads, _, head_dim = past.shape
-    if past.type not in _CACHE_TYPES:
-        raise RepositoryError(
-            f"{path} has a KV cache of {past.type}; known are {', '.join(_CACHE_TYPES)}",
-            remedy="make it with `genserve export`",
-        )
-    return kv_heads, head_dim, np.dtype(_CACHE_TYPES[past.type])
+def _token_shapes(session: Any, path: Path) -> TokenShapes:
+    """Return what the cache of a graph keeps of one token."""
+    outputs = {output.name for output in session.get_outputs()}
+    shapes = {}
+    for past in session.get_inputs():
+        if past.name.startswith(f"{_PAST}."):
+            _, _, *shape = past.shape
+            in_place = past.name.replace(_PAST, _PRESENT, 1) in outputs
+            if not in_place or not all(isinstance(size, int) for size in shape):
+                raise RepositoryError(
+                    f"{path} has a KV cache that cannot be kept in place: {past.name} is {past.shape}",
+                    remedy=_EXPORT_AGAIN,
+                )
+            shapes[past.name] = (tuple(shape), cache_dtype(past, path))
+    return shapes
 
 
-def open_logits_session(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
-    """Open a session of a logits graph; `num_threads` None or 0: one per core that this process may use.
+def cache_dtype(past: Any, path: Path) -> np.dtype[Any]:
+    """Return the element type of a graph's input that holds keys or values.
 
     Raises:
-        MissingDependency: ONNX Runtime is not installed.
-        RepositoryError: the graph cannot be loaded.
+        RepositoryError: it is another than a cache can have.
     """
+    if past.type not in _CACHE_TYPES:
+        raise RepositoryError(
+            f"{path} has a KV cache of {past.type}; known are {', '.join(_CACHE_TYPES)}", remedy=_MAKE_IT
+        )
+    return np.dtype(_CACHE_TYPES[past.type])
+
+
+def _attention_metadata(batch: ForwardBatch) -> IndexArray:
+    """Return [2]: the most new tokens of a sequence, and the most tokens of one; a GPU sizes its launches."""
+    num_tokens = np.diff(batch.query_start_loc)
+    longest = (num_tokens + batch.num_computed_tokens).max()
+    return np.array([num_tokens.max(), longest], dtype=np.int32)
+
+
+def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
     onnxruntime = onnxruntime_module()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads or num_cores()
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    for key, value in exact_products().items():
-        options.add_session_config_entry(key, value)
+    if providers[0].name == _CPU:
+        register_kernels(options)
     preload_cuda(providers)
     try:
         session = onnxruntime.InferenceSession(
             str(path), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
-        raise RepositoryError(
-            f"{path} cannot be loaded: {runtime_message(error)}",
-            remedy="export it again with `genserve export --overwrite`",
+        raise _refusal(path, providers[0], str(error)) or RepositoryError(
+            f"{path} cannot be loaded: {runtime_message(error)}", remedy=_EXPORT_AGAIN
         ) from error
     if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
-        raise RepositoryError(
-            f"{path}: {providers[0].name} does not start: libraries are missing or do not fit the driver",
-            remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
-        )
+        raise _not_started(path, providers[0])
     return session
+
+
+def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
+    """Return what a failure to load a graph on a GPU means, if that is known."""
+    if provider.name == _CPU:
+        return None
+    if "genserve:" in message:  # in front of the name of an operator that is not registered
+        return RepositoryError(
+            f"{path} runs on the CPU alone: only fp16 graphs have operators for {provider.name}",
+            remedy=f"{_ON_THE_CPU}, or export it with `genserve export --precision fp16`",
+        )
+    # Without CUDA the CPU is given the graph, has nothing for attention in float16, and inserts casts.
+    return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None
+
+
+def _not_started(path: Path, provider: Provider) -> RepositoryError:
+    return RepositoryError(
+        f"{path}: {provider.name} does not start: libraries are missing or do not fit the driver",
+        remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
+    )

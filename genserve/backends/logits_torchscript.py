@@ -1,23 +1,24 @@
-"""TorchScript logits: a traced decoder with its KV cache, one tensor that it writes in place."""
+"""TorchScript logits: a traced decoder over a paged KV cache, which it writes in place."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from genserve.backends.cached_logits import CachedLogits, padded, slot_length
+from genserve.backends.cached_logits import CachedLogits, resolve_max_length
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
+from genserve.backends.packed_tokens import part_of
 from genserve.backends.torch_module import torch_library
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import LogitsArray, TokenArray
+from genserve.generation.logits_model import ForwardBatch, LogitsArray
 
 __all__ = ["TorchLogits"]
 
+_EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
 _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision of the export
 
 
@@ -32,18 +33,18 @@ class TorchLogits(CachedLogits):
         self,
         path: Path,
         *,
-        num_slots: int,
+        max_num_seqs: int,
         max_length: int | None = None,
-        cache_bytes: int | None = None,
+        kv_cache_bytes: int | None = None,
         memory: LogitsMemory | None = None,
     ) -> None:
         """Load the module.
 
         Args:
             path: the model.pt.
-            num_slots: how many token sequences may run together; fewer, if the memory has no room for them.
-            max_length: tokens per slot; None: the module's whole context. Less, if the cache holds less.
-            cache_bytes: what the cache may hold of all slots together; None: all of it.
+            max_num_seqs: how many sequences can share a forward.
+            max_length: tokens of a sequence; None: the module's whole context. Less, if the cache holds less.
+            kv_cache_bytes: what the cache may take; None: half of what is free.
             memory: of the device that runs it; None: of the host. The logits are of its kind.
 
         Raises:
@@ -56,66 +57,61 @@ class TorchLogits(CachedLogits):
         self._device = torch.device("cpu" if memory.is_host else f"{memory.device}:{memory.device_id}")
         self._module, self.metadata = _load(path, torch, device=self._device)
         context_length, num_layers, num_kv_heads, head_dim, self.vocab_size = _sizes(self.metadata, path)
-        # To the cache all layers are one, with the heads of all of them.
-        heads, element = num_layers * 2 * num_kv_heads, _CACHE_TYPES[self.metadata["genserve.precision"]]
+        shape = (num_kv_heads, head_dim), np.dtype(_CACHE_TYPES[self.metadata["genserve.precision"]])
         super().__init__(
             memory,
-            {"kv_cache": (heads, head_dim, np.dtype(element))},
+            {
+                f"past_key_values.{layer}.{part}": shape
+                for layer in range(num_layers)
+                for part in ("key", "value")
+            },
             path=path,
-            num_slots=num_slots,
-            max_length=slot_length(max_length, context_length=context_length, path=path),
-            cache_bytes=cache_bytes,
+            max_num_seqs=max_num_seqs,
+            max_length=resolve_max_length(max_length, context_length=context_length, path=path),
+            kv_cache_bytes=kv_cache_bytes,
         )
-        [(_, buffer)] = self.cache.slots(0, num_slots=self.num_slots)
-        by_layer = (self.num_slots, num_layers, 2, num_kv_heads, -1, head_dim)
-        self._kv_cache = torch.as_tensor(buffer).view(by_layer)
-        self._spoiled = np.zeros(self.num_slots, dtype=np.int64)  # so many positions may hold a NaN
+        self._past_key_values = [torch.as_tensor(buffer) for buffer in self.cache.buffers.values()]
+        one = ForwardBatch(
+            token_ids=np.zeros(1, np.int64),
+            positions=np.zeros(1, np.int64),
+            query_start_loc=np.array([0, 1], np.int32),
+            num_computed_tokens=np.zeros(1, np.int32),
+            block_table=np.zeros((1, 1), np.int32),
+            logits_indices=np.zeros(1, np.int64),
+        )
         for _ in range(2):  # the first two runs compile, which a request should not wait for
-            self.prefill([[0]], first_slot=0, past=0)
+            self.forward(one)
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> LogitsArray:
-        """See `LogitsModel.prefill`. Shorter chunks are padded on the right, as in `OnnxLogits`."""
-        input_ids, rows = padded(chunks)
-        return self.forward(input_ids, past=np.full(len(chunks), past), rows=rows, first_slot=first_slot)
+    def forward(self, batch: ForwardBatch) -> LogitsArray:
+        """See `LogitsModel.forward`.
 
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> LogitsArray:
-        """See `LogitsModel.decode`."""
-        return self.forward(token_ids[:, np.newaxis], past=past, rows=np.arange(len(token_ids)))
-
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `LogitsModel.move`."""
-        super().move(source=source, target=target, length=length)
-        self._spoiled[target] = max(self._spoiled[target], min(self._spoiled[source], length))
-
-    def forward(self, input_ids: TokenArray, *, past: Any, rows: Any, first_slot: int = 0) -> LogitsArray:
-        """Run ids [batch, sequence] after `past` tokens of each row, in the slots from `first_slot` on.
-
-        Returns:
-            [len(rows), vocab_size]: logits of those of the batch * sequence hidden rows.
+        Attention pads the tokens of each sequence to the most that one has. So sequences whose numbers of
+        tokens are between the same powers of two share a run, and a chunk of a prompt leaves decodes alone.
         """
-        arrays = [np.asarray(array, dtype=np.int64) for array in (input_ids, past, rows)]
-        ends = arrays[1] + input_ids.shape[1]
-        slots = slice(first_slot, first_slot + len(input_ids))
-        self._forget(slots, ends)
-        # Only as far as the longest row goes: attention computes all that it is given.
-        cache = self._kv_cache[slots, ..., : ends.max(), :]
-        inputs = [self._torch.from_numpy(array).to(self._device) for array in arrays]
+        sizes = np.ceil(np.log2(np.diff(batch.query_start_loc)))
         with self._torch.inference_mode():
-            logits = self._module(*inputs, cache)
-        failed = arrays[2][logits[:, 0].isnan().cpu().numpy()] // input_ids.shape[1]
-        self._spoiled[slots][failed] = ends[failed]
+            if (sizes == sizes[0]).all():
+                logits = self._run(batch)
+            else:
+                shape = (len(batch.logits_indices), self.vocab_size)
+                logits = self._torch.empty(shape, dtype=self._torch.float32, device=self._device)
+                for size in np.unique(sizes):
+                    part, rows = part_of(batch, np.flatnonzero(sizes == size))
+                    logits[self._torch.from_numpy(rows).to(self._device)] = self._run(part)
         # What inference mode made, torch lets nobody change; a decoding loop may.
         return logits.numpy() if self._is_host else logits.clone()
 
-    def _forget(self, slots: slice, ends: TokenArray) -> None:
-        """Empty what a row that failed has left behind the end of the row that has its slot now.
-
-        A mask hides it from attention, which does not help: 0 * NaN is NaN.
-        """
-        spoiled = self._spoiled[slots]
-        for row in np.flatnonzero(spoiled > ends):
-            self._kv_cache[slots.start + row, ..., ends[row] : spoiled[row], :] = 0
-            spoiled[row] = ends[row]
+    def _run(self, batch: ForwardBatch) -> Any:
+        arrays = (
+            batch.token_ids,
+            batch.positions,
+            batch.query_start_loc,
+            batch.num_computed_tokens,
+            batch.block_table,
+            batch.logits_indices,
+        )
+        inputs = [self._torch.from_numpy(array).to(self._device) for array in arrays]
+        return self._module(*inputs, self._past_key_values)
 
 
 def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:
@@ -125,11 +121,15 @@ def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:
             # torch recommends torch.export to those who write models; those who serve them get what they get.
             warnings.simplefilter("ignore", DeprecationWarning)
             module = torch.jit.load(str(path), map_location=device, _extra_files=files).eval()
-        return module, json.loads(files["genserve.json"] or "{}")
+        metadata = json.loads(files["genserve.json"] or "{}")
     except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors
+        raise RepositoryError(f"{path} cannot be loaded: {error}", remedy=_EXPORT_AGAIN) from error
+    arguments = [argument.name for argument in module.forward.schema.arguments]
+    if metadata and "block_table" not in arguments:
         raise RepositoryError(
-            f"{path} cannot be loaded: {error}", remedy="export it again with `genserve export --overwrite`"
-        ) from error
+            f"{path} has no KV cache in blocks: an older genserve has exported it", remedy=_EXPORT_AGAIN
+        )
+    return module, metadata
 
 
 def _sizes(metadata: dict[str, str], path: Path) -> list[int]:

@@ -13,28 +13,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.logits_names import LogitsNames
+from genserve.backends.packed_tokens import part_of, rows_per_run, sequence_of_tokens, token_slots
 from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError
-from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.logits_model import FloatArray, ForwardBatch, TokenArray
 from genserve.tensor import Tensor
 
 __all__ = ["Run", "WholeLogits"]
 
 Run = Callable[[Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]  # inputs, names of outputs
 
-_MAX_LOGITS_BYTES = 2**28  # of one run: such a graph gives the logits of every position
+_BLOCK_SIZE = 16
 _ITEM_TYPES: Mapping[str, type[np.integer[Any]]] = {"TYPE_INT64": np.int64, "TYPE_INT32": np.int32}
 
 
 class WholeLogits:
     """A graph without a KV cache; implements `generation.LogitsModel`. One thread uses it.
 
-    What it keeps for a slot are the token ids, and every step runs all of them again. Rows of different
-    lengths are padded on the right, where no earlier position attends.
+    What its blocks keep are token ids. A forward runs all tokens again of each sequence whose logits are
+    wanted. Rows of different lengths are padded on the right, where no earlier position attends.
     """
 
+    block_size = _BLOCK_SIZE
     kv_cache_bytes = 0
-    page_tokens = 1
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, run: Run, config: ModelConfig, *, max_length: int) -> None:
@@ -43,7 +44,7 @@ class WholeLogits:
         Args:
             run: the graph.
             config: of the stage; `max_batch_size` sequences run together.
-            max_length: tokens per slot.
+            max_length: tokens of a sequence.
 
         Raises:
             RepositoryError: the config is not that of a logits stage, or the graph answers other logits than
@@ -52,12 +53,12 @@ class WholeLogits:
         self._run = run
         self._names = LogitsNames.of(config)
         self._types = {spec.name: _item_type(spec.data_type, spec.name) for spec in config.inputs}
-        self.num_slots = max(1, config.max_batch_size)
+        self.max_num_seqs = max(1, config.max_batch_size)
         self.max_length = max_length
-        self.max_cached_tokens = self.num_slots * max_length
-        self._token_ids = np.zeros((self.num_slots, max_length), dtype=np.int64)
+        self.num_blocks = self.max_num_seqs * -(-max_length // _BLOCK_SIZE)
+        self._token_ids = np.zeros((self.num_blocks, _BLOCK_SIZE), dtype=np.int64)
         width = min(2, max_length)
-        logits = self._logits(self._token_ids[:1], np.array([width]))
+        logits = self._logits(np.zeros((1, width), dtype=np.int64), np.array([width]))
         if logits.ndim != 3 or logits.shape[:2] != (1, width) or logits.dtype.kind != "f":
             raise RepositoryError(
                 f"model '{config.name}' answers {width} tokens with {logits.dtype} {list(logits.shape)}",
@@ -65,41 +66,39 @@ class WholeLogits:
             )
         self.vocab_size: int = logits.shape[2]
 
-    def prefill(self, chunks: Sequence[Sequence[int]], *, first_slot: int, past: int) -> FloatArray:
-        """See `LogitsModel.prefill`."""
-        for slot, chunk in enumerate(chunks, start=first_slot):
-            self._token_ids[slot, past : past + len(chunk)] = chunk
-        lengths = past + np.array([len(chunk) for chunk in chunks])
-        return self._last_rows(self._token_ids[first_slot : first_slot + len(chunks)], lengths)
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        """See `LogitsModel.forward`. A chunk of a prompt whose logits nobody wants costs no run."""
+        sequences = sequence_of_tokens(batch)
+        slots = token_slots(batch.block_table, sequences, batch.positions, block_size=_BLOCK_SIZE)
+        self._token_ids.reshape(-1)[slots] = batch.token_ids
+        rows = np.empty((len(batch.logits_indices), self.vocab_size), dtype=np.float32)
+        wanted = np.unique(sequences[batch.logits_indices])
+        longest = int(batch.positions[batch.logits_indices].max(initial=0)) + 1
+        step = rows_per_run(longest, self.vocab_size)
+        for start in range(0, len(wanted), step):
+            part, of_part = part_of(batch, wanted[start : start + step])
+            logits = self._logits(*self._whole(part))
+            places = part.logits_indices
+            rows[of_part] = logits[sequence_of_tokens(part)[places], part.positions[places]]
+        return rows
 
-    def decode(self, token_ids: TokenArray, past: TokenArray) -> FloatArray:
-        """See `LogitsModel.decode`."""
-        num_rows = len(token_ids)
-        self._token_ids[np.arange(num_rows), past] = token_ids
-        return self._last_rows(self._token_ids[:num_rows], past + 1)
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `LogitsModel.copy_blocks`."""
+        for source, target in pairs:
+            self._token_ids[target] = self._token_ids[source]
 
-    def move(self, *, source: int, target: int, length: int) -> None:
-        """See `LogitsModel.move`."""
-        self._token_ids[target, :length] = self._token_ids[source, :length]
+    def _whole(self, batch: ForwardBatch) -> tuple[TokenArray, NDArray[Any]]:
+        """Gather all ids of the sequences of a batch: [B, the longest], and how many are of each: [B]."""
+        lengths = batch.num_computed_tokens + np.diff(batch.query_start_loc)
+        sequences = np.arange(len(lengths))[:, np.newaxis]
+        positions = np.minimum(np.arange(lengths.max()), lengths[:, np.newaxis] - 1)
+        slots = token_slots(batch.block_table, sequences, positions, block_size=_BLOCK_SIZE)
+        return self._token_ids.reshape(-1)[slots], lengths
 
-    def give_back(self, slot: int, *, length: int) -> None:
-        """See `LogitsModel.give_back`: ids are kept, they are few."""
-
-    def _last_rows(self, token_ids: TokenArray, lengths: TokenArray) -> FloatArray:
-        """Return the logits [rows, vocab_size] after the last token of each row, by as few runs as fit."""
-        row_bytes = int(lengths.max()) * self.vocab_size * 4
-        step = max(1, _MAX_LOGITS_BYTES // row_bytes)
-        last = np.empty((len(lengths), self.vocab_size), dtype=np.float32)
-        for start in range(0, len(lengths), step):
-            part = lengths[start : start + step]
-            logits = self._logits(token_ids[start : start + step], part)
-            last[start : start + step] = logits[np.arange(len(part)), part - 1]
-        return last
-
-    def _logits(self, token_ids: TokenArray, lengths: TokenArray) -> NDArray[Any]:
+    def _logits(self, token_ids: TokenArray, lengths: NDArray[Any]) -> NDArray[Any]:
         """Run the first `lengths[i]` ids of each row; returns [rows, the longest length, vocab_size]."""
-        mask = np.arange(lengths.max()) < lengths[:, np.newaxis]
-        arrays = {self._names.input_ids: np.where(mask, token_ids[:, : mask.shape[1]], 0)}
+        mask = np.arange(token_ids.shape[1]) < lengths[:, np.newaxis]
+        arrays = {self._names.input_ids: np.where(mask, token_ids, 0)}
         if self._names.attention_mask is not None:
             arrays[self._names.attention_mask] = mask
         inputs = {name: Tensor(name, array.astype(self._types[name])) for name, array in arrays.items()}

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
@@ -13,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from genserve.backends.parameters import boolean_parameter, integer_parameter
-from genserve.errors import MissingDependency, RepositoryError, Status
+from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
+from genserve.kernels import library_path
 
 __all__ = [
     "SPIN_US",
     "Provider",
-    "exact_products",
     "num_cores",
     "onnxruntime_module",
     "open_session",
     "open_to_look",
     "preload_cuda",
+    "register_kernels",
     "runtime_message",
 ]
 
@@ -65,23 +67,13 @@ def onnxruntime_module() -> Any:
     return onnxruntime
 
 
-def exact_products(cpu: str | None = None) -> dict[str, str]:
-    """Return the entries of a session's config by which products of 8-bit integers are exact on this CPU.
+def register_kernels(options: Any) -> None:
+    """Let a session's options know the operators of `genserve.kernels`, which run on the CPU.
 
-    On x86 without VNNI, ONNX Runtime adds such products in pairs of 16 bits, which saturate; in an int8 graph
-    that costs more than its rounding. The option against it doubles the time where there is VNNI.
-
-    Args:
-        cpu: what Linux tells in /proc/cpuinfo; None: of this machine, if it runs Linux.
-
-    Source: `session.x64quantprecision` in onnxruntime_session_options_config_keys.h.
+    Raises:
+        GenserveError: there are no kernels for this machine.
     """
-    if cpu is None:
-        path = Path("/proc/cpuinfo")
-        cpu = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    flags = re.search(r"^flags\s*: (.*)$", cpu, re.MULTILINE)     # Arm has "Features"
-    overflows = flags is not None and "vnni" not in flags[1]
-    return {"session.x64quantprecision": "1"} if overflows else {}
+    options.register_custom_ops_library(str(library_path()))
 
 
 @cache
@@ -131,7 +123,7 @@ def open_session(
 
 
 def open_to_look(path: Path) -> Any:
-    """Load a graph on the CPU to see what it is, not to run it: in 0.1 s and 60 MB for the 170 MB of SmolLM2.
+    """Load a graph on the CPU to see what it is, not to run it.
 
     Nothing is optimised or rearranged, and of weights that lie beside the graph only the places are read.
 
@@ -146,6 +138,8 @@ def open_to_look(path: Path) -> Any:
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.intra_op_num_threads = 1
     options.log_severity_level = _FATAL
+    with suppress(GenserveError):   # without kernels, the graphs that have no need of them can be looked at
+        register_kernels(options)
     return _open(path, options, [Provider(name="CPUExecutionProvider", options={})])
 
 

@@ -69,7 +69,7 @@ Precision = Annotated[
 KvCache = Annotated[
     Literal["float", "int8"],
     typer.Option(
-        help="Keys and values: as the activations, or in int8: less memory, faster steps, slower prefills."
+        help="Keys and values: fp16 (of an fp32 export fp32), or in int8, which takes half of the memory."
     ),
 ]
 FileFormat = Annotated[

@@ -15,9 +15,9 @@ _BYTES = "number of bytes above 0"
 _METHOD = "method of speculation"
 # Of genserve's own, for a stage that gives logits.
 _LOGITS = {
-    "max_sequence_length": _POSITIVE,     # how many tokens a slot of the KV cache holds
-    "kv_cache_bytes": _BYTES,             # what the KV cache of all slots may take together
-    "prefix_cache": _SWITCH,              # whether token sequences share what they begin with
+    "max_sequence_length": _POSITIVE,     # tokens of a sequence, prompt and answer together
+    "kv_cache_bytes": _BYTES,             # what the KV cache may take
+    "prefix_cache": _SWITCH,              # whether sequences share the blocks that they begin with
     "speculation": _METHOD,               # how tokens are drafted
     "draft_model": _TEXT,                 # the ensemble that drafts them
 }
@@ -119,14 +119,14 @@ def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterato
         _POSITIVE: value.isdecimal() and int(value) > 0,
         _SWITCH: value.lower() in ("true", "false", "1", "0"),
         _BYTES: bool(byte_size(value)),
-        _METHOD: value == "prompt_lookup",
+        _METHOD: value in ("prompt_lookup", "none"),
         _TEXT: True,
     }
     if not is_right[kind]:
         remedies = {
             _SWITCH: 'write "true" or "false"',
             _BYTES: 'write an amount such as "2GiB"',
-            _METHOD: 'write "prompt_lookup", or leave it out',
+            _METHOD: 'write "prompt_lookup" or "none"',
         }
         remedy = remedies.get(kind, "write a whole number, in quotes")
         message = f"failed to convert {name} '{value}' to {kind}"

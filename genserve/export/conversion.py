@@ -9,6 +9,8 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint, FloatArray
@@ -16,19 +18,18 @@ from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
 from genserve.export.family import Family, Unsupported
 from genserve.export.form import Form
+from genserve.export.fused_layers import FusedLayers
 from genserve.export.graph import Graph
-from genserve.export.int8_cache import round_cache
-from genserve.export.layers import Layers
-from genserve.export.precision import FORMATS, require_cache, resolve_precision
+from genserve.export.precision import FORMATS, cache_numbers, require_cache, resolve_precision
 from genserve.export.progress import Progress
 from genserve.export.report import CacheType, Precision
 from genserve.export.smoothing import can_be_smoothed, smoothed
 from genserve.export.source_model import Reference
 from genserve.export.stage_folders import StageFolders
 from genserve.export.stages import Stages
+from genserve.export.standard_layers import StandardLayers
 from genserve.export.torchscript import write_torchscript
 from genserve.export.traced import TracedConversion
-from genserve.export.verification_graph import write_verification
 from genserve.export.weights import parts_of
 
 __all__ = ["Conversion", "convert"]
@@ -82,16 +83,19 @@ class Conversion:
     def norms(self) -> dict[str, str]:
         """The norms whose activations are worth knowing: role to the name of transformers' module."""
         parts = parts_of(self.family.names, num_layers=self.folders.dimensions.num_layers)
-        norms = {role: part.name for role, part in parts.items() if can_be_smoothed(role)}
-        return norms if FORMATS[self.folders.precision].by_row else {}
+        numbers = FORMATS[self.folders.precision]
+        return {
+            role: part.name
+            for role, part in parts.items()
+            if can_be_smoothed(role) and (numbers.head if role == "norm" else numbers.normed) == "int8"
+        }
 
     def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
         """Write the graph and its weights; returns their folder.
 
         Args:
             folder: of all stages.
-            reference: of the source. Norms whose activations it has are smoothed, and what it has read
-                tells the scales of a KV cache in int8.
+            reference: of the source. Norms whose activations it has are smoothed.
             progress: is shown the stages of the work.
 
         Raises:
@@ -103,11 +107,6 @@ class Conversion:
         num_layers = folders.dimensions.num_layers
         with progress.stage(f"converting to {folders.precision}", total=num_layers) as advance:
             self._write(version, activations=reference.activations, advance=advance)
-        if folders.kv_cache == "int8":
-            with progress.stage("rounding the KV cache to int8"):
-                round_cache(version, self.decoder, ids=reference.calibration)
-        if folders.form is Form.ONNX:
-            write_verification(version)
         return version
 
     def _write(
@@ -128,8 +127,12 @@ class Conversion:
             write_torchscript(weights, self.decoder, path, precision=folders.precision, metadata=metadata)
             advance(folders.dimensions.num_layers)
         else:
+            numbers = FORMATS[folders.precision]
+            make_layers = FusedLayers if numbers.activations is np.float32 else StandardLayers
+            kv_cache = cache_numbers(folders.kv_cache, folders.precision)
             with Graph(version) as graph:
-                write_decoder(weights, self.decoder, Layers(graph, FORMATS[folders.precision]), advance)
+                layers = make_layers(graph, numbers)
+                write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache)
                 graph.save(metadata=metadata)
         self._require_all(used)
 

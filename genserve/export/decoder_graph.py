@@ -1,14 +1,21 @@
 """Decoder graph: the ONNX graph of any decoder, from its description and its weights.
 
-Its inputs and outputs are those that the onnxruntime backend runs:
+It runs T tokens of B sequences, packed: those of a sequence together and in order, behind what the KV cache
+has of it. The cache lies in blocks; a token at position p is in the block `block_table[b, p // block_size]`.
 
 inputs
-    input_ids [batch, sequence] int64; seqlens_k [batch] int32: tokens in the cache + sequence - 1;
-    total_len [] int32: the largest of seqlens_k, plus 1; rows [num_rows] int64: which of the
-    batch * sequence hidden rows reach the head; past_key_values.{i}.key and .value
-    [batch, kv_heads, max_len, head_dim], in the type of the activations.
+    input_ids, position_ids [num_tokens] int64
+    cumulative_sequence_length [batch + 1] int32: sequence b has the tokens from its entry up to the next
+    past_seqlens [batch] int32: tokens of each in the cache
+    block_table [batch, max_blocks] int32
+    logits_indices [num_logits] int64: the tokens whose hidden rows reach the head
+    attention_metadata [2] int32, on the host: no sequence has more new tokens than the first, none more
+    tokens than the second; on a GPU alone somebody reads them
+    past_key_values.{i}.key, .value [num_blocks, block_size, kv_heads, head_dim]; if they are int8 also
+    .key_scale, .value_scale [num_blocks, block_size, kv_heads] float32
 outputs
-    logits [num_rows, vocab] float32; present.{i}.key and .value: the past's buffer, written in place.
+    logits [num_logits, vocab] float32
+    present.{i}.*: the past's buffers, written in place
 """
 
 from __future__ import annotations
@@ -18,97 +25,121 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
-from genserve.export.graph import Graph
-from genserve.export.layers import Layers, Vocabulary
+from genserve.export.graph import Dims, Graph
+from genserve.export.layers import Layers, Norm, write_norm
+from genserve.export.paged_attention import has_function, paged_attention_function
 from genserve.export.weights import DecoderWeights
 
 __all__ = ["write_decoder"]
 
 
 def write_decoder(
-    weights: DecoderWeights, decoder: Decoder, layers: Layers, advance: Callable[[int], None]
+    weights: DecoderWeights,
+    decoder: Decoder,
+    layers: Layers,
+    advance: Callable[[int], None],
+    *,
+    kv_cache: type[np.generic],
 ) -> None:
     """Add the graph of a decoder; `advance` is called with 1 after each layer.
+
+    Args:
+        weights: of the decoder.
+        decoder: what it computes.
+        layers: how it is written.
+        advance: see above.
+        kv_cache: the type of keys and values in the cache.
 
     Raises:
         ExportError: the checkpoint lacks a tensor.
     """
-    writer = _Writer(weights=weights, decoder=decoder, layers=layers, graph=layers.graph)
+    writer = _Writer(weights=weights, decoder=decoder, layers=layers, graph=layers.graph, kv_cache=kv_cache)
     writer.inputs()
-    vocabulary = layers.vocabulary("embedding", weights.load("embedding.weight"))
-    residual = writer.embedded(layers.embedding("input_ids", vocabulary, "embeddings"))
-    x = writer.norm(residual, "layers.0.attention.norm")
+    residual = writer.embedded()
     for index, attention in enumerate(decoder.attentions):
-        last = index + 1 == len(decoder.attentions)
-        x = writer.attention(x, attention, index=index)
-        if last:
+        heads = writer.attention(residual, attention, index=index)
+        if index + 1 == len(decoder.attentions):
             # Past the last keys and values, only the rows that reach the head matter.
-            x, residual = writer.chosen_rows(x), writer.chosen_rows(residual)
-        following = "norm" if last else f"layers.{index + 1}.attention.norm"
-        x, residual = writer.after_attention(x, residual, f"layers.{index}", following=following)
+            heads, residual = writer.chosen_rows(heads), writer.chosen_rows(residual)
+        residual = writer.after_attention(heads, residual, f"layers.{index}")
         advance(1)
-    writer.head(x, vocabulary)
-    layers.graph.output("logits", np.float32, ("num_rows", decoder.vocab_size))
+    writer.head(residual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writer:
-    """Adds the parts of one model; every method answers the name of the value it made."""
+    """Adds the parts of one model; every method returns the name of the value it made."""
 
     weights: DecoderWeights
     decoder: Decoder
     layers: Layers
     graph: Graph
-    tables: dict[Rotary, list[str]] = field(default_factory=dict)
+    kv_cache: type[np.generic]
+    tables: dict[Rotary | None, list[str]] = field(default_factory=dict)
 
     def inputs(self) -> None:
-        """Declare the inputs, and add what all layers share: tables of angles, the bias of ALiBi."""
-        self.graph.input("input_ids", np.int64, ("batch", "sequence"))
-        self.graph.input("seqlens_k", np.int32, ("batch",))
-        self.graph.input("total_len", np.int32, ())
-        self.graph.input("rows", np.int64, ("num_rows",))
+        """Declare the inputs but for the cache, and add what all layers share."""
+        self.graph.input("input_ids", np.int64, ("num_tokens",))
+        self.graph.input("position_ids", np.int64, ("num_tokens",))
+        self.graph.input("cumulative_sequence_length", np.int32, ("batch_plus_1",))
+        self.graph.input("past_seqlens", np.int32, ("batch",))
+        self.graph.input("block_table", np.int32, ("batch", "max_blocks"))
+        self.graph.input("logits_indices", np.int64, ("num_logits",))
+        self.graph.input("attention_metadata", np.int32, (2,))
         for attention in self.decoder.attentions:
             if attention.rotary and attention.rotary not in self.tables:
                 names = [f"rotary.{len(self.tables)}.{table}" for table in ("cos", "sin")]
                 tables = attention.rotary.tables(self.decoder.context_length)
                 self.tables[attention.rotary] = [
-                    self.layers.vector(name, table) for name, table in zip(names, tables, strict=True)
+                    self.graph.weight(name, table) for name, table in zip(names, tables, strict=True)
                 ]
-        if self.decoder.alibi or self._has("positions"):
-            self._positions()
         if self.decoder.alibi:
-            self._alibi()
+            self.graph.weight("alibi.slopes", alibi_slopes(self.decoder.num_heads))
+        if {self.kv_cache, self.layers.numbers.activations} == {np.float16} and has_function(self.decoder):
+            qk_norm = self._has("layers.0.attention.query_norm")
+            self.graph.function(paged_attention_function(rotary=bool(self.tables), qk_norm=qk_norm))
 
-    def embedded(self, x: str) -> str:
+    def embedded(self) -> str:
         """What the first layer reads: embeddings, scaled, with positions, normed."""
+        x = self.layers.embedding("input_ids", self.weights.load("embedding.weight"), "embeddings")
         if self.decoder.embedding_scale is not None:
-            scale = self._scalar("embeddings.scale", self.decoder.embedding_scale)
+            scale = self.layers.vector("embeddings.scale", np.array(self.decoder.embedding_scale, np.float32))
             x = self.graph.node("Mul", [x, scale], "embeddings.scaled")
         if self._has("positions"):
             table = self.layers.vector("positions.weight", self.weights.load("positions.weight"))
-            places = self.graph.node("Gather", [table, "positions"], "embeddings.positions")
+            places = self.graph.node("Gather", [table, "position_ids"], "embeddings.positions")
             x = self.graph.node("Add", [x, places], "embeddings.placed")
-        return self.norm(x, "embedding.norm") if self._has("embedding.norm") else x
+        return write_norm(self.layers, x, self.norm("embedding.norm")) if self._has("embedding.norm") else x
 
     def attention(self, x: str, attention: Attention, *, index: int) -> str:
-        """Attention over the KV cache, which it extends: [batch, sequence, heads * head_dim]."""
+        """Attention over the KV cache, into which it writes: [num_tokens, heads * head_dim]."""
         decoder, layer = self.decoder, f"layers.{index}.attention"
-        past, present = (
-            [f"{side}.{index}.{part}" for part in ("key", "value")] for side in ("past_key_values", "present")
+        weight, bias = self._side_by_side(layer, "query", "key", "value")
+        packed = self.layers.linear(
+            x, weight, f"{layer}.qkv", place="normed", bias=bias, norm=self.norm(f"{layer}.norm")
         )
-        shape = ("batch", decoder.num_kv_heads, "max_len", decoder.head_dim)
-        for before, after in zip(past, present, strict=True):
-            self.graph.input(before, self.layers.numbers.activations, shape)
-            self.graph.output(after, self.layers.numbers.activations, shape)
-        packed = self.linear(x, layer, "query", "key", "value", output=f"{layer}.qkv")
-        heads = self._normed_heads(packed, layer) if self._has(f"{layer}.query_norm") else [packed, "", ""]
-        rotary = self.tables[attention.rotary] if attention.rotary else ["", ""]
-        bias = ["", "alibi"] if decoder.alibi else []
+        past, present = self._cache(index)
+        # A layer without rotary positions has the tables of another, for the sake of the function's body.
+        tables = self.tables.get(attention.rotary) or next(iter(self.tables.values()), ["", ""])
+        output = self.graph.value(f"{layer}.heads", self.layers.numbers.activations)
+        inputs = [
+            packed,
+            *past[:2],
+            "cumulative_sequence_length",
+            "past_seqlens",
+            "block_table",
+            *tables,
+            *(self._fp32(f"{layer}.{part}_norm.weight") for part in ("query", "key")),
+            "alibi.slopes" if decoder.alibi else "",
+            *(past[2:] or ["", ""]),
+            "attention_metadata",
+        ]
         return self.graph.node(
-            "GroupQueryAttention",
-            [*heads, *past, "seqlens_k", "total_len", *rotary, *bias],
-            f"{layer}.heads",
+            "PagedAttention",
+            inputs,
+            output,
             *present,
             num_heads=decoder.num_heads,
             kv_num_heads=decoder.num_kv_heads,
@@ -116,149 +147,96 @@ class _Writer:
             do_rotary=int(attention.rotary is not None),
             softcap=decoder.attention_softcap or 0.0,
             local_window_size=attention.window or -1,
+            qk_norm_epsilon=decoder.norm_epsilon,
         )
 
-    def after_attention(self, x: str, residual: str, layer: str, *, following: str) -> tuple[str, str]:
-        """The rest of a layer, to the norm `following` it and the new residual."""
-        x = self.linear(x, f"{layer}.attention", "output", in_blocks=True)
-        x = self._post_norm(x, f"{layer}.attention")
-        if self.decoder.parallel:
-            other = self.mlp(self.norm(residual, f"{layer}.mlp.norm"), f"{layer}.mlp")
-            both = self.graph.node("Add", [x, other], f"{layer}.both")
-            return self.add_norm(both, residual, following)
-        x, residual = self.add_norm(x, residual, f"{layer}.mlp.norm")
-        x = self._post_norm(self.mlp(x, f"{layer}.mlp"), f"{layer}.mlp")
-        return self.add_norm(x, residual, following)
+    def after_attention(self, heads: str, residual: str, layer: str) -> str:
+        """The rest of a layer: the new residual."""
+        attended = self._added(f"{layer}.attention", heads, residual, "output")
+        # The MLP of a parallel layer reads what the attention has read.
+        x = residual if self.decoder.parallel else attended
+        return self._added(f"{layer}.mlp", self._inside_of_mlp(x, f"{layer}.mlp"), attended, "down")
 
-    def mlp(self, x: str, layer: str) -> str:
-        """down(f(gate(x)) * up(x)), or down(f(up(x))) where there is no gate."""
-        if self._has(f"{layer}.gate"):
-            both = self.linear(x, layer, "gate", "up", output=f"{layer}.gate_up")
-            gate, raised = f"{layer}.gate", f"{layer}.up"
-            self.graph.node("Split", [both], gate, raised, axis=-1, num_outputs=2)
-            inner = self.graph.node("Mul", [self._activated(gate), raised], f"{layer}.gated")
-        else:
-            inner = self._activated(self.linear(x, layer, "up"))
-        return self.linear(inner, layer, "down", in_blocks=True)
+    def head(self, x: str) -> None:
+        """The scores of all tokens."""
+        self.layers.head(
+            x,
+            self.weights.load("head.weight"),
+            "logits",
+            norm=self.norm("norm"),
+            softcap=self.decoder.logits_softcap,
+            tied=self.decoder.tied,
+        )
+        self.graph.output("logits", np.float32, ("num_logits", self.decoder.vocab_size))
 
-    def head(self, x: str, embedding: Vocabulary) -> None:
-        """The scores of all tokens; a head that is the embedding is stored once, if both have one format."""
-        output = "logits" if self.decoder.logits_softcap is None else "logits.uncapped"
-        if self.layers.numbers.by_row:
-            self.layers.linear(x, self.weights.load("head.weight"), output)
-        elif self.decoder.tied:
-            self.layers.head(x, embedding, output)
-        else:
-            own = self.layers.vocabulary("head", self.weights.load("head.weight"))
-            self.layers.head(x, own, output)
-        self.capped(output)
+    def norm(self, name: str) -> Norm:
+        """The norm of that name, to be added to the graph."""
+        return Norm(
+            name=name,
+            kind=self.decoder.norm,
+            epsilon=self.decoder.norm_epsilon,
+            weight=self.weights.load(f"{name}.weight"),
+            bias=self.weights.optional(f"{name}.bias"),
+        )
 
-    def linear(
-        self, x: str, layer: str, *roles: str, output: str = "", in_blocks: bool = False
-    ) -> str:
-        """The linear layers of those roles, their outputs side by side."""
-        names = [f"{layer}.{role}" for role in roles]
-        weight = np.concatenate([self.weights.load(f"{name}.weight") for name in names])
-        biases = [self.weights.optional(f"{name}.bias") for name in names]
-        shifts = [bias for bias in biases if bias is not None]
+    def chosen_rows(self, x: str) -> str:
+        """The rows of a value [num_tokens, n] whose logits are asked for: [num_logits, n]."""
+        return self.graph.node("Gather", [x, "logits_indices"], f"{x}.rows")
+
+    def _cache(self, index: int) -> tuple[list[str], list[str]]:
+        """Declare the buffers of a layer's cache: the names of what it reads, and of what it writes."""
+        heads: Dims = ("num_blocks", "block_size", self.decoder.num_kv_heads)
+        numbers: Dims = (*heads, self.decoder.head_dim)
+        parts: dict[str, tuple[type[np.generic], Dims]] = {
+            "key": (self.kv_cache, numbers), "value": (self.kv_cache, numbers)
+        }
+        if self.kv_cache is np.int8:
+            parts |= {"key_scale": (np.float32, heads), "value_scale": (np.float32, heads)}
+        past = [
+            self.graph.input(f"past_key_values.{index}.{part}", *place) for part, place in parts.items()
+        ]
+        present = [f"present.{index}.{part}" for part in parts]
+        for name, place in zip(present, parts.values(), strict=True):
+            self.graph.output(name, *place)
+        return past, present
+
+    def _inside_of_mlp(self, x: str, layer: str) -> str:
+        """f(gate(x)) * up(x), or f(up(x)) where there is no gate."""
+        gated = self._has(f"{layer}.gate")
+        weight, bias = self._side_by_side(layer, *(["gate"] if gated else []), "up")
         return self.layers.linear(
             x,
             weight,
-            output or names[0],
-            bias=np.concatenate(shifts) if shifts else None,
-            in_blocks=in_blocks,
+            f"{layer}.inner",
+            place="normed",
+            bias=bias,
+            norm=self.norm(f"{layer}.norm"),
+            activation=self.decoder.activation,
+            gated=gated,
         )
 
-    def norm(self, x: str, name: str) -> str:
-        """The norm of that name."""
-        op = "SimplifiedLayerNormalization" if self.decoder.norm == "rms" else "LayerNormalization"
-        inputs = [x, *self._norm_weights(name)]
-        return self.graph.node(op, inputs, name, epsilon=self.decoder.norm_epsilon)
+    def _added(self, part: str, x: str, residual: str, role: str) -> str:
+        """The last linear layer of attention or MLP, normed where the decoder does that, and the residual."""
+        weight, bias = self._side_by_side(part, role)
+        if not self._has(f"{part}.post_norm"):
+            return self.layers.linear(
+                x, weight, f"{part}.{role}", place="inner", bias=bias, residual=residual
+            )
+        x = self.layers.linear(x, weight, f"{part}.{role}", place="inner", bias=bias)
+        normed = write_norm(self.layers, x, self.norm(f"{part}.post_norm"))
+        return self.graph.node("Add", [normed, residual], f"{part}.residual")
 
-    def add_norm(self, x: str, residual: str, name: str) -> tuple[str, str]:
-        """The norm of `x + residual`, and that sum."""
-        op = "SkipSimplifiedLayerNormalization" if self.decoder.norm == "rms" else "SkipLayerNormalization"
-        inputs, outputs = [x, residual, *self._norm_weights(name)], (name, "", "", f"{name}.residual")
-        self.graph.node(op, inputs, *outputs, epsilon=self.decoder.norm_epsilon)
-        return name, outputs[-1]
+    def _side_by_side(self, layer: str, *roles: str) -> tuple[FloatArray, FloatArray | None]:
+        """The linear layers of those roles, their outputs side by side."""
+        names = [f"{layer}.{role}" for role in roles]
+        weights = [self.weights.load(f"{name}.weight") for name in names]
+        biases = [self.weights.optional(f"{name}.bias") for name in names]
+        shifts = [bias for bias in biases if bias is not None]
+        return np.concatenate(weights), np.concatenate(shifts) if shifts else None
 
-    def chosen_rows(self, x: str) -> str:
-        """The rows of a value [batch, sequence, n] whose logits are asked for: [num_rows, n]."""
-        flat = self.graph.node("Flatten", [x], f"{x}.flat", axis=2)
-        return self.graph.node("Gather", [flat, "rows"], f"{x}.rows")
-
-    def capped(self, logits: str) -> None:
-        """Bend the scores of all tokens, if the decoder does: cap * tanh(x / cap)."""
-        cap = self.decoder.logits_softcap
-        if cap is not None:
-            limit = self.graph.constant("logits.cap", np.array(cap, np.float32))
-            small = self.graph.node("Div", [logits, limit], "logits.small")
-            bent = self.graph.node("Tanh", [small], "logits.bent")
-            self.graph.node("Mul", [bent, limit], "logits")
-
-    def _positions(self) -> None:
-        """Add `positions` [batch, sequence] int64: how many tokens stand before each in its row."""
-        ids = self.graph.node("Shape", ["input_ids"], "positions.shape", start=1, end=2)
-        length = self.graph.node("Squeeze", [ids], "positions.length")
-        one = self.graph.constant("positions.one", np.array(1))
-        minus_one = self.graph.constant("positions.minus_one", np.array(-1))
-        newest = self.graph.node("Sub", [length, one], "positions.newest")
-        back = self.graph.node("Range", [newest, minus_one, minus_one], "positions.back")
-        ends = self.graph.node("Cast", ["seqlens_k"], "positions.ends", to=7)
-        axis = self.graph.constant("positions.axis", np.array([1]))
-        column = self.graph.node("Unsqueeze", [ends, axis], "positions.column")
-        self.graph.node("Sub", [column, back], "positions")
-
-    def _alibi(self) -> None:
-        """Add `alibi` [batch, heads, sequence, total_len]: slope * (position of the key - of the query)."""
-        total = self.graph.node("Cast", ["total_len"], "alibi.total", to=7)
-        zero, one = (self.graph.constant(f"alibi.{n}", np.array(n)) for n in (0, 1))
-        keys = self.graph.node("Range", [zero, total, one], "alibi.keys")
-        axes = self.graph.constant("alibi.axes", np.array([1, 3]))
-        queries = self.graph.node("Unsqueeze", ["positions", axes], "alibi.queries")
-        distance = self.graph.node("Sub", [keys, queries], "alibi.distance")
-        slopes = self.layers.vector("alibi.slopes", alibi_slopes(self.decoder.num_heads)[:, None, None])
-        numbers = self.graph.node("CastLike", [distance, slopes], "alibi.numbers")
-        self.graph.node("Mul", [numbers, slopes], "alibi")
-
-    def _normed_heads(self, packed: str, layer: str) -> list[str]:
-        """Queries, keys and values apart; each head of the first two normed by itself."""
-        decoder = self.decoder
-        sizes = [count * decoder.head_dim for count in (decoder.num_heads, *[decoder.num_kv_heads] * 2)]
-        parts = [f"{layer}.{part}" for part in ("query", "key", "value")]
-        lengths = self.graph.constant(f"{layer}.sizes", np.array(sizes))
-        self.graph.node("Split", [packed, lengths], *parts, axis=-1)
-        split = self.graph.constant(f"{layer}.split", np.array([0, 0, -1, decoder.head_dim]))
-        joined = self.graph.constant(f"{layer}.joined", np.array([0, 0, -1]))
-        normed = []
-        for part in parts[:2]:
-            heads = self.graph.node("Reshape", [part, split], f"{part}.split")
-            heads = self.norm(heads, f"{part}_norm")
-            normed.append(self.graph.node("Reshape", [heads, joined], f"{part}.joined"))
-        return [*normed, parts[2]]
-
-    def _activated(self, x: str) -> str:
-        """The activation of x."""
-        match self.decoder.activation:
-            case "silu":
-                sigmoid = self.graph.node("Sigmoid", [x], f"{x}.sigmoid")
-                return self.graph.node("Mul", [x, sigmoid], f"{x}.silu")
-            case "gelu":
-                return self.graph.node("Gelu", [x], f"{x}.gelu")
-            case "gelu_tanh":
-                return self.graph.node("Gelu", [x], f"{x}.gelu", approximate="tanh")
-            case "relu":
-                return self.graph.node("Relu", [x], f"{x}.relu")
-
-    def _post_norm(self, x: str, part: str) -> str:
-        return self.norm(x, f"{part}.post_norm") if self._has(f"{part}.post_norm") else x
-
-    def _norm_weights(self, name: str) -> list[str]:
-        vectors = {f"{name}.{kind}": self.weights.optional(f"{name}.{kind}") for kind in ("weight", "bias")}
-        return [self.layers.vector(role, value) for role, value in vectors.items() if value is not None]
-
-    def _scalar(self, name: str, value: float) -> str:
-        return self.layers.vector(name, np.array(value, np.float32))
+    def _fp32(self, role: str) -> str:
+        """The tensor of a role in float32; an empty name, if the decoder has none."""
+        return self.graph.weight(role, self.weights.load(role)) if role in self.weights.roles else ""
 
     def _has(self, part: str) -> bool:
         return f"{part}.weight" in self.weights.roles

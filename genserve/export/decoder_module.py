@@ -1,8 +1,9 @@
-"""Decoder module: any decoder as a module of torch, over a KV cache with a slot for each row."""
+"""Decoder module: any decoder as a module of torch, over packed tokens and a paged KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,15 @@ from genserve.export.weights import DecoderWeights
 
 __all__ = ["DecoderModule"]
 
-_Masks = Mapping[int | None, Tensor]    # by the window of an attention
+
+class _Batch(NamedTuple):
+    """T new tokens of B sequences, in the indices that attention takes."""
+
+    slots: Tensor       # [T], where keys and values of a token go in a cache whose blocks are one line
+    all_slots: Tensor   # [B, L], where those of each sequence lie; the last is repeated in longer rows
+    queries: Tensor     # [B, S], the tokens of each sequence, and in longer rows tokens of others
+    rows: tuple[Tensor, Tensor]             # [T] each, where a token is in `queries`
+    masks: Mapping[int | None, Tensor]      # by the window of an attention
 
 
 class DecoderModule(nn.Module):
@@ -44,37 +53,79 @@ class DecoderModule(nn.Module):
                 self._tables[attention.rotary] = f"rotary.{len(self._tables)}"
                 self._keep(self._tables[attention.rotary], torch.stack([*tables]).to(dtype))
 
-    def forward(self, input_ids: Tensor, past: Tensor, rows: Tensor, kv_cache: Tensor) -> Tensor:
-        """Run new tokens, and write their keys and values into the cache.
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cumulative_sequence_length: Tensor,
+        past_seqlens: Tensor,
+        block_table: Tensor,
+        logits_indices: Tensor,
+        past_key_values: Sequence[Tensor],
+    ) -> Tensor:
+        """Run T new tokens of B sequences, and write their keys and values into the cache.
 
         Args:
-            input_ids: [batch, sequence] int64.
-            past: [batch] int64, how many tokens each row has in the cache.
-            rows: [num_rows] int64, which of the batch * sequence hidden rows reach the head.
-            kv_cache: [batch, layers, 2, kv_heads, length, head_dim], keys and values; modified. The new
-                tokens of every row fit into `length`.
+            input_ids: [T] int64, those of a sequence together and in order.
+            position_ids: [T] int64, of each token in its sequence.
+            cumulative_sequence_length: [B + 1] int32, sequence b has the tokens from the b-th number up to
+                the next.
+            past_seqlens: [B] int32, how many tokens of each are in the cache.
+            block_table: [B, max_blocks] int32, the blocks of each, in order; what is behind the last is not
+                read.
+            logits_indices: [R] int64, which of the tokens reach the head.
+            past_key_values: the keys of each layer, then its values, [num_blocks, block_size, kv_heads,
+                head_dim] each; modified.
 
         Returns:
-            [num_rows, vocab] float32.
+            [R, vocab] float32.
         """
-        places = self._tensor("places")
-        positions = past[:, None] + places[: input_ids.size(1)]
-        distances = places[: kv_cache.size(4)] - positions[..., None]
-        masks = {
-            window: self._mask(distances[:, None, None], window=window)
-            for window in dict.fromkeys(attention.window for attention in self._decoder.attentions)
-        }
-        residual = self._embedded(input_ids, positions)
+        batch = self._batch(
+            position_ids,
+            cumulative_sequence_length.long(),
+            past_seqlens.long(),
+            block_table.long(),
+            block_size=past_key_values[0].size(1),
+        )
+        residual = self._embedded(input_ids, position_ids)
         for index, attention in enumerate(self._decoder.attentions):
-            layer, cache = f"layers.{index}", kv_cache[:, index]
+            layer, (keys, values) = f"layers.{index}", past_key_values[2 * index : 2 * index + 2]
             x = self._norm(residual, f"{layer}.attention.norm")
-            query = self._extended(x, attention, f"{layer}.attention", positions=positions, cache=cache)
-            x = self._attended(query, cache, masks[attention.window])
+            query, key, value = self._heads(x, attention, f"{layer}.attention", positions=position_ids)
+            x = self._attended(
+                query[batch.queries],
+                _stored(key, keys, batch),
+                _stored(value, values, batch),
+                batch.masks[attention.window],
+            )[batch.rows]
             if index + 1 == len(self._decoder.attentions):
-                # Past the last keys and values, only the rows that reach the head matter.
-                x, residual = x.flatten(0, 1)[rows], residual.flatten(0, 1)[rows]
+                # Past the last keys and values, only the tokens that reach the head matter.
+                x, residual = x[logits_indices], residual[logits_indices]
             residual = self._after_attention(x, residual, layer)
         return self._logits(self._norm(residual, "norm"))
+
+    def _batch(
+        self, positions: Tensor, starts: Tensor, past: Tensor, block_table: Tensor, *, block_size: int
+    ) -> _Batch:
+        """Find where everything is; the arguments are those of `forward`, in int64."""
+
+        def slots(sequences: Tensor, positions: Tensor) -> Tensor:
+            return block_table[sequences, positions // block_size] * block_size + positions % block_size
+
+        tokens, lengths = _counted(positions), starts.diff()
+        sequence, ends = torch.searchsorted(starts[1:], tokens, right=True), past + lengths
+        offsets, keys = self._tensor("places")[: lengths.max()], self._tensor("places")[: ends.max()]
+        distances = keys - (past[:, None] + offsets)[..., None]
+        return _Batch(
+            slots=slots(sequence, positions),
+            all_slots=slots(_counted(past)[:, None], torch.minimum(keys, ends[:, None] - 1)),
+            queries=torch.minimum(starts[:-1, None] + offsets, tokens[-1]),
+            rows=(sequence, tokens - starts[sequence]),
+            masks={
+                window: self._mask(distances[:, None, None], window=window)
+                for window in dict.fromkeys(attention.window for attention in self._decoder.attentions)
+            },
+        )
 
     def _embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = functional.embedding(input_ids, self._tensor("embedding.weight"))
@@ -88,11 +139,11 @@ class DecoderModule(nn.Module):
         """What a score is masked by or, with ALiBi, what is added to it.
 
         Args:
-            distances: [batch, 1, 1, sequence, length], of a key from a query; 0: it is its own.
+            distances: [B, 1, 1, S, L], of a key from a query; 0: it is its own.
             window: of the attention.
 
         Returns:
-            [batch, 1, 1, sequence, length] bool; or [batch, kv_heads, heads of each, sequence, length].
+            [B, 1, 1, S, L] bool; or [B, kv_heads, heads of each, S, L].
         """
         visible = distances <= 0
         if window is not None:
@@ -102,10 +153,10 @@ class DecoderModule(nn.Module):
         slopes = self._tensor("slopes").view(self._decoder.num_kv_heads, -1, 1, 1)
         return torch.where(visible, distances * slopes, float("-inf"))
 
-    def _extended(
-        self, x: Tensor, attention: Attention, layer: str, *, positions: Tensor, cache: Tensor
-    ) -> Tensor:
-        """Write keys and values into a layer's cache; the queries [batch, sequence, heads, head_dim]."""
+    def _heads(
+        self, x: Tensor, attention: Attention, layer: str, *, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of the tokens."""
         query, key, value = (
             torch.unflatten(self._linear(x, f"{layer}.{part}"), -1, (-1, self._decoder.head_dim))
             for part in ("query", "key", "value")
@@ -116,17 +167,20 @@ class DecoderModule(nn.Module):
         if attention.rotary is not None:
             angles = self._tensor(self._tables[attention.rotary])[:, positions][..., None, :]
             query, key = _turned(query, angles[0], angles[1]), _turned(key, angles[0], angles[1])
-        for part, heads in enumerate((key, value)):
-            new = heads.transpose(1, 2)
-            cache[:, part].scatter_(2, positions[:, None, :, None].expand_as(new), new)
-        return query
+        return query, key, value
 
-    def _attended(self, query: Tensor, cache: Tensor, mask: Tensor) -> Tensor:
-        """Attention over a layer's cache: [batch, sequence, heads * head_dim].
+    def _attended(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attention of each sequence: [B, S, heads * head_dim].
 
         The heads that share keys and values are computed as more rows of one head: nothing is repeated.
+
+        Args:
+            query: [B, S, heads, head_dim].
+            keys: [B, L, kv_heads, head_dim].
+            values: the same.
+            mask: see `_mask`.
         """
-        decoder, keys, values = self._decoder, cache[:, 0], cache[:, 1]
+        decoder, keys, values = self._decoder, keys.transpose(1, 2), values.transpose(1, 2)
         groups = torch.unflatten(query.transpose(1, 2), 1, (decoder.num_kv_heads, -1))
         mask = mask.expand(-1, -1, groups.size(2), -1, -1).flatten(2, 3)
         rows, scale = groups.flatten(2, 3), decoder.attention_scale
@@ -196,12 +250,33 @@ class DecoderModule(nn.Module):
         return tensor
 
 
+def _counted(like: Tensor) -> Tensor:
+    """0, 1, 2, ...: as many as a tensor [n] of int64 has numbers, and on its device."""
+    return torch.ones_like(like).cumsum(0) - 1
+
+
+def _stored(new: Tensor, cache: Tensor, batch: _Batch) -> Tensor:
+    """Write the tokens' keys or values into a layer's cache, and return those of all tokens so far.
+
+    Args:
+        new: [T, kv_heads, head_dim].
+        cache: [num_blocks, block_size, kv_heads, head_dim].
+        batch: says where they lie.
+
+    Returns:
+        [B, L, kv_heads, head_dim].
+    """
+    slots = cache.view(-1, new.size(1), new.size(2))
+    slots[batch.slots] = new
+    return slots[batch.all_slots]
+
+
 def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turn the first numbers of each head, one half against the other.
 
     Args:
-        heads: [batch, sequence, heads, head_dim].
-        cosines: [batch, sequence, 1, n], where 2 * n numbers turn.
+        heads: [T, heads, head_dim].
+        cosines: [T, 1, n], where 2 * n numbers turn.
         sines: the same.
     """
     size = cosines.size(-1)

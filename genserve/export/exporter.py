@@ -39,8 +39,8 @@ def export_model(
         name: of the model in the repository.
         file_format: of the logits stage.
         precision: of weights and activations, see `precision.py`; None: int8 in ONNX, else fp32.
-        kv_cache: int8 takes a quarter of the memory of fp32, and makes steps over long contexts faster and
-            prefills slower; ONNX graphs of the families have it.
+        kv_cache: float is fp16, of an fp32 export fp32; int8 takes half of the memory of fp16; ONNX graphs of
+            the families have it.
         beside: add the graph alone to a model that is there, in a folder of this name beside its own
             model.onnx; `default_model_filename` of the logits stage chooses between them, by hand or by
             `genserve tune`.

@@ -134,8 +134,3 @@ def _require_sizes(decoder: Decoder) -> None:
     grouped = decoder.num_heads % decoder.num_kv_heads == 0
     found = f"num_key_value_heads {decoder.num_kv_heads}"
     require(grouped, found=found, known="divisors of num_attention_heads")
-    turning = {2 * len(attention.rotary.frequencies) for attention in decoder.attentions if attention.rotary}
-    step = 16 if turning else 8
-    require(decoder.head_dim % step == 0, found=f"head_dim {decoder.head_dim}", known=f"multiples of {step}")
-    for numbers in turning:
-        require(numbers % 16 == 0, found=f"heads that turn in {numbers} numbers", known="multiples of 16")

@@ -20,16 +20,9 @@ Dims = Sequence[int | str]
 _Place = Mapping[str, str | int]  # of a weight in the data file
 
 _ALIGNMENT = 4096  # bytes: a weight can be mapped into memory where it lies
-_OPSETS = {"": 21, "com.microsoft": 1}
+_OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
 _IR_VERSION = 10
-_CONTRIB_OPS = {
-    "GatherBlockQuantized",
-    "GroupQueryAttention",
-    "MatMulIntegerToFloat",
-    "MatMulNBits",
-    "SkipLayerNormalization",
-    "SkipSimplifiedLayerNormalization",
-}
+_DOMAINS = {"GatherBlockQuantized": "com.microsoft", "Linear": "genserve", "PagedAttention": "genserve"}
 
 
 class Graph:
@@ -46,6 +39,8 @@ class Graph:
         self._places: dict[str, tuple[np.dtype[Any], _Place]] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
+        self._values: list[onnx.ValueInfoProto] = []
+        self._functions: list[onnx.FunctionProto] = []
 
     def __enter__(self) -> Self:
         return self
@@ -64,10 +59,19 @@ class Graph:
 
     def node(self, op: str, inputs: Sequence[str], *outputs: str, **attributes: Any) -> str:
         """Add an operator; returns the name of its first output. An empty name leaves a value out."""
-        domain = "com.microsoft" if op in _CONTRIB_OPS else ""
+        domain = _DOMAINS.get(op, "")
         node = helper.make_node(op, inputs, outputs, name=outputs[0], domain=domain, **attributes)
         self._nodes.append(node)
         return outputs[0]
+
+    def value(self, name: str, dtype: DTypeLike) -> str:
+        """Declare the type of a value that an operator of ours puts out: nobody else can infer it."""
+        self._values.append(_value(name, dtype, None))
+        return name
+
+    def function(self, function: onnx.FunctionProto) -> None:
+        """Add what an operator of ours does, in operators of others: for a runtime without our kernels."""
+        self._functions.append(function)
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
         """Add a small constant, kept in the graph itself: shapes and indices."""
@@ -89,19 +93,23 @@ class Graph:
         return name
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
-        """Write the graph file; nothing can be added afterwards."""
+        """Write the graph file, with what it says of itself; nothing can be added afterwards."""
         # ONNX Runtime warns of a name that nobody reads, such as that of a weight which has views alone.
         read = {name for node in self._nodes for name in node.input}
         weights = [weight for weight in self._weights if weight.name in read]
-        graph = helper.make_graph(self._nodes, "genserve", self._inputs, self._outputs, weights)
+        graph = helper.make_graph(
+            self._nodes, "genserve", self._inputs, self._outputs, weights, value_info=self._values
+        )
         opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
-        helper.set_model_props(model, dict(metadata))
+        model = helper.make_model(
+            graph, functions=self._functions, opset_imports=opsets, ir_version=_IR_VERSION
+        )
+        helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPSETS["genserve"])})
         self._data.close()
         (self._folder / MODEL_FILE).write_bytes(model.SerializeToString())
 
 
-def _value(name: str, dtype: DTypeLike, dims: Dims) -> onnx.ValueInfoProto:
+def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims)
 
 

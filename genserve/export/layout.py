@@ -12,9 +12,9 @@ from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
 from genserve.export.stages import Stages
 
-__all__ = ["NUM_SLOTS", "stage_files"]
+__all__ = ["MAX_NUM_SEQS", "stage_files"]
 
-NUM_SLOTS = 32  # token sequences that share a step
+MAX_NUM_SEQS = 32  # that share a step
 _MAX_SEQUENCE_LENGTH = 4096  # tokens; more than a chat needs, less than fills the memory
 
 _DECODER_MODEL = '''\
@@ -42,7 +42,7 @@ _TOKENIZER = """\
 # Tokenizer stage: text in, token ids out, by the files of {tokenizer}/1.
 name: "{tokenizer}"
 backend: "tokenizer"
-max_batch_size: {slots}
+max_batch_size: {max_num_seqs}
 input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }} ]
 output [ {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] }} ]
 """
@@ -52,8 +52,8 @@ _LOGITS = """\
 name: "{logits}"
 backend: "{backend}"
 
-# How many token sequences share a step; each has a slot in the KV cache.
-max_batch_size: {slots}
+# How many sequences share a step.
+max_batch_size: {max_num_seqs}
 
 input [
   {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] }},
@@ -61,14 +61,15 @@ input [
 ]
 output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, {vocab_size} ] }} ]
 
-# The tokens that a slot holds, prompt and answer together; the model can do {context_length}.
-# A token takes {token_kib:g} KiB of KV cache, a full slot {slot_mib:.4g} MiB; what is unfilled takes nothing.
+# The tokens of a sequence, prompt and answer together; the model can do {context_length}.
+# A token takes {token_kib:.4g} KiB of KV cache, so many {sequence_mib:.4g} MiB.
 parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequence_length}" }} }} ]
 
-# What the cache of all slots may take together; without it, half of the memory that is free at the load.
+# What the KV cache of all sequences may take; without it, half of the memory that is free at the load.
 # parameters [ {{ key: "kv_cache_bytes" value: {{ string_value: "2GiB" }} }} ]
 
-# A prompt that begins as another did goes on behind what that one left in the cache; "false": it does not.
+# A prompt that begins as another did takes over the blocks which that one left in the cache; "false": it does
+# not.
 # parameters [ {{ key: "prefix_cache" value: {{ string_value: "false" }} }} ]
 
 {speculation}# Threads of one forward; without it, one for each core.
@@ -78,7 +79,7 @@ parameters [ {{ key: "max_sequence_length" value: {{ string_value: "{max_sequenc
 # What it carries from step to step is its state: the KV cache, {cache}.
 sequence_batching {{
   iterative_sequence: true
-  oldest {{ max_candidate_sequences: {slots} }}
+  oldest {{ max_candidate_sequences: {max_num_seqs} }}
   state [
 {states}
   ]
@@ -87,13 +88,13 @@ sequence_batching {{
 
 _SPECULATION = """\
 # Tokens that came after the same words before are drafted, and several looked at in one step: the same text,
-# sooner where an answer repeats what is there. Takes the memory of the weights a second time.
-# parameters [ { key: "speculation" value: { string_value: "prompt_lookup" } } ]
+# sooner where an answer repeats what is there; "none": they are not.
+# parameters [ { key: "speculation" value: { string_value: "none" } } ]
 
 """
 
 _STATE = """\
-    {{ input_name: "past_key_values{part}" output_name: "present{part}" \
+    {{ input_name: "past_key_values.{part}" output_name: "present.{part}" \
 data_type: {data_type} dims: [ {dims} ]{in_place} }}"""
 
 _IN_PLACE = " use_same_buffer_for_input_output: true"
@@ -102,7 +103,7 @@ _DECODER = """\
 # Decoder stage: from logits to text, token by token; the loop is {decoder}/1/model.py.
 name: "{decoder}"
 backend: "python"
-max_batch_size: {slots}
+max_batch_size: {max_num_seqs}
 model_transaction_policy {{ decoupled: true }}
 input [
   {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, -1 ] }},
@@ -115,7 +116,7 @@ _ENSEMBLE = """\
 # Text in, text out, as it is generated: tokenizer, then logits and decoder in turn until the answer ends.
 name: "{ensemble}"
 platform: "ensemble"
-max_batch_size: {slots}
+max_batch_size: {max_num_seqs}
 model_transaction_policy {{ decoupled: true }}
 input [
   {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
@@ -176,14 +177,14 @@ _RUNTIMES: Mapping[Form, Mapping[str, str]] = MappingProxyType(
             "backend": "onnxruntime",
             "runtime": "ONNX Runtime",
             "threads": "intra_op_thread_count",
-            "cache": "written where it lies",
+            "cache": "blocks of tokens, written where they lie",
             "speculation": _SPECULATION,
         },
         Form.TORCHSCRIPT: {
             "backend": "pytorch",
             "runtime": "TorchScript",
             "threads": "INTRA_OP_THREAD_COUNT",
-            "cache": "all layers in one tensor, written where it lies",
+            "cache": "blocks of tokens, written where they lie",
             "speculation": "",
         },
         Form.TRACED: {
@@ -203,27 +204,26 @@ def stage_files(
     dimensions: Dimensions,
     cache: type[np.generic],
     form: Form = Form.ONNX,
-    num_slots: int = NUM_SLOTS,
+    max_num_seqs: int = MAX_NUM_SEQS,
 ) -> dict[str, str]:
     """The files of all four stages but for tokenizer and weights: path in the repository to content.
 
     `cache` is the type of the keys and values in the KV cache.
     """
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
-    numbers_per_token = 2 * dimensions.num_layers * dimensions.num_kv_heads * dimensions.head_dim
-    token_bytes = numbers_per_token * np.dtype(cache).itemsize
+    token_bytes = _token_bytes(dimensions, cache)
     values = {
         **_RUNTIMES[form],
         "ensemble": stages.ensemble,
         "tokenizer": stages.tokenizer,
         "logits": stages.logits,
         "decoder": stages.decoder,
-        "slots": num_slots,
+        "max_num_seqs": max_num_seqs,
         "vocab_size": dimensions.vocab_size,
         "context_length": dimensions.context_length,
         "max_sequence_length": length,
         "token_kib": token_bytes / 2**10,
-        "slot_mib": token_bytes * length / 2**20,
+        "sequence_mib": token_bytes * length / 2**20,
         "states": _states(dimensions, cache=cache, form=form),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
@@ -242,17 +242,23 @@ def stage_files(
     }
 
 
+def _token_bytes(dimensions: Dimensions, cache: type[np.generic]) -> int:
+    """How much of the cache a token takes; in int8, each head of its keys and values has a scale."""
+    head_bytes = dimensions.head_dim * np.dtype(cache).itemsize + (4 if cache is np.int8 else 0)
+    return 2 * dimensions.num_layers * dimensions.num_kv_heads * head_bytes
+
+
 def _states(dimensions: Dimensions, *, cache: type[np.generic], form: Form) -> str:
-    heads = f"{dimensions.num_kv_heads}, -1, {dimensions.head_dim}"
-    parts = {f".{i}.{part}": heads for i in range(dimensions.num_layers) for part in ("key", "value")}
-    if form is Form.TORCHSCRIPT:
-        parts = {"": f"{dimensions.num_layers}, 2, {heads}"}
+    """What a sequence carries; -1 are its tokens."""
+    heads, head_dim = dimensions.num_kv_heads, dimensions.head_dim
+    dims = (heads, -1, head_dim) if form is Form.TRACED else (-1, heads, head_dim)
     return ",\n".join(
         _STATE.format(
-            part=part,
+            part=f"{i}.{part}",
             data_type=DataType.of_numpy(np.dtype(cache)).config_name,
-            dims=dims,
+            dims=", ".join(map(str, dims)),
             in_place="" if form is Form.TRACED else _IN_PLACE,
         )
-        for part, dims in parts.items()
+        for i in range(dimensions.num_layers)
+        for part in ("key", "value")
     )

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.logits_growing import GrowingLogits
+from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError
-from genserve.export.cached_graph import CachedGraph
+from genserve.export.cached_rows import forward_rows
 from genserve.export.checkpoint import FloatArray
 from genserve.export.form import Form
 from genserve.export.report import CacheType, Precision
 from genserve.export.source_model import Reference
+from genserve.generation.logits_model import LogitsModel
 from genserve.repository.parity_file import PARITY_FILE
 
 __all__ = ["Parity", "check_parity"]
@@ -82,15 +83,16 @@ def check_parity(
         ExportError: the graph is further from its source than its precision explains.
     """
     num_rows, length = reference.ids.shape
-    graph: _Cached
+    load: Callable[..., LogitsModel]
     match form:
         case Form.ONNX:
-            graph = CachedGraph(folder, batch=num_rows, max_len=length)
+            load = OnnxLogits
         case Form.TORCHSCRIPT:
-            graph = TorchLogits(folder / form.file_name, num_slots=num_rows, max_length=length)
+            load = TorchLogits
         case Form.TRACED:
-            graph = GrowingLogits(folder / form.file_name, num_slots=num_rows, max_length=length)
-    parity = _compare(graph, reference, precision=precision, kv_cache=kv_cache)
+            load = GrowingLogits
+    model = load(folder / form.file_name, max_num_seqs=num_rows, max_length=length)
+    parity = _compare(model, reference, precision=precision, kv_cache=kv_cache)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
     _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)
     (folder / PARITY_FILE).write_text(json.dumps(asdict(parity), indent=2) + "\n", encoding="utf-8")
@@ -98,11 +100,11 @@ def check_parity(
 
 
 def _compare(
-    graph: _Cached, reference: Reference, *, precision: Precision, kv_cache: CacheType = "float"
+    model: LogitsModel, reference: Reference, *, precision: Precision, kv_cache: CacheType = "float"
 ) -> Parity:
     length = reference.ids.shape[1]
     compared = []
-    for rows, places, logits in _exported_logits(graph, reference.ids):
+    for rows, places, logits in _exported_logits(model, reference.ids):
         expected = reference.logits[rows, places]
         found, known = _log_probabilities(logits), _log_probabilities(expected)
         # How much less likely the text's next token has become; the last of a row has none.
@@ -138,30 +140,24 @@ _Places = NDArray[np.int64]
 
 
 def _exported_logits(
-    graph: _Cached, ids: NDArray[np.int64]
+    model: LogitsModel, ids: NDArray[np.int64]
 ) -> Iterator[tuple[_Places, _Places, FloatArray]]:
     """Logits [n, vocab] of the graph, with the row and the place [n] of the tokens after which they stand."""
     num_rows, length = ids.shape
     # One row at a time: with 250,000 tokens in the vocabulary, the logits of all would take 2 GB.
     for row in range(num_rows):
-        logits = graph.forward(ids[row : row + 1], past=[0], rows=range(length))
+        logits = forward_rows(model, ids[row : row + 1], past=[0], logits_indices=range(length))
         yield np.full(length, row), np.arange(length), logits
-    # From here on each row is one token ahead of the one before it. What the padded prompts have too much in
-    # the cache is overwritten before it is seen.
+    # From here on each row is one token ahead of the one before it. What the prompts have too much in the
+    # cache is overwritten before it is seen.
     half = length // 2
     starts = np.maximum(half - np.arange(num_rows)[::-1], 0)
-    graph.forward(ids[:, :half], past=[0] * num_rows, rows=[0])
+    forward_rows(model, ids[:, :half], past=[0] * num_rows, logits_indices=[0])
     for step in range(length - half):
         rows, past = np.arange(num_rows), starts + step
-        logits = graph.forward(ids[rows, past][:, None], past=past.tolist(), rows=range(num_rows))
+        newest = ids[rows, past][:, None]
+        logits = forward_rows(model, newest, past=past.tolist(), logits_indices=rows.tolist())
         yield rows, past, logits
-
-
-class _Cached(Protocol):
-    """An exported graph with a KV cache."""
-
-    def forward(self, input_ids: NDArray[np.int64], *, past: Any, rows: Any) -> FloatArray:
-        """See `CachedGraph.forward`."""
 
 
 def _require_within(bound: _Bound, parity: Parity, *, source: str) -> None:

@@ -11,36 +11,34 @@ import numpy as np
 
 from genserve.errors import ExportError
 from genserve.export.form import Form
-from genserve.export.quantize import Scheme
 from genserve.export.report import CacheType, Precision
+from genserve.kernels.packing import WeightFormat
 
 __all__ = ["FORMATS", "Format", "cache_numbers", "require_cache", "resolve_precision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """The numbers of one precision; a scheme of None keeps the weights in the type of the activations."""
+    """The numbers of one precision; a weight format of None keeps weights in the type of the activations."""
 
-    activations: type[np.float32] | type[np.float16] = np.float32  # of a float KV cache too
-    linear: Scheme | None = None                                   # the layers' weights
-    vocabulary: Scheme | None = None                               # the embedding and the head
-    # What reads a norm multiplies integers: each row of activations is rounded by its own largest, each
-    # output of the weight by its own. What reads the inside of an MLP, whose tails are too heavy for one
-    # scale per row, keeps the scheme `linear`, and so does what reads the attention's heads: nothing smooths
-    # them, and the product is small beside the operators that would round a row.
-    by_row: bool = False
+    activations: type[np.float32] | type[np.float16] = np.float32
+    kv_cache: type[np.float32] | type[np.float16] = np.float16
+    # Weights of what reads a norm, of what reads attention or the inside of an MLP, and of the head. "int8"
+    # has one scale for a row of activations, which is enough behind a norm, where `smoothing.py` evens the
+    # channels out; the others have tails too heavy for it, and nothing that could smooth them.
+    normed: WeightFormat | None = None
+    inner: WeightFormat | None = None
+    head: WeightFormat | None = None
+    embedding: WeightFormat | None = None
 
-
-_INT8 = Scheme(bits=8, block_size=64)
 
 FORMATS: Mapping[Precision, Format] = MappingProxyType(
     {
-        "fp32": Format(),
+        "fp32": Format(kv_cache=np.float32),
         "fp16": Format(activations=np.float16),
-        "int8": Format(linear=_INT8, vocabulary=_INT8, by_row=True),
-        # The head in 8 bits: perplexity x1.24 of fp32 where 4 bits have x1.33 (SmolLM2-135M), for 2 % of the
-        # speed with 32 rows and 20 % with one.
-        "int4": Format(linear=Scheme(bits=4, block_size=32), vocabulary=_INT8),
+        "int8": Format(normed="int8", inner="int8_block", head="int8", embedding="int8_block"),
+        # The head in 8 bits: in 4 the perplexity is another 7 % higher (SmolLM2-135M).
+        "int4": Format(normed="int4_block", inner="int4_block", head="int8", embedding="int8_block"),
     }
 )
 
@@ -78,5 +76,5 @@ def require_cache(asked: CacheType, form: Form) -> None:
 
 
 def cache_numbers(kv_cache: CacheType, precision: Precision) -> type[np.generic]:
-    """The type of the keys and values in a KV cache."""
-    return np.int8 if kv_cache == "int8" else FORMATS[precision].activations
+    """The type of the keys and values in the KV cache of an ONNX graph."""
+    return np.int8 if kv_cache == "int8" else FORMATS[precision].kv_cache

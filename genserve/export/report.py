@@ -9,7 +9,7 @@ from typing import Literal
 __all__ = ["CacheType", "ExportReport", "FileFormat", "Precision"]
 
 Precision = Literal["int8", "int4", "fp16", "fp32"]
-CacheType = Literal["float", "int8"]            # of the KV cache; float: that of the activations
+CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
 FileFormat = Literal["onnx", "torchscript"]     # of the logits stage
 
 

@@ -34,8 +34,7 @@ class Reference:
 
     ids: NDArray[np.int64]                  # [rows, tokens] of the text that is held out
     logits: FloatArray                      # [rows, tokens, vocab], after each of them
-    calibration: NDArray[np.int64]          # [rows, tokens] of the other text
-    # By the role of a norm: the root mean square [hidden] of what it puts out, over that text.
+    # By the role of a norm: the root mean square [hidden] of what it puts out, over the other text.
     activations: Mapping[str, FloatArray]
 
 
@@ -83,7 +82,6 @@ def run_source(
         )
     return Reference(
         ids=ids,
-        calibration=seen,
         logits=logits.numpy(),
         activations={role: square.sqrt().numpy() for role, square in squares.items()},
     )

@@ -11,7 +11,7 @@ from genserve.errors import ExportError, RepositoryError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
-from genserve.export.layout import NUM_SLOTS, stage_files
+from genserve.export.layout import MAX_NUM_SEQS, stage_files
 from genserve.export.precision import cache_numbers
 from genserve.export.report import CacheType, Precision
 from genserve.export.stages import Stages
@@ -54,8 +54,8 @@ class StageFolders:
 
         The batch size is that of the ensemble in the repository: its config stays, and may have been tuned.
         """
-        num_slots = _batch_size(repository / self.stages.ensemble / "config.pbtxt") or NUM_SLOTS
-        files = {part: content.encode() for part, content in self._files(num_slots=num_slots).items()}
+        max_num_seqs = _batch_size(repository / self.stages.ensemble / "config.pbtxt") or MAX_NUM_SEQS
+        files = {part: content.encode() for part, content in self._files(max_num_seqs=max_num_seqs).items()}
         for name, content in self.checkpoint.tokenizer_files.items():
             files[f"{self.stages.tokenizer}/1/{name}"] = content
         for part, content in files.items():
@@ -72,13 +72,13 @@ class StageFolders:
             "genserve.source": self.checkpoint.source,
         }
 
-    def _files(self, *, num_slots: int = NUM_SLOTS) -> dict[str, str]:
+    def _files(self, *, max_num_seqs: int = MAX_NUM_SEQS) -> dict[str, str]:
         return stage_files(
             self.stages,
             dimensions=self.dimensions,
             cache=cache_numbers(self.kv_cache, self.precision),
             form=self.form,
-            num_slots=num_slots,
+            max_num_seqs=max_num_seqs,
         )
 
 

@@ -1,4 +1,4 @@
-"""TorchScript: a decoder as one file of torch, traced over its KV cache."""
+"""TorchScript: a decoder as one file of torch, traced over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -42,8 +42,19 @@ def write_torchscript(
     sizes = decoder.dimensions
     dtype = _TYPES[precision]
     module = DecoderModule(weights, decoder, dtype=dtype).eval()
-    cache = torch.zeros((2, sizes.num_layers, 2, sizes.num_kv_heads, 5, sizes.head_dim), dtype=dtype)
-    example = (torch.zeros((2, 3), dtype=torch.long), torch.tensor([0, 2]), torch.tensor([0, 1, 5]), cache)
+    # Two sequences of two and one tokens, the second behind two others.
+    example = (
+        torch.tensor([0, 0, 0]),
+        torch.tensor([0, 1, 2]),
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([[0, 0], [1, 2]], dtype=torch.int32),
+        torch.tensor([1, 2]),
+        [
+            torch.zeros((3, 2, sizes.num_kv_heads, sizes.head_dim), dtype=dtype)
+            for _ in range(2 * sizes.num_layers)
+        ],
+    )
     with torch.no_grad(), warnings.catch_warnings():
         # torch recommends torch.export, which has no file that other programs load without Python.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -76,7 +76,7 @@ class TracedConversion:
             program.model.metadata_props.update(self.folders.metadata(family="traced"))
             program.save(str(path), external_data=True)
             with _refusing(checkpoint):
-                GrowingLogits(path, num_slots=1)  # ONNX Runtime lacks some operators that torch writes
+                GrowingLogits(path, max_num_seqs=1)  # ONNX Runtime lacks some operators that torch writes
             advance(dimensions.num_layers)
         return version
 

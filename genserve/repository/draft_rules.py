@@ -9,12 +9,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.repository.ensemble_steps import generation_chains, stage_owners
 from genserve.repository.index import ModelEntry
 
-__all__ = ["draft_faults", "wanted_drafts"]
-
-
-def wanted_drafts(config: ModelConfig) -> list[str]:
-    """Return the parameters of a logits stage that ask for a draft; there should be one at the most."""
-    return [name for name in ("speculation", "draft_model") if name in config.parameters]
+__all__ = ["draft_faults"]
 
 
 def draft_faults(
@@ -27,18 +22,19 @@ def draft_faults(
         config: its config.
         entries: all models of the repository, by name.
     """
-    wanted = wanted_drafts(config) if config.backend in ("onnxruntime", "pytorch") else []
-    if not wanted:
+    parameters = config.parameters
+    wanted = [name for name in ("speculation", "draft_model") if name in parameters]
+    if not wanted or config.backend not in ("onnxruntime", "pytorch"):
         return
     chains = generation_chains(entries)
     if entry.name not in stage_owners(chains):
         message = f"parameter {wanted[0]!r} has no effect: no ensemble that generates text has this stage"
         yield _fault(entry, Severity.WARNING, wanted[0], message, remedy="leave it out")
         return
-    if len(wanted) > 1:
+    if len(wanted) > 1 and parameters["speculation"] != "none":
         message = f"model {entry.name} has two drafts, `speculation` and `draft_model`"
         yield _fault(entry, Severity.ERROR, wanted[-1], message, remedy="leave one of them out")
-    name = config.parameters.get("draft_model")
+    name = parameters.get("draft_model")
     if name is not None and name not in chains:
         yield _fault(
             entry,

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from genserve.backends.backend import Placement
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.onnx_verifier import OnnxVerifier
-from genserve.backends.parameters import integer_parameter
 from genserve.errors import RepositoryError
 from genserve.generation.draft_model import DraftModel
 from genserve.generation.prompt_lookup import PromptLookup
-from genserve.generation.speculation import Draft, Speculation
+from genserve.generation.speculation import Speculation
 from genserve.repository.check import accept, model_faults
-from genserve.repository.draft_rules import wanted_drafts
 from genserve.repository.ensemble_steps import generation_stages
 from genserve.repository.index import ModelEntry
-from genserve.repository.logits_runtime import LoadedLogits, load_logits, logits_file
+from genserve.repository.logits_runtime import CacheKind, LoadedLogits, cache_kind, load_logits
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["load_drafting"]
@@ -30,7 +26,10 @@ def load_drafting(
     tokenizer: Tokenizer,
     placement: Placement,
 ) -> Speculation | None:
-    """Load what a logits stage, whose config has no error, asks for; None if it does not.
+    """Load what a logits stage, whose config has no error, asks for; None if there are to be no drafts.
+
+    Where it says nothing, tokens are looked up in the prompt and the answer if a forward of several tokens
+    of a sequence costs little more than one: that of an ONNX graph over a cache in place, on the CPU.
 
     Args:
         entry: the stage.
@@ -40,34 +39,25 @@ def load_drafting(
         placement: where the stage runs.
 
     Raises:
-        RepositoryError: it is none that can look at several tokens, or lacks the graph for it; or what is to
-            draft cannot be loaded, or has another vocabulary.
+        RepositoryError: what is to draft cannot be loaded, or has another vocabulary.
     """
-    assert entry.config is not None  # or it would have an error
-    parameters, wanted = entry.config.parameters, wanted_drafts(entry.config)
-    if not wanted:
+    config = entry.config
+    assert config is not None  # or it would have an error
+    pays = (
+        config.backend == "onnxruntime"
+        and cache_kind(config) is CacheKind.IN_PLACE
+        and placement.kind != "GPU"
+    )
+    name, method = (config.parameters.get(key) for key in ("draft_model", "speculation"))
+    if method == "none":
         return None
-    if not isinstance(logits, OnnxLogits) or placement.kind == "GPU":
-        raise RepositoryError(
-            f"model {entry.name} cannot speculate: that takes a graph that `genserve export` has built, "
-            "in ONNX, on the CPU",
-            remedy=f"take the parameter `{wanted[0]}` out of {entry.name}/config.pbtxt",
-        )
-    num_threads = integer_parameter(parameters, "intra_op_thread_count", default=0)
-    verifier = OnnxVerifier(logits, logits_file(entry), num_threads=num_threads)
-    draft: Draft = PromptLookup()
-    if (name := parameters.get("draft_model")) is not None:
-        draft = _draft_model(name, logits, entries, tokenizer=tokenizer, num_slots=verifier.max_rows)
-    return Speculation(verifier, draft)
+    if name is not None:
+        return Speculation(_draft_model(name, logits, entries, tokenizer=tokenizer))
+    return Speculation(PromptLookup()) if method == "prompt_lookup" or pays else None
 
 
 def _draft_model(
-    name: str,
-    logits: LoadedLogits,
-    entries: Mapping[str, ModelEntry],
-    *,
-    tokenizer: Tokenizer,
-    num_slots: int,
+    name: str, logits: LoadedLogits, entries: Mapping[str, ModelEntry], *, tokenizer: Tokenizer
 ) -> DraftModel:
     """Load the logits stage of an ensemble once more, to draft on the CPU."""
     stages = generation_stages(entries[name], entries)
@@ -78,8 +68,4 @@ def _draft_model(
             f"draft_model {name!r} has another vocabulary: its token ids mean other words",
             remedy="take a smaller model of the same family, whose tokenizer.json is the same",
         )
-    model = load_logits(stages["logits"])
-    fitting = max(1, model.max_cached_tokens // model.max_length)
-    return DraftModel(
-        model, num_slots=min(num_slots, model.num_slots, fitting), vocab_size=logits.vocab_size
-    )
+    return DraftModel(load_logits(stages["logits"]), vocab_size=logits.vocab_size)

@@ -16,6 +16,7 @@ from genserve.repository.check import accept
 from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry
 from genserve.repository.instances import group_placements
+from genserve.repository.parity_file import read_parity
 
 __all__ = ["logits_placement"]
 
@@ -47,7 +48,7 @@ def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Pl
     )
     config = model_config(message, name=entry.name)
     first = next(group_placements(config.instance_groups[0]))
-    obstacle = _obstacle(config) if first.kind == "GPU" else None
+    obstacle = _obstacle(config, entry) if first.kind == "GPU" else None
     if obstacle is None:
         return first
     text = f"model {entry.name} cannot run on a GPU: {obstacle.reason}"
@@ -59,22 +60,25 @@ def logits_placement(entry: ModelEntry, *, strict_placement: bool = False) -> Pl
     return replace(first, kind="CPU", device_id=0)
 
 
-def _obstacle(config: ModelConfig) -> _Obstacle | None:
+def _obstacle(config: ModelConfig, entry: ModelEntry) -> _Obstacle | None:
     if config.backend != "onnxruntime":
         return _obstacle_of_torch()
     states = config.sequence_batching.states if config.sequence_batching else ()
-    in_place = {state.data_type for state in states if state.same_buffer}
-    # A cache in place is memory that torch takes on the GPU; all other caches stay in the host's.
-    return _obstacle_of_onnx(in_place) or (_obstacle_of_torch() if in_place else None)
-
-
-def _obstacle_of_onnx(cache_types: set[str]) -> _Obstacle | None:
-    if cache_types - {"TYPE_FP16"}:
+    if not any(state.same_buffer for state in states):
+        return _obstacle_of_onnx()  # all caches but those in place stay in the memory of the host
+    cache_types = {state.data_type for state in states}
+    precision = read_parity(entry.latest_version()).get("precision", "fp16")
+    if cache_types != {"TYPE_FP16"} or precision != "fp16":
         return _Obstacle(
-            reason=f"its KV cache is of {', '.join(sorted(cache_types))}, and CUDA has attention in float16 "
-            "alone",
+            reason=f"it is in {precision} with a KV cache of {', '.join(sorted(cache_types))}, and CUDA has "
+            "the operators of exported graphs in fp16 alone",
             remedy="export it with `genserve export --precision fp16`",
         )
+    # A cache in place is memory that torch takes on the GPU.
+    return _obstacle_of_onnx() or _obstacle_of_torch()
+
+
+def _obstacle_of_onnx() -> _Obstacle | None:
     if "CUDAExecutionProvider" not in onnxruntime_module().get_available_providers():
         return _Obstacle(
             reason="this ONNX Runtime is the one for CPUs",

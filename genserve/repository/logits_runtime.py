@@ -80,7 +80,7 @@ def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLo
     if cache_kind(config) is CacheKind.GROWING:
         return _growing(path, config, placement)
     memory = _memory(placement)
-    sizes = _sizes(config, memory)
+    sizes = _sizes(config)
     if config.backend == "pytorch":
         set_threads(config.parameters)
         return TorchLogits(path, memory=memory, **sizes)
@@ -104,24 +104,22 @@ def logits_file(entry: ModelEntry) -> Path:
 
 
 class _Sizes(TypedDict):
-    num_slots: int
-    max_length: int             # 0: as long as the graph can
-    cache_bytes: int | None
+    max_num_seqs: int
+    max_length: int                 # 0: as long as the graph can
+    kv_cache_bytes: int | None      # None: half of what is free
 
 
 def context_length(config: ModelConfig) -> int:
-    """Return how many tokens the config of a logits stage gives a slot; 0: it leaves that to the graph."""
+    """Return how many tokens the config of a logits stage gives a sequence; 0: that is up to the graph."""
     stated = integer_parameter(config.parameters, "max_sequence_length", default=0)
     return stated or (_DEFAULT_LENGTH if cache_kind(config) is CacheKind.NONE else 0)
 
 
-def _sizes(config: ModelConfig, memory: LogitsMemory) -> _Sizes:
-    """Return what the config says of slots; the cache is given half of what is free, if it says nothing."""
-    free = memory.free_bytes()
+def _sizes(config: ModelConfig) -> _Sizes:
     return _Sizes(
-        num_slots=max(1, config.max_batch_size),
+        max_num_seqs=max(1, config.max_batch_size),
         max_length=context_length(config),
-        cache_bytes=bytes_parameter(config.parameters, "kv_cache_bytes") or (free // 2 if free else None),
+        kv_cache_bytes=bytes_parameter(config.parameters, "kv_cache_bytes"),
     )
 
 
@@ -156,7 +154,7 @@ def _growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLog
         path,
         parameters=config.parameters,
         providers=_memory(placement).providers,
-        **_sizes(config, HostMemory()),
+        **_sizes(config),
     )
 
 

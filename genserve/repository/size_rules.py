@@ -33,7 +33,7 @@ def size_faults(entry: ModelEntry, config: ModelConfig, role: Role | None) -> It
         config: its config.
         role: what it is to a text model.
     """
-    is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)    # an engine makes its slots
+    is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)    # an engine runs its sequences
     yield from _instances(entry, config)
     yield from _priorities(entry, config)
     yield from _sequences(entry, config, is_logits=is_logits)
@@ -110,19 +110,19 @@ def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, 
             path, what = f"sequence_batching.state[{index}]", f"the state '{state.input_name}' of a sequence"
             yield path, what, _num_bytes(state.data_type, dims)
         return
-    num_slots = max(1, config.max_batch_size)
+    max_num_seqs = max(1, config.max_batch_size)
     for index, spec in enumerate(config.outputs):
         vocab_size = max(1, *spec.dims[-1:])
-        what = f"a row of '{spec.name}' for each of {num_slots} sequences"
-        path = "max_batch_size" if vocab_size < num_slots else f"output[{index}].dims"
-        yield path, what, num_slots * vocab_size * 4
+        what = f"a row of '{spec.name}' for each of {max_num_seqs} sequences"
+        path = "max_batch_size" if vocab_size < max_num_seqs else f"output[{index}].dims"
+        yield path, what, max_num_seqs * vocab_size * 4
     if cache_kind(config) is CacheKind.NONE:
         try:
             longest = context_length(config)
         except RepositoryError:
             return      # which is a fault of the parameters
-        what = f"the token ids of {num_slots} sequences of {longest} tokens"
-        yield "parameters", what, num_slots * longest * 8
+        what = f"the token ids of {max_num_seqs} sequences of {longest} tokens"
+        yield "parameters", what, max_num_seqs * longest * 8
 
 
 def _num_bytes(data_type: str, dims: Sequence[int]) -> int:

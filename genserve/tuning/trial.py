@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from genserve.generation.logits_model import ForwardBatch, LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel, TokenArray
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
@@ -17,9 +17,8 @@ from genserve.tuning.measurement import Sample
 from genserve.tuning.plan import Plan
 from genserve.tuning.setting import Setting, configured
 
-__all__ = ["even_batch", "samples"]
+__all__ = ["samples"]
 
-_CHUNK = 256        # tokens of a forward that fills the cache
 _NUM_STEPS = 3      # of a sample, after one that does not count: it pays for bindings and memory
 
 
@@ -57,63 +56,58 @@ def _visit(
     largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
     entry = configured(stage, largest)
     model = load_logits(entry, placement=logits_placement(entry))
-    size = model.block_size
-    token_bytes = model.kv_cache_bytes // (model.num_blocks * size)
+    token_bytes = model.kv_cache_bytes // (model.num_blocks * model.block_size)
     contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
-    num_blocks = contexts[-1] // size + 1       # of a sequence, with one token more than the longest context
+    table = _block_table(model, num_tokens=contexts[-1] + 1)
     num_filled = 0
     for batch_size in plan.batch_sizes:
-        if batch_size > model.max_num_seqs or batch_size * num_blocks > model.num_blocks:
+        if batch_size > len(table):
             return
-        _fill(model, range(num_filled, batch_size), num_blocks=num_blocks)
+        _fill(model, table[:batch_size], num_filled=num_filled, num_tokens=contexts[-1])
         num_filled, longest_s = batch_size, 0.0
         for context in contexts:
             setting = replace(largest, batch_size=batch_size)
-            sample = _sample(model, setting, context=context, num_blocks=num_blocks, token_bytes=token_bytes)
+            sample = _sample(model, setting, table[:batch_size], context=context, token_bytes=token_bytes)
             longest_s = max(longest_s, min(sample.steps_s))
             yield sample
         if longest_s > too_long_s:
             return
 
 
-def _fill(model: LogitsModel, sequences: range, *, num_blocks: int) -> None:
-    """Give sequences the same tokens. Memory that was never written would be read too fast."""
-    if sequences.start == 0:
-        num_tokens = min(num_blocks * model.block_size, model.max_length)
-        token_ids = np.random.default_rng(0).integers(model.vocab_size, size=num_tokens)
-        for first in range(0, num_tokens, _CHUNK):
-            chunk = token_ids[None, first : first + _CHUNK]
-            model.forward(even_batch(chunk, num_computed=first, num_blocks=num_blocks))
-    targets = range(max(1, sequences.start) * num_blocks, sequences.stop * num_blocks)
-    model.copy_blocks([(target % num_blocks, target) for target in targets])
+def _block_table(model: LogitsModel, *, num_tokens: int) -> IndexArray:
+    """Return the blocks of as many sequences of so many tokens as fit into the cache and share a forward."""
+    blocks_per_sequence = -(-num_tokens // model.block_size)
+    num_seqs = min(model.max_num_seqs, model.num_blocks // blocks_per_sequence)
+    return np.arange(num_seqs * blocks_per_sequence, dtype=np.int32).reshape(num_seqs, -1)
 
 
-def even_batch(token_ids: TokenArray, *, num_computed: int, num_blocks: int) -> ForwardBatch:
-    """Return the forward of as many tokens of each sequence, with logits behind the last one.
+def _fill(model: LogitsModel, table: IndexArray, *, num_filled: int, num_tokens: int) -> None:
+    """Give the sequences behind the first ones the same tokens: memory never written is read too fast."""
+    if num_filled == 0:
+        token_ids = np.random.default_rng(0).integers(model.vocab_size, size=(1, num_tokens))
+        model.forward(_batch(token_ids, table[:1], num_computed=0))
+    for blocks in table[max(1, num_filled) :].tolist():
+        model.copy_blocks(list(zip(table[0].tolist(), blocks, strict=True)))
 
-    Args:
-        token_ids: [B, n] int64.
-        num_computed: tokens that each sequence has in the cache already.
-        num_blocks: that each sequence has, the first one those from block 0 on.
-    """
-    num_seqs, num_tokens = token_ids.shape
-    starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(num_tokens)
+
+def _batch(token_ids: TokenArray, table: IndexArray, *, num_computed: int) -> ForwardBatch:
+    """Return the forward of tokens [B, n], n of each sequence, with the logits behind the last of each."""
+    num_seqs, width = token_ids.shape
     return ForwardBatch(
-        token_ids=token_ids.ravel(),
-        positions=np.tile(np.arange(num_computed, num_computed + num_tokens), num_seqs),
-        query_start_loc=starts,
+        token_ids=token_ids.reshape(-1),
+        positions=np.tile(np.arange(num_computed, num_computed + width), num_seqs),
+        query_start_loc=np.arange(0, (num_seqs + 1) * width, width, dtype=np.int32),
         num_computed_tokens=np.full(num_seqs, num_computed, dtype=np.int32),
-        block_table=np.arange(num_seqs * num_blocks, dtype=np.int32).reshape(num_seqs, num_blocks),
-        logits_indices=starts[1:].astype(np.int64) - 1,
+        block_table=table,
+        logits_indices=np.arange(1, num_seqs + 1) * width - 1,
     )
 
 
 def _sample(
-    model: LogitsModel, setting: Setting, *, context: int, num_blocks: int, token_bytes: int
+    model: LogitsModel, setting: Setting, table: IndexArray, *, context: int, token_bytes: int
 ) -> Sample:
     """Time decode steps, each at the same positions."""
-    token_ids = np.zeros((setting.batch_size, 1), dtype=np.int64)
-    batch = even_batch(token_ids, num_computed=context, num_blocks=num_blocks)
+    batch = _batch(np.zeros((len(table), 1), dtype=np.int64), table, num_computed=context)
     model.forward(batch)
     cpu_started_s = time.thread_time()
     steps_s = tuple(_step_s(model, batch) for _ in range(_NUM_STEPS))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,8 @@ import torch
 from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import RepositoryError
+from tests.export.graphs import write_graph
+from tests.export.rows import logits_of
 
 
 @pytest.fixture
@@ -19,21 +19,26 @@ def path(tiny_repository: Path) -> Path:
     return tiny_repository / "tiny_logits" / "1" / "model.onnx"
 
 
-def test_there_are_as_many_slots_as_the_budget_has_room_for(path, caplog):
-    whole = OnnxLogits(path, num_slots=4, max_length=64, memory=DeviceMemory("cpu"))
-    slot_bytes = whole.kv_cache_bytes // 4
-    with caplog.at_level(logging.WARNING):
-        fitting = OnnxLogits(
-            path, num_slots=4, max_length=64, cache_bytes=3 * slot_bytes - 1, memory=DeviceMemory("cpu")
-        )
-    assert fitting.num_slots == 2
-    assert fitting.kv_cache_bytes == 2 * slot_bytes
-    assert "2 token sequences share a step on cpu, not 4" in caplog.text
+class SmallDevice(DeviceMemory):
+    """The memory of a device of which 100 blocks of the tiny model are free."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def free_bytes(self) -> int | None:
+        return 100 * self.block_size * 512
 
 
-def test_a_budget_without_room_for_one_slot_is_refused(path):
-    with pytest.raises(RepositoryError, match=r"4 slots of 64 tokens cannot be reserved: one slot takes \d+"):
-        OnnxLogits(path, num_slots=4, max_length=64, cache_bytes=1000, memory=DeviceMemory("cpu"))
+def test_a_budget_leaves_a_device_memory_to_run_in(path):
+    def num_blocks(kv_cache_blocks: int | None) -> int:
+        num_bytes = None if kv_cache_blocks is None else kv_cache_blocks * 256 * 512
+        return OnnxLogits(
+            path, max_num_seqs=1000, max_length=256, kv_cache_bytes=num_bytes, memory=SmallDevice()
+        ).num_blocks
+
+    assert num_blocks(None) == 50
+    assert num_blocks(7) == 7
+    assert num_blocks(1000) == 90
 
 
 class CopiedMemory(DeviceMemory):
@@ -50,11 +55,29 @@ class CopiedMemory(DeviceMemory):
 
 def test_a_graph_whose_cache_is_not_written_where_it_lies_is_refused(path):
     with pytest.raises(RepositoryError, match=r"does not keep its cache on cpu: past_key_values\.0\.key"):
-        OnnxLogits(path, num_slots=2, max_length=64, memory=CopiedMemory())
+        OnnxLogits(path, max_num_seqs=2, max_length=64, memory=CopiedMemory())
 
 
-def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_cpu(path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ONNX Runtime warns, and goes on
-        with pytest.raises(RepositoryError, match="CUDAExecutionProvider does not start"):
-            OnnxLogits(path, num_slots=2, max_length=64, memory=DeviceMemory("cuda:0"))
+def test_larger_blocks_hold_the_same(path):
+    ids = list(range(5, 150))
+    small, large = (
+        OnnxLogits(path, max_num_seqs=1, memory=memory) for memory in (None, DeviceMemory("cpu"))
+    )
+    assert (small.block_size, large.block_size) == (16, 256)
+    assert (logits_of(small, ids) == logits_of(large, ids)).all()
+
+
+@pytest.mark.filterwarnings("ignore")   # ONNX Runtime warns, and goes on
+def test_a_provider_that_does_not_start_is_refused_rather_than_replaced_by_the_cpu(
+    tiny_checkpoint, tmp_path
+):
+    graph = write_graph(tiny_checkpoint, tmp_path, precision="fp16")
+    with pytest.raises(RepositoryError, match="CUDAExecutionProvider does not start"):
+        OnnxLogits(graph.folder / "model.onnx", max_num_seqs=2, memory=DeviceMemory("cuda:0"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_with_operators_for_the_cpu_is_refused_on_a_gpu_with_what_to_do(path):
+    with pytest.raises(RepositoryError, match="runs on the CPU alone") as caught:
+        OnnxLogits(path, max_num_seqs=2, memory=DeviceMemory("cuda:0"))
+    assert "--precision fp16" in caught.value.remedy

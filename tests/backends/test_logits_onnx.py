@@ -1,100 +1,235 @@
-"""Logits by ONNX Runtime: requests of growing ids, and what spoils a row or a file."""
+"""Logits by ONNX Runtime: buffers, limits of the cache, and what spoils a row or a file."""
 
 from __future__ import annotations
 
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 
 from genserve.backends.device_memory import DeviceMemory
 from genserve.backends.logits_memory import HostMemory
 from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.row_picker import pick_rows
 from genserve.errors import RepositoryError
 from genserve.export.report import Precision
-from genserve.generation.engine import Engine
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import write_graph
-from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
+from tests.export.rows import BlockPool, Row, forward_batch, logits_of
 
 TOLERANCE = 1e-4
 
 
+@pytest.fixture(scope="module")
+def path(tiny_repository: Path) -> Path:
+    return tiny_repository / "tiny_logits" / "1" / "model.onnx"
+
+
 @pytest.fixture(params=["host", "device"])
-def logits(request, tiny_repository):
+def logits(request, path):
     # The memory of a GPU is here that of the CPU: tensors of torch, which the graph is bound to alike.
     memory = HostMemory() if request.param == "host" else DeviceMemory("cpu")
-    path = tiny_repository / "tiny_logits" / "1" / "model.onnx"
-    return OnnxLogits(path, num_slots=4, max_length=128, memory=memory)
+    return OnnxLogits(path, max_num_seqs=4, max_length=128, memory=memory)
 
 
-def random_ids(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 300, count).tolist()
+def random_ids(count: int, *, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 300, count)
 
 
-def test_logits_of_growing_ids_equal_those_computed_afresh(logits, tiny_repository):
-    """Two loops beside a sequence that samples: one is away at every third step, one branches off."""
-    fresh = OnnxLogits(tiny_repository / "tiny_logits" / "1" / "model.onnx", num_slots=1, max_length=128)
-    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
-    sizes = {"max_length": 128, "vocab_size": logits.vocab_size}
-    sequence = sequence_of(random_ids(9, 12), max_tokens=30, **sizes)
-    engine.add(sequence)
-    steady, fickle = random_ids(7, 40), random_ids(8, 25)
-    for step in range(12):
-        histories = [steady, fickle] if step % 3 else [steady]
-        requests = [logits_request(history, **sizes) for history in histories]
-        for request in requests:
-            request.submitted_s = engine.clock()
-            engine.add(request)
-        rows = {}
-        while len(rows) < len(requests):
-            rows.update(engine.step().answered)
-        for request, history in zip(requests, histories, strict=True):
-            expected = fresh.prefill([history], first_slot=0, past=0)[0]
-            np.testing.assert_allclose(rows[request], expected, atol=1e-5)
-            history.append(step + 3)
-        if step == 6:
-            steady = [*steady[:30], 5, 6, 7]
-    while not sequence.finished:
-        engine.step()
-    assert sequence.token_ids[12:] == greedy(fresh, sequence.token_ids[:12], num_tokens=30)
+def test_the_logits_are_a_view_of_one_buffer_that_grows(logits):
+    pool, row = BlockPool(logits), Row(random_ids(9))
+    pool.forward([row], lengths=[1])
+    batches = []
+    for length in (2, 1, 5):
+        batches.append(forward_batch([row], [length]))
+        row.num_computed += length
+    pointers = [torch.from_dlpack(logits.forward(batch)).data_ptr() for batch in batches]
+    assert pointers[0] == pointers[1]       # room for a row of each of 4 sequences
+    assert pointers[1] != pointers[2]
 
 
-def greedy(logits: OnnxLogits, prompt: list[int], *, num_tokens: int) -> list[int]:
-    token_ids = list(prompt)
-    for _ in range(num_tokens):
-        token_ids.append(int(logits.prefill([token_ids], first_slot=0, past=0)[0].argmax()))
-    return token_ids[len(prompt) :]
+def test_copied_blocks_go_on_as_those_they_were_copied_from(logits):
+    pool, row = BlockPool(logits, seed=1), Row(random_ids(40))
+    pool.forward([row], lengths=[24])
+    copy = Row(row.ids, num_computed=24, blocks=[pool.free.pop() for _ in row.blocks])
+    logits.copy_blocks(list(zip(row.blocks, copy.blocks, strict=True)))
+    expected = pool.forward([row], lengths=[16])[0]
+    np.testing.assert_array_equal(pool.forward([copy], lengths=[16])[0], expected)
 
 
-def test_the_logits_are_a_view_of_one_buffer(logits):
-    first = torch.from_dlpack(logits.prefill([[5, 6]], first_slot=0, past=0))
-    second = torch.from_dlpack(logits.decode(np.array([7]), np.array([2])))
-    assert first.data_ptr() == second.data_ptr()
+def test_a_cache_has_as_many_blocks_as_its_budget_has_room_for(path):
+    whole = OnnxLogits(path, max_num_seqs=4, max_length=100)
+    assert (whole.block_size, whole.num_blocks, whole.max_length) == (16, 4 * 7, 100)
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4   # tokens, layers, keys and values, heads, numbers, bytes
+    assert whole.kv_cache_bytes == 28 * block_bytes
+    less = OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=11 * block_bytes - 1)
+    assert (less.num_blocks, less.max_num_seqs, less.max_length) == (10, 4, 100)
+
+
+def test_a_budget_for_less_than_one_sequence_shortens_all(path, caplog):
+    with caplog.at_level(logging.WARNING):
+        logits = OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=3 * 16 * 512)
+    assert (logits.num_blocks, logits.max_length) == (3, 48)
+    assert "prompt and answer have 48 tokens at the most, not 100" in caplog.text
+
+
+def test_a_budget_without_room_for_a_block_is_refused(path):
+    with pytest.raises(RepositoryError, match=r"no room for one block: 16 tokens take 8192 bytes") as caught:
+        OnnxLogits(path, max_num_seqs=4, max_length=100, kv_cache_bytes=1000)
+    assert "kv_cache_bytes" in caught.value.remedy
+
+
+def test_more_tokens_than_the_context_are_refused(path):
+    with pytest.raises(RepositoryError, match=r"max_sequence_length is 257; the context of .* is 256"):
+        OnnxLogits(path, max_num_seqs=1, max_length=257)
+
+
+@pytest.mark.parametrize("block", [-1, 64, 2**30])
+def test_a_block_that_the_cache_has_not_is_an_error(logits, block):
+    row = Row(random_ids(5), blocks=[block])
+    with pytest.raises(Exception, match="block_table"):     # onnxruntime's share no base class
+        logits.forward(forward_batch([row], [5]))
+    expected = logits_of(logits, random_ids(5))             # and the model goes on
+    assert np.isfinite(expected).all()
 
 
 def test_a_graph_without_a_cache_is_refused_with_what_to_do(tmp_path):
-    onnx = pytest.importorskip("onnx")
-    value = onnx.helper.make_tensor_value_info("x", 1, [1])
-    out = onnx.helper.make_tensor_value_info("y", 1, [1])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "g", [value], [out])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    value, out = (helper.make_tensor_value_info(name, 1, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [out])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(RepositoryError, match=r"no KV cache.*genserve export"):
-        OnnxLogits(tmp_path / "model.onnx", num_slots=1)
+        OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
+
+
+def test_a_graph_of_an_older_export_is_refused_with_what_to_do(tmp_path):
+    """As genserve wrote them before the cache had blocks."""
+    shape = ["batch", 2, "max_len", 16]
+    values = [
+        helper.make_tensor_value_info("input_ids", onnx.TensorProto.INT64, ["batch", "sequence"]),
+        helper.make_tensor_value_info("seqlens_k", onnx.TensorProto.INT32, ["batch"]),
+        helper.make_tensor_value_info("rows", onnx.TensorProto.INT64, ["num_rows"]),
+        helper.make_tensor_value_info("past_key_values.0.key", onnx.TensorProto.FLOAT, shape),
+    ]
+    out = helper.make_tensor_value_info("present.0.key", onnx.TensorProto.FLOAT, shape)
+    node = helper.make_node("Identity", ["past_key_values.0.key"], ["present.0.key"])
+    graph = helper.make_graph([node], "g", values, [out])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(RepositoryError, match=r"no input .*block_table.*older genserve") as caught:
+        OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
+    assert "export it again" in caught.value.remedy
 
 
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"not a model")
     with pytest.raises(RepositoryError, match=r"model\.onnx cannot be loaded"):
-        OnnxLogits(tmp_path / "model.onnx", num_slots=1)
+        OnnxLogits(tmp_path / "model.onnx", max_num_seqs=1)
+
+
+def drop_weights(folder: Path, model: onnx.ModelProto) -> None:
+    (folder / "model.onnx.data").unlink()
+
+
+def truncate_weights(folder: Path, model: onnx.ModelProto) -> None:
+    content = (folder / "model.onnx.data").read_bytes()
+    (folder / "model.onnx.data").write_bytes(content[: len(content) // 2])
+
+
+def write_another_version_of_operators(folder: Path, model: onnx.ModelProto) -> None:
+    next(entry for entry in model.metadata_props if entry.key == "genserve.operators").value = "2"
+
+
+def rename_an_operator(folder: Path, model: onnx.ModelProto) -> None:
+    next(node for node in model.graph.node if node.domain == "genserve").op_type = "Quadratic"
+
+
+def drop_metadata(folder: Path, model: onnx.ModelProto) -> None:
+    del model.metadata_props[:]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [drop_weights, truncate_weights, write_another_version_of_operators, rename_an_operator, drop_metadata],
+)
+def test_a_spoilt_export_is_refused_at_the_load(path, tmp_path, spoil):
+    with pytest.raises(RepositoryError, match="export"):
+        OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1)
+
+
+def halve_a_weight(folder: Path, model: onnx.ModelProto) -> None:
+    initializer_of(model, "layers.0.mlp.inner.weight").dims[0] //= 2
+
+
+def swap_axes_of_a_weight(folder: Path, model: onnx.ModelProto) -> None:
+    dims = initializer_of(model, "layers.1.attention.qkv.weight").dims
+    dims[:] = list(dims)[::-1]
+
+
+def change_the_type_of_a_weight(folder: Path, model: onnx.ModelProto) -> None:
+    initializer_of(model, "layers.0.attention.output.weight").data_type = onnx.TensorProto.INT32
+
+
+def shorten_a_norm(folder: Path, model: onnx.ModelProto) -> None:
+    norm = initializer_of(model, "layers.0.attention.norm.weight")
+    norm.CopyFrom(numpy_helper.from_array(np.ones(5, np.float32), norm.name))
+
+
+def change_the_number_of_heads(folder: Path, model: onnx.ModelProto) -> None:
+    node = next(node for node in model.graph.node if node.op_type == "PagedAttention")
+    next(attribute for attribute in node.attribute if attribute.name == "num_heads").i = 8
+
+
+def change_the_size_of_heads(folder: Path, model: onnx.ModelProto) -> None:
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name.endswith(".key"):
+            value.type.tensor_type.shape.dim[3].dim_value = 8
+
+
+def claim_more_inputs(folder: Path, model: onnx.ModelProto) -> None:
+    node = next(node for node in model.graph.node if node.op_type == "Linear")
+    next(attribute for attribute in node.attribute if attribute.name == "in_features").i = 1 << 40
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        halve_a_weight,
+        swap_axes_of_a_weight,
+        change_the_type_of_a_weight,
+        shorten_a_norm,
+        change_the_number_of_heads,
+        change_the_size_of_heads,
+        claim_more_inputs,
+    ],
+)
+def test_weights_of_other_sizes_are_an_error_and_no_crash(path, tmp_path, spoil):
+    """At the load, or by the first forward: nothing is read behind the end of a buffer."""
+    with pytest.raises(Exception, match=r"export|Linear|PagedAttention"):
+        logits_of(OnnxLogits(spoilt(path, tmp_path, spoil), max_num_seqs=1, max_length=32), [5, 6])
+
+
+def spoilt(path: Path, folder: Path, spoil: Callable[[Path, onnx.ModelProto], None]) -> Path:
+    shutil.copytree(path.parent, folder, dirs_exist_ok=True)
+    model = onnx.load(path, load_external_data=False)
+    spoil(folder, model)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    return folder / "model.onnx"
+
+
+def initializer_of(model: onnx.ModelProto, name: str) -> onnx.TensorProto:
+    return next(weight for weight in model.graph.initializer if weight.name == name)
 
 
 @pytest.fixture(scope="module", params=get_args(Precision))
-def spoiled(request, tmp_path_factory):
+def with_a_nan(request, tmp_path_factory):
     """A model to which some of the numbers of token 7, and not its first, are none."""
     folder = tmp_path_factory.mktemp(request.param)
     source = tiny_llama_checkpoint(folder / "checkpoint", hidden_size=128, tie_word_embeddings=False)
@@ -103,14 +238,16 @@ def spoiled(request, tmp_path_factory):
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with np.errstate(invalid="ignore"):     # to round it
         file = write_graph(source, folder / "graph", precision=request.param).folder / "model.onnx"
-    return OnnxLogits(file, num_slots=2, max_length=32)
+    return OnnxLogits(file, max_num_seqs=2, max_length=32)
 
 
-def test_what_is_no_number_spoils_its_own_row_alone_and_is_gone_with_it(spoiled):
+def test_what_is_no_number_spoils_its_own_row_alone_and_is_gone_with_it(with_a_nan):
     def run(first: list[int]) -> list[np.ndarray]:
-        rows = [first, [5, 6, 9, 8]]
-        prefill = np.array(spoiled.prefill(rows, first_slot=0, past=0))
-        return [prefill, np.array(spoiled.decode(np.array([9, 9]), np.array([len(row) for row in rows])))]
+        """The logits behind the last token of two rows, after a prompt and after one token more."""
+        pool, rows = BlockPool(with_a_nan), [Row(np.array(ids)) for ids in ([*first, 9], [5, 6, 9, 8, 9])]
+        prompts = pool.forward(rows, lengths=[len(row.ids) - 1 for row in rows])
+        decodes = pool.forward(rows, lengths=[1, 1])
+        return [np.stack([logits[-1] for logits in found]) for found in (prompts, decodes)]
 
     sound = run([5, 6])
     for found, expected in zip(run([5, 6, 7, 8, 9, 7]), sound, strict=True):

@@ -20,6 +20,9 @@ from genserve.export.form import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
+from genserve.generation.prompt_lookup import PromptLookup
+from genserve.generation.speculation import Speculation
+from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
 from tests.export.graphs import conversion_of, write_conversion, write_graph
@@ -41,12 +44,12 @@ def whole(checkpoint: Path, folder: Path) -> LogitsModel:
 def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
     conversion = conversion_of(checkpoint, form=Form.TORCHSCRIPT)
     path = write_conversion(conversion, folder).folder / "model.pt"
-    return TorchLogits(path, num_slots=8, max_length=MAX_LENGTH)
+    return TorchLogits(path, max_num_seqs=8, max_length=MAX_LENGTH)
 
 
 def onnx(checkpoint: Path, folder: Path, memory: LogitsMemory) -> LogitsModel:
     path = write_graph(checkpoint, folder).folder / "model.onnx"
-    return OnnxLogits(path, num_slots=8, max_length=MAX_LENGTH, memory=memory)
+    return OnnxLogits(path, max_num_seqs=8, max_length=MAX_LENGTH, memory=memory)
 
 
 def onnx_host(checkpoint: Path, folder: Path) -> LogitsModel:
@@ -78,7 +81,7 @@ def logits(kind, request, tmp_path_factory) -> LogitsModel:
     if kind in KINDS:
         return KINDS[kind](request.getfixturevalue("tiny_checkpoint"), tmp_path_factory.mktemp(kind))
     path = request.getfixturevalue("traced_repository") / "traced_logits" / "1" / "model.onnx"
-    return GrowingLogits(path, num_slots=8, max_length=MAX_LENGTH)
+    return GrowingLogits(path, max_num_seqs=8, max_length=MAX_LENGTH)
 
 
 def last_row(reference, token_ids) -> np.ndarray:
@@ -90,62 +93,90 @@ def random_ids(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 300, count).tolist()
 
 
-def assert_equal_to_reference(rows: np.ndarray, histories: list[list[int]], reference) -> None:
-    assert rows.shape == (len(histories), 320)
-    assert np.asarray(rows).dtype == np.float32
-    for row, history in zip(np.asarray(rows), histories, strict=True):
+def assert_equal_to_reference(rows: list[tuple[list[int], np.ndarray]], reference) -> None:
+    for history, row in rows:
         np.testing.assert_allclose(row, last_row(reference, history), atol=TOLERANCE)
 
 
-def decode(logits: LogitsModel, histories: list[list[int]]) -> np.ndarray:
-    """Run the last token of each history, the others being in the cache."""
-    last = np.array([history[-1] for history in histories])
-    past = np.array([len(history) - 1 for history in histories])
-    return logits.decode(last, past)
-
-
-def test_a_padded_prefill_and_a_ragged_decode_equal_transformers(logits, reference):
-    histories = [random_ids(i, n) for i, n in enumerate((5, 17, 1, 40))]
-    assert_equal_to_reference(logits.prefill(histories, first_slot=0, past=0), histories, reference)
+def test_prompts_of_different_lengths_and_their_decodes_equal_transformers(logits, reference):
+    sequences = CachedSequences(logits)
+    prompts = {name: random_ids(name, count) for name, count in enumerate((5, 17, 1, 40))}
+    assert_equal_to_reference(sequences.forward(prompts), reference)
     for step in range(5):
-        for history in histories:
-            history.append(random_ids(100 + step, 1)[0])
-        assert_equal_to_reference(decode(logits, histories), histories, reference)
+        next_ids = {name: random_ids(100 + step + name, 1) for name in prompts}
+        assert_equal_to_reference(sequences.forward(next_ids), reference)
 
 
-def test_a_prompt_in_chunks_equals_transformers_and_leaves_its_neighbours_alone(logits, reference):
-    neighbour, prompt = random_ids(1, 9), random_ids(2, 60)
-    logits.prefill([neighbour], first_slot=0, past=0)
-    for start in range(0, 60, 16):
-        rows = logits.prefill([prompt[start : start + 16]], first_slot=1, past=start)
-    assert_equal_to_reference(rows, [prompt], reference)
-    histories = [[*neighbour, 7], [*prompt, 8]]
-    assert_equal_to_reference(decode(logits, histories), histories, reference)
+def test_chunks_decodes_and_drafts_in_one_forward_equal_transformers_behind_every_token(logits, reference):
+    sequences = CachedSequences(logits)
+    sequences.forward({"decode": random_ids(1, 9), "draft": random_ids(2, 30)})
+    prompt = random_ids(3, 60)
+    for step, start in enumerate(range(0, 60, 16)):
+        new = {
+            "decode": random_ids(10 + step, 1),
+            "chunk": prompt[start : start + 16],
+            "draft": random_ids(20 + step, 4),
+            step: random_ids(30 + step, 5),
+        }
+        rows = sequences.forward(new, wanted="all")
+        assert len(rows) == sum(map(len, new.values()))
+        assert_equal_to_reference(rows, reference)
 
 
-def test_a_moved_slot_goes_on_where_it_was(logits, reference):
-    history = random_ids(3, 20)
-    logits.prefill([random_ids(i, 30) for i in range(3)] + [history], first_slot=0, past=0)
-    logits.move(source=3, target=0, length=20)
-    assert_equal_to_reference(decode(logits, [[*history, 9]]), [[*history, 9]], reference)
+def test_logits_are_given_behind_the_tokens_that_are_asked_for(logits, reference):
+    sequences = CachedSequences(logits)
+    prompts = {"a": random_ids(1, 20), "b": random_ids(2, 3), "c": random_ids(3, 20)}
+    assert_equal_to_reference(sequences.forward(prompts, wanted=[0, 7, 19, 21, 42]), reference)
+    sequences.forward({"c": random_ids(4, 5), "b": random_ids(5, 1)}, wanted=[0])
+    rows = sequences.forward({"b": [7], "c": [8], "a": [9]}, wanted=[1])
+    assert rows[0][0] == sequences.histories["c"]
+    assert_equal_to_reference(rows, reference)
 
 
-def test_a_reused_slot_does_not_see_what_was_there(logits, reference):
-    logits.prefill([random_ids(4, 50)], first_slot=0, past=0)
-    history = random_ids(5, 3)
-    rows = logits.prefill([history], first_slot=0, past=0)
-    assert_equal_to_reference(rows, [history], reference)
+def test_tokens_of_a_draft_that_was_wrong_leave_nothing(logits, reference):
+    sequences = CachedSequences(logits)
+    sequences.forward({"a": random_ids(1, 14), "b": random_ids(2, 30)})
+    for step, length in enumerate((15, 17, 18)):
+        sequences.forward({"a": random_ids(10 + step, 8), "b": [5]}, wanted="all")
+        sequences.shorten("a", length)
+        rows = sequences.forward({"a": random_ids(20 + step, 1), "b": [6]})
+        assert_equal_to_reference(rows, reference)
 
 
-def test_a_slot_is_filled_to_its_end(logits, reference):
-    history = random_ids(6, MAX_LENGTH)
-    logits.prefill([history[:-1]], first_slot=0, past=0)
-    assert_equal_to_reference(decode(logits, [history]), [history], reference)
+def test_a_sequence_goes_on_in_copied_blocks_and_the_first_in_its_own(logits, reference):
+    sequences = CachedSequences(logits)
+    sequences.forward({"a": random_ids(1, 40), "b": random_ids(2, 20)})
+    sequences.copy("a", "c", "d", length=37)
+    sequences.copy("b", "e", length=16)
+    logits.copy_blocks([])
+    new = {name: random_ids(number, 1 + number) for number, name in enumerate("abcde")}
+    assert_equal_to_reference(sequences.forward(new, wanted="all"), reference)
 
 
-def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
+def test_blocks_that_others_had_show_nothing_of_them(logits, reference):
+    sequences = CachedSequences(logits)
+    for step in range(3):
+        for name in range(8):
+            sequences.forward({name: random_ids(step * 8 + name, 70)})
+            if step:
+                sequences.shorten(name, 0)
+                rows = sequences.forward({name: random_ids(name, 3)})
+                assert_equal_to_reference(rows, reference)
+            sequences.shorten(name, 0)
+
+
+def test_a_sequence_is_filled_to_its_end(logits, reference):
+    sequences, history = CachedSequences(logits), random_ids(6, MAX_LENGTH)
+    sequences.forward({"a": history[:-1], "b": [5]})
+    assert_equal_to_reference(sequences.forward({"b": [6], "a": history[-1:]}), reference)
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(PromptLookup())], ids=["plain", "speculating"])
+def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
     """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
+    engine = Engine(
+        logits, decode=sample_loop, clock=Clock(), picker=pick_rows, speculation=speculation
+    )
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
     sequences = [
@@ -153,10 +184,11 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
     ]
     rows: dict[object, np.ndarray] = {}
     branch = logits_request([*prompts[1][:25], 5, 6], **sizes)
-    for number, occupant in enumerate([*sequences, branch]):
-        engine.add(occupant)
+    for number, sequence in enumerate(sequences):
+        engine.add(sequence)
         if number % 2:
             rows.update(engine.step().answered)
+    engine.add_logits(branch)
     while not all(s.finished for s in sequences) or not rows:
         rows.update(engine.step().answered)
     np.testing.assert_allclose(rows[branch], last_row(reference, branch.token_ids), atol=TOLERANCE)
@@ -166,7 +198,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference):
 
 
 def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
-    """Their slots are copied while the rows between them go on."""
+    """Their blocks are copied while others go on."""
     engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
     answers = {}
     for number, length in enumerate((3, 30)):

@@ -10,6 +10,7 @@ from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.onnxruntime import open_graph
 from genserve.errors import RepositoryError
 from genserve.tensor import Tensor
+from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.backends.networks import bloom_onnx
 
@@ -26,12 +27,27 @@ def test_an_onnx_graph_of_whole_sequences_is_decoded_with_one(tmp_path):
     config = config_of(CONFIG)
     graph = open_graph(bloom_onnx(tmp_path / "model.onnx", vocab_size=500), config=config, placement=ON_CPU)
     logits = WholeLogits(graph.run, config, max_length=32)
-    logits.prefill([[5, 6, 7], [8]], first_slot=0, past=0)
-    rows = logits.decode(np.array([9, 10]), np.array([3, 1]))
-    for row, ids in zip(rows, ([5, 6, 7, 9], [8, 10]), strict=True):
-        inputs = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
+    sequences = CachedSequences(logits)
+    sequences.forward({"a": [5, 6, 7], "b": [8]})
+    for history, row in sequences.forward({"a": [9, 11, 12], "b": [10]}, wanted="all"):
+        inputs = {"input_ids": np.array([history]), "attention_mask": np.ones((1, len(history)), np.int64)}
         tensors = {name: Tensor(name, array) for name, array in inputs.items()}
         np.testing.assert_allclose(row, graph.run(tensors, ["logits"])["logits"].array[0, -1], rtol=1e-5)
+
+
+def test_only_sequences_whose_logits_are_wanted_are_run():
+    shapes = []
+
+    def run(inputs, outputs):
+        ids = inputs["input_ids"].array
+        shapes.append(ids.shape)
+        return {"logits": Tensor("logits", ids[..., None].repeat(3, axis=2).astype(np.float32))}
+
+    sequences = CachedSequences(WholeLogits(run, config_of(CONFIG), max_length=32))
+    shapes.clear()
+    [(_, row)] = sequences.forward({"chunk": [1] * 20, "other": [3, 4]}, wanted=[21])
+    assert row.tolist() == [4, 4, 4]
+    assert shapes == [(1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +79,9 @@ def test_logits_that_do_not_fit_into_memory_together_come_from_several_runs():
         return rows
 
     config = config_of(CONFIG.replace("max_batch_size: 4", f"max_batch_size: {num_rows}"))
-    logits = WholeLogits(run, config, max_length=32)
-    rows = logits.prefill([[1] * 16 + [i + 2] for i in range(num_rows)], first_slot=0, past=0)
-    assert rows.argmax(axis=-1).tolist() == [i + 2 for i in range(num_rows)]
+    sequences = CachedSequences(WholeLogits(run, config, max_length=32))
+    rows = sequences.forward({i: [1] * 16 + [i + 2] for i in range(num_rows)})
+    assert [row.argmax() for _, row in rows] == [i + 2 for i in range(num_rows)]
     assert sizes[1:] == [3, 3, 2]
 
 
@@ -106,3 +122,4 @@ def config_with(inputs, outputs):
     specs = [f'input {{ name: "{name}" data_type: TYPE_INT64 dims: [ -1 ] }}' for name in inputs]
     specs += [f'output {{ name: "{name}" data_type: TYPE_FP32 dims: [ -1, 9 ] }}' for name in outputs]
     return config_of("\n".join(specs))
+

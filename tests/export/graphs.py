@@ -9,12 +9,11 @@ import numpy as np
 
 from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
-from genserve.export.cached_graph import CachedGraph
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
 from genserve.export.form import Form
 from genserve.export.progress import SilentProgress
-from genserve.export.report import Precision
+from genserve.export.report import CacheType, Precision
 from genserve.export.source import read_checkpoint
 from genserve.export.source_model import Reference
 from genserve.export.stages import Stages
@@ -25,7 +24,6 @@ __all__ = ["WrittenGraph", "conversion_of", "write_conversion", "write_graph"]
 NOTHING_SEEN = Reference(
     ids=np.empty((0, 0), np.int64),
     logits=np.empty((0, 0, 0), np.float32),
-    calibration=np.empty((0, 0), np.int64),
     activations={},
 )
 
@@ -39,29 +37,40 @@ class WrittenGraph:
     precision: Precision
     dimensions: Dimensions
 
-    def logits(self, *, num_slots: int, max_length: int) -> OnnxLogits | TorchLogits:
+    def logits(
+        self, *, max_num_seqs: int, max_length: int, num_threads: int = 1
+    ) -> OnnxLogits | TorchLogits:
         path = self.folder / self.form.file_name
         if self.form is Form.TORCHSCRIPT:
-            return TorchLogits(path, num_slots=num_slots, max_length=max_length)
-        return OnnxLogits(path, num_slots=num_slots, max_length=max_length, num_threads=1)
-
-    def cached(self, *, batch: int, max_len: int) -> CachedGraph | TorchLogits:
-        if self.form is Form.TORCHSCRIPT:
-            return TorchLogits(self.folder / self.form.file_name, num_slots=batch, max_length=max_len)
-        return CachedGraph(self.folder, batch=batch, max_len=max_len)
+            return TorchLogits(path, max_num_seqs=max_num_seqs, max_length=max_length)
+        return OnnxLogits(
+            path, max_num_seqs=max_num_seqs, max_length=max_length, num_threads=num_threads
+        )
 
 
 def write_graph(
-    source: Path, folder: Path, *, precision: Precision = "fp32", form: Form = Form.ONNX
+    source: Path,
+    folder: Path,
+    *,
+    precision: Precision = "fp32",
+    form: Form = Form.ONNX,
+    kv_cache: CacheType = "float",
 ) -> WrittenGraph:
-    return write_conversion(conversion_of(source, precision=precision, form=form), folder)
+    conversion = conversion_of(source, precision=precision, form=form, kv_cache=kv_cache)
+    return write_conversion(conversion, folder)
 
 
 def conversion_of(
-    source: Path, *, precision: Precision = "fp32", form: Form = Form.ONNX
+    source: Path,
+    *,
+    precision: Precision = "fp32",
+    form: Form = Form.ONNX,
+    kv_cache: CacheType = "float",
 ) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
-    return Conversion.of(checkpoint, stages=Stages("tiny"), precision=precision, form=form)
+    return Conversion.of(
+        checkpoint, stages=Stages("tiny"), precision=precision, form=form, kv_cache=kv_cache
+    )
 
 
 def write_conversion(

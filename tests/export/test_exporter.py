@@ -97,7 +97,7 @@ def test_torchscript_is_one_file_that_tells_its_sizes(
     assert {path.name for path in logits.iterdir()} == {"model.pt", "parity.json", ".gitkeep"}
     assert report.size_bytes == (logits / "model.pt").stat().st_size
     assert report.largest_logit_difference < (1e-4 if precision == "fp32" else 0.1)
-    loaded = TorchLogits(logits / "model.pt", num_slots=2)
+    loaded = TorchLogits(logits / "model.pt", max_num_seqs=2)
     assert (loaded.max_length, loaded.vocab_size, loaded.metadata["genserve.family"]) == (256, 320, "llama")
     # 2 layers of keys and values of 2 heads of 16 numbers.
     assert loaded.kv_cache_bytes == 2 * 256 * (2 * 2 * 2 * 16) * (4 if precision == "fp32" else 2)
@@ -257,7 +257,7 @@ def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, t
     before = contents(tmp_path)
     report = export(tiny_checkpoint, tmp_path, precision="fp16", beside="half")
     added = contents(tmp_path).items() - before.items()
-    names = {"model.onnx", "model.onnx.data", "parity.json", "verification.onnx"}
+    names = {"model.onnx", "model.onnx.data", "parity.json"}
     assert {path for path, _ in added} == {f"tiny_logits/1/half/{name}" for name in names}
     assert before.items() <= contents(tmp_path).items()
     assert report.precision == "fp16"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,11 @@ from genserve import LLM
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
 from genserve.export.architectures import FAMILIES, family_of
+from genserve.export.cached_rows import forward_rows
 from genserve.export.form import Form
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
+from tests.export.rows import BlockPool, Row
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.reference import greedy_ids, reference_logits, reference_model
 
@@ -47,7 +48,7 @@ def reference(checkpoint: Path) -> PreTrainedModel:
     return reference_model(checkpoint)
 
 
-def test_a_prefill_in_chunks_equals_the_reference_after_every_token(
+def test_a_prompt_in_chunks_equals_the_reference_after_every_token(
     graph: WrittenGraph, reference: PreTrainedModel
 ) -> None:
     ids = random_ids(100, seed=1)
@@ -55,25 +56,34 @@ def test_a_prefill_in_chunks_equals_the_reference_after_every_token(
     assert np.abs(logits - reference_logits(reference, ids)).max() < MAX_DIFFERENCE
 
 
-def test_rows_that_start_move_and_end_beside_each_other_equal_each_row_alone(
+def test_prompts_chunks_and_decodes_in_one_forward_equal_each_sequence_alone(
     graph: WrittenGraph, reference: PreTrainedModel
 ) -> None:
-    slots = Slots(graph, reference)
-    slots.prefill([random_ids(length, seed=length) for length in (60, 41, 9)], lengths=[40, 23, 1])
-    slots.decode(steps=4)
-    slots.end(slot=0)
-    slots.decode(steps=2)
-    slots.prefill_in_chunks(random_ids(50, seed=2), lengths=[16, 7, 20])
-    slots.decode(steps=2)
-    assert slots.largest_difference < MAX_DIFFERENCE
+    """Of four rows: a chunk behind a chunk, a whole prompt, decodes, and a decode with drafted tokens."""
+    rows = [Row(random_ids(length, seed=length)) for length in (60, 41, 33, 9)]
+    pool = BlockPool(graph.logits(max_num_seqs=4, max_length=64), seed=0)
+    found: list[list[NDArray[np.float32]]] = [[] for _ in rows]
+    for lengths in ([17, 0, 30, 1], [20, 41, 1, 1], [1, 0, 1, 6], [22, 0, 1, 1]):
+        company = [index for index, length in enumerate(lengths) if length]
+        parts = pool.forward(
+            [rows[index] for index in company], lengths=[lengths[index] for index in company]
+        )
+        for index, part in zip(company, parts, strict=True):
+            found[index].append(part)
+    for row, parts in zip(rows, found, strict=True):
+        assert row.num_left == 0
+        expected = reference_logits(reference, row.ids)
+        assert np.abs(np.concatenate(parts) - expected).max() < MAX_DIFFERENCE
 
 
-def test_only_the_rows_that_are_asked_for_get_logits_in_their_order(tmp_path: Path) -> None:
+def test_only_the_tokens_that_are_asked_for_get_logits_in_their_order(tmp_path: Path) -> None:
     source, ids = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"]), random_ids(30, seed=2)
-    graph = write_graph(source, tmp_path / "graph")
-    logits = graph.cached(batch=1, max_len=30).forward(ids[None], past=[0], rows=[29, 3])
-    assert logits.shape == (2, 320)
-    assert np.abs(logits - reference_logits(reference_model(source), ids)[[29, 3]]).max() < MAX_DIFFERENCE
+    model = write_graph(source, tmp_path / "graph").logits(max_num_seqs=1, max_length=32)
+    expected = reference_logits(reference_model(source), ids)
+    for asked in ([29], [3, 29]):
+        logits = forward_rows(model, ids[None], past=[0], logits_indices=asked)
+        assert logits.shape == (len(asked), 320)
+        assert np.abs(logits - expected[asked]).max() < MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,6 @@ def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_pat
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
-        ({"head_dim": 24}, "head_dim 24"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
@@ -162,11 +171,9 @@ def test_what_the_graph_would_not_honour_is_refused_by_name(
 @pytest.mark.parametrize(
     ("model", "config", "what"),
     [
-        ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gpt_neox", {"hidden_size": 128, "num_attention_heads": 4}, "heads that turn in 8"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
     ],
@@ -219,62 +226,11 @@ def test_the_graph_says_what_it_is(tiny_checkpoint: Path, tmp_path: Path) -> Non
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {entry.key: entry.value for entry in model.metadata_props} == {
         "genserve.family": "llama",
+        "genserve.operators": "1",
         "genserve.precision": "fp16",
         "genserve.context_length": "256",
         "genserve.source": "tiny",
     }
-
-
-class Slots:
-    """Rows in the slots of a logits model; each forward is compared with the reference on the row alone."""
-
-    def __init__(self, graph: WrittenGraph, reference: PreTrainedModel) -> None:
-        self.model = graph.logits(num_slots=4, max_length=64)
-        self.reference = reference
-        self.rows: list[NDArray[np.int64]] = []
-        self.expected: list[NDArray[np.float32]] = []
-        self.past: list[int] = []
-        self.largest_difference = 0.0
-
-    def prefill(self, rows: list[NDArray[np.int64]], *, lengths: list[int]) -> None:
-        slots = [self.add(row) for row in rows]
-        chunks = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-        self.compare(self.model.prefill(chunks, first_slot=slots[0], past=0), slots=slots, lengths=lengths)
-
-    def prefill_in_chunks(self, row: NDArray[np.int64], *, lengths: list[int]) -> None:
-        slot = self.add(row)
-        for length in lengths:
-            past = self.past[slot]
-            logits = self.model.prefill([row[past : past + length].tolist()], first_slot=slot, past=past)
-            self.compare(logits, slots=[slot], lengths=[length])
-
-    def decode(self, *, steps: int) -> None:
-        slots = range(len(self.rows))
-        for _ in range(steps):
-            tokens = np.array([row[at] for row, at in zip(self.rows, self.past, strict=True)])
-            logits = self.model.decode(tokens, np.array(self.past))
-            self.compare(logits, slots=slots, lengths=[1] * len(slots))
-
-    def end(self, *, slot: int) -> None:
-        """The last row moves into the slot."""
-        self.model.move(source=len(self.rows) - 1, target=slot, length=self.past[-1])
-        for values in (self.rows, self.expected, self.past):
-            values[slot] = values[-1]
-            values.pop()
-
-    def add(self, row: NDArray[np.int64]) -> int:
-        self.rows.append(row)
-        self.expected.append(reference_logits(self.reference, row))
-        self.past.append(0)
-        return len(self.rows) - 1
-
-    def compare(
-        self, logits: NDArray[np.float32], *, slots: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        for slot, length, found in zip(slots, lengths, logits, strict=True):
-            self.past[slot] += length
-            difference = np.abs(found - self.expected[slot][self.past[slot] - 1]).max()
-            self.largest_difference = max(self.largest_difference, float(difference))
 
 
 def export(model: str, folder: Path, *, precision: Precision) -> ExportReport:
@@ -285,12 +241,9 @@ def export(model: str, folder: Path, *, precision: Precision) -> ExportReport:
 
 
 def chunked_logits(graph: WrittenGraph, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    cached, logits, past = graph.cached(batch=1, max_len=128), [], 0
-    for length in (16, 7, 30, 1, len(ids) - 54):
-        chunk = ids[None, past : past + length]
-        logits.append(cached.forward(chunk, past=[past], rows=range(length)))
-        past += length
-    return np.concatenate(logits)
+    pool, row = BlockPool(graph.logits(max_num_seqs=1, max_length=128)), Row(ids)
+    lengths = (16, 7, 30, 1, len(ids) - 54)
+    return np.concatenate([pool.forward([row], lengths=[length])[0] for length in lengths])
 
 
 def difference_of(graph: WrittenGraph, source: Path) -> float:

@@ -20,6 +20,7 @@ from genserve.export.source import read_checkpoint
 from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import write_graph
+from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 
@@ -34,9 +35,8 @@ def test_a_gguf_file_gives_the_graph_of_the_folder_that_it_was_made_from(
     expected = write_graph(folder, tmp_path / "from_folder")
     found = write_graph(file, tmp_path / "from_file")
     assert found.dimensions == expected.dimensions
-    ids = np.arange(3, 100)[None]
     logits = [
-        graph.cached(batch=1, max_len=100).forward(ids, past=[0], rows=range(97))
+        logits_of(graph.logits(max_num_seqs=1, max_length=100), range(3, 100))
         for graph in (found, expected)
     ]
     assert np.array_equal(*logits)

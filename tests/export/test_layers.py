@@ -1,93 +1,146 @@
-"""Layers of every precision, run by ONNX Runtime, against numpy."""
+"""Layers of every precision, run by ONNX Runtime with our operators, against numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
+from torch import nn, tensor
 
-from genserve.backends.onnx_session import exact_products
+from genserve.backends.onnx_session import register_kernels
+from genserve.export.decoder import Activation
+from genserve.export.fused_layers import FusedLayers
 from genserve.export.graph import Graph
-from genserve.export.layers import Layers
-from genserve.export.precision import FORMATS, Format
+from genserve.export.layers import Layers, Norm, Place, write_norm
+from genserve.export.precision import FORMATS
 from genserve.export.report import Precision
+from genserve.export.standard_layers import StandardLayers
 
 # Largest error over the standard deviation of the product: weights and activations are rounded.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}
 PRECISIONS = pytest.mark.parametrize("precision", get_args(Precision))
+ACTIVATIONS: dict[Activation, nn.Module] = {
+    "silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()
+}
+INPUTS, OUTPUTS = 90, 50    # which divide nothing
 
 
 @PRECISIONS
-def test_a_linear_layer_multiplies_and_shifts(tmp_path: Path, precision: Precision) -> None:
-    weight, bias, x = random(48, 96), random(48), random(2, 5, 96)
-    with Graph(tmp_path) as graph:
-        layers = Layers(graph, FORMATS[precision])
-        graph.input("x", layers.numbers.activations, ("batch", "sequence", 96))
-        layers.linear("x", weight, "y", bias=bias)
-        graph.output("y", layers.numbers.activations, ("batch", "sequence", 48))
-        graph.save(metadata={})
-    found = run(tmp_path, x=x.astype(layers.numbers.activations))
-    assert np.abs(found - (x @ weight.T + bias)).max() < TOLERANCE[precision] * np.sqrt(96)
-
-
-@PRECISIONS
-@pytest.mark.parametrize("hidden", [128, 96], ids=["whole_blocks", "padded"])
-def test_a_vocabulary_is_stored_once_and_is_embedding_and_head(
-    tmp_path: Path, precision: Precision, hidden: int
+@pytest.mark.parametrize("place", get_args(Place)[:2])
+def test_a_linear_layer_multiplies_shifts_and_adds(
+    tmp_path: Path, precision: Precision, place: Place
 ) -> None:
-    weight, ids = random(40, hidden), np.array([[3, 39, 0], [7, 7, 1]])
+    weight, bias = random(OUTPUTS, INPUTS), random(OUTPUTS)
+    x, residual = random(5, INPUTS), random(5, OUTPUTS)
+    found = run_layer(
+        tmp_path, precision, weight, x=x, place=place, bias=bias, residual=residual, num_outputs=OUTPUTS
+    )
+    expected = x @ weight.T + bias + residual
+    assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(INPUTS)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_it_norms_what_it_reads(tmp_path: Path, precision: Precision, kind: Any) -> None:
+    weight, x = random(OUTPUTS, INPUTS), 3 * random(5, INPUTS) + 1
+    norm = Norm(
+        name="norm",
+        kind=kind,
+        epsilon=1e-5,
+        weight=random(INPUTS) + 1,
+        bias=random(INPUTS) if kind == "layer" else None,
+    )
+    found = run_layer(tmp_path, precision, weight, x=x, norm=norm, num_outputs=OUTPUTS)
+    expected = normed(x, norm) @ weight.T
+    assert np.abs(found - expected).max() < 2 * TOLERANCE[precision] * np.sqrt(INPUTS)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_activation_bends_its_outputs_or_lets_others_through(
+    tmp_path: Path, precision: Precision, activation: Activation, gated: bool
+) -> None:
+    weight, bias, x = random(2 * OUTPUTS, INPUTS) / 10, random(2 * OUTPUTS), random(5, INPUTS)
+    found = run_layer(
+        tmp_path,
+        precision,
+        weight,
+        x=x,
+        bias=bias,
+        activation=activation,
+        gated=gated,
+        num_outputs=OUTPUTS if gated else 2 * OUTPUTS,
+    )
+    product = x @ weight.T + bias
+    if gated:
+        gates, values = np.split(product, 2, axis=1)
+        expected = ACTIVATIONS[activation](tensor(gates)).numpy() * values
+    else:
+        expected = ACTIVATIONS[activation](tensor(product)).numpy()
+    assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(INPUTS)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("hidden", [128, 90], ids=["whole_blocks", "padded"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_vocabulary_is_embedding_and_head(
+    tmp_path: Path, precision: Precision, hidden: int, softcap: float | None
+) -> None:
+    weight, ids = random(40, hidden), np.array([3, 39, 0, 7, 7, 1])
+    norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(hidden, np.float32), bias=None)
     with Graph(tmp_path) as graph:
-        layers = Layers(graph, FORMATS[precision])
-        graph.input("ids", np.int64, ("batch", "sequence"))
-        vocabulary = layers.vocabulary("table", weight)
-        rows = layers.embedding("ids", vocabulary, "embeddings")
-        flat = graph.node("Flatten", [rows], "flat", axis=2)
-        layers.head(flat, vocabulary, "logits")
-        graph.output("logits", np.float32, ("rows", 40))
+        layers = layers_of(graph, precision)
+        graph.input("ids", np.int64, ("num_tokens",))
+        rows = layers.embedding("ids", weight, "embeddings")
+        layers.head(rows, weight, "logits", norm=norm, softcap=softcap, tied=True)
+        graph.output("logits", np.float32, ("num_tokens", 40))
         graph.save(metadata={})
     found = run(tmp_path, ids=ids)
-    expected = weight[ids].reshape(6, hidden) @ weight.T
+    expected = normed(weight[ids], norm) @ weight.T
+    if softcap:
+        expected = softcap * np.tanh(expected / softcap)
     assert found.dtype == np.float32
     assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(hidden)
-    stored = np.dtype(layers.numbers.activations).itemsize if precision.startswith("fp") else 1
-    assert (tmp_path / "model.onnx.data").stat().st_size < 40 * 128 * stored + 2 * 4096
 
 
-@pytest.mark.parametrize("in_blocks", [False, True], ids=["by_row", "by_block"])
-def test_a_row_has_the_same_product_to_the_bit_alone_and_beside_any_others(
-    tmp_path: Path, in_blocks: bool
-) -> None:
-    write_linear(tmp_path, random(96, 192), FORMATS["int8"], in_blocks=in_blocks)
-    x = random(67, 192) * np.logspace(-3, 3, 67, dtype=np.float32)[:, None]
-    together = run(tmp_path, x=x)
-    for first, last in [(0, 1), (66, 67), (3, 5), (7, 10), (1, 9), (0, 16), (11, 44), (2, 67)]:
-        assert np.array_equal(run(tmp_path, x=x[first:last]), together[first:last])
+def test_in_fp16_a_vocabulary_is_stored_once(tmp_path: Path) -> None:
+    norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(128, np.float32), bias=None)
+    with Graph(tmp_path) as graph:
+        layers = layers_of(graph, "fp16")
+        rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), random(40, 128), "embeddings")
+        layers.head(rows, random(40, 128), "logits", norm=norm, softcap=None, tied=True)
+    assert (tmp_path / "model.onnx.data").stat().st_size < 2 * 40 * 128 + 2 * 4096
 
 
-def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(tmp_path: Path) -> None:
-    weight, x = random(48, 96), random(2, 96)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> None:
+    bias = random(INPUTS) if kind == "layer" else None
+    norm, x = Norm(name="y", kind=kind, epsilon=1e-5, weight=random(INPUTS), bias=bias), random(5, INPUTS)
+    with Graph(tmp_path) as graph:
+        graph.input("x", np.float32, ("rows", INPUTS))
+        write_norm(layers_of(graph, "int8"), "x", norm)
+        graph.output("y", np.float32, ("rows", INPUTS))
+        graph.save(metadata={})
+    np.testing.assert_allclose(run(tmp_path, x=x), normed(x, norm), atol=1e-5)
+
+
+@pytest.mark.parametrize("place", get_args(Place)[:2])
+def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(tmp_path: Path, place: Place) -> None:
+    weight, x = random(OUTPUTS, INPUTS), random(2, INPUTS)
     x[1] *= 1000
-    write_linear(tmp_path, weight, FORMATS["int8"])
-    error = np.abs(run(tmp_path, x=x) - x @ weight.T).max(axis=1)
-    assert error[0] < TOLERANCE["int8"] * np.sqrt(96)
+    found = run_layer(tmp_path, "int8", weight, x=x, place=place, num_outputs=OUTPUTS)
+    assert np.abs(found - x @ weight.T).max(axis=1)[0] < TOLERANCE["int8"] * np.sqrt(INPUTS)
 
 
-def test_a_row_of_zeros_gives_zeros(tmp_path: Path) -> None:
-    write_linear(tmp_path, random(48, 96), FORMATS["int8"])
-    assert not run(tmp_path, x=np.zeros((3, 96), np.float32)).any()
-
-
-def test_a_cpu_that_needs_exact_products_asked_for_computes_the_same(tmp_path: Path) -> None:
-    write_linear(tmp_path, random(48, 96), FORMATS["int8"])
-    x, exact = random(5, 96), exact_products("flags\t: avx2")
-    assert exact
-    assert np.allclose(run(tmp_path, entries=exact, x=x), run(tmp_path, x=x), atol=1e-5)
+@pytest.mark.parametrize("place", get_args(Place)[:2])
+def test_a_row_of_zeros_gives_zeros(tmp_path: Path, place: Place) -> None:
+    weight, x = random(OUTPUTS, INPUTS), np.zeros((3, INPUTS), np.float32)
+    assert not run_layer(tmp_path, "int8", weight, x=x, place=place, num_outputs=OUTPUTS).any()
 
 
 def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
@@ -97,27 +150,48 @@ def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
     assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 4096 + 3 * 5 * 4
 
 
-def write_linear(
-    folder: Path, weight: NDArray[np.float32], numbers: Format, *, in_blocks: bool = False
-) -> None:
+def run_layer(
+    folder: Path,
+    precision: Precision,
+    weight: NDArray[np.float32],
+    *,
+    x: NDArray[np.float32],
+    num_outputs: int,
+    place: Place = "normed",
+    residual: NDArray[np.float32] | None = None,
+    **options: Any,
+) -> NDArray[np.generic]:
+    numbers, inputs = FORMATS[precision].activations, {"x": x}
     with Graph(folder) as graph:
-        graph.input("x", np.float32, ("rows", weight.shape[1]))
-        Layers(graph, numbers).linear("x", weight, "y", in_blocks=in_blocks)
-        graph.output("y", np.float32, ("rows", len(weight)))
+        graph.input("x", numbers, ("rows", weight.shape[1]))
+        if residual is not None:
+            inputs["residual"] = residual
+            options["residual"] = graph.input("residual", numbers, ("rows", num_outputs))
+        output = layers_of(graph, precision).linear("x", weight, "y", place=place, **options)
+        graph.output(output, numbers, ("rows", num_outputs))
         graph.save(metadata={})
+    return run(folder, **{name: value.astype(numbers) for name, value in inputs.items()})
+
+
+def layers_of(graph: Graph, precision: Precision) -> Layers:
+    numbers = FORMATS[precision]
+    return StandardLayers(graph, numbers) if precision == "fp16" else FusedLayers(graph, numbers)
+
+
+def normed(x: NDArray[np.float32], norm: Norm) -> NDArray[np.float32]:
+    centred = x - x.mean(axis=-1, keepdims=True) if norm.kind == "layer" else x
+    shares = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + norm.epsilon)
+    return shares * norm.weight + (0 if norm.bias is None else norm.bias)
 
 
 def random(*shape: int) -> NDArray[np.float32]:
     return np.random.default_rng(len(shape)).standard_normal(shape, dtype=np.float32)
 
 
-def run(
-    folder: Path, *, entries: Mapping[str, str] = MappingProxyType({}), **inputs: NDArray[np.generic]
-) -> NDArray[np.generic]:
+def run(folder: Path, **inputs: NDArray[Any]) -> NDArray[Any]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    for key, value in (exact_products() | dict(entries)).items():
-        options.add_session_config_entry(key, value)
+    register_kernels(options)
     session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
     [output] = session.run(None, inputs)
     return output

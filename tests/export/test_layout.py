@@ -17,7 +17,7 @@ from genserve.export.stages import Stages
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)
-FILES = stage_files(Stages("smollm2"), dimensions=SMOLLM2, cache=np.float32)
+FILES = stage_files(Stages("smollm2"), dimensions=SMOLLM2, cache=np.float16)
 CONFIGS = [path for path in FILES if path.endswith("config.pbtxt")]
 
 
@@ -58,17 +58,19 @@ def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
     assert batching is not None
     assert batching.iterative
     assert len(batching.states) == 60
-    assert all(state.same_buffer and state.dims == (3, -1, 64) for state in batching.states)
-    assert {state.data_type for state in batching.states} == {"TYPE_FP32"}
+    assert all(state.same_buffer and state.dims == (-1, 3, 64) for state in batching.states)
+    assert {state.data_type for state in batching.states} == {"TYPE_FP16"}
+    assert "A token takes 22.5 KiB of KV cache, so many 90 MiB" in FILES[path]
 
 
-def test_a_fp16_model_keeps_its_cache_in_fp16() -> None:
-    files = stage_files(Stages("smollm2"), dimensions=SMOLLM2, cache=np.float16)
-    assert 'output_name: "present.29.value" data_type: TYPE_FP16' in files["smollm2_logits/config.pbtxt"]
+def test_a_cache_in_int8_takes_a_scale_for_each_token_and_head_too() -> None:
+    text = stage_files(Stages("m"), dimensions=SMOLLM2, cache=np.int8)["m_logits/config.pbtxt"]
+    assert "A token takes 11.95 KiB of KV cache" in text
+    assert 'output_name: "present.29.value" data_type: TYPE_INT8 dims: [ -1, 3, 64 ]' in text
 
 
 @pytest.mark.parametrize(("context", "expected"), [(8192, "4096"), (2048, "2048")])
-def test_a_slot_is_as_long_as_the_context_up_to_a_limit(context: int, expected: str) -> None:
+def test_a_sequence_is_as_long_as_the_context_up_to_a_limit(context: int, expected: str) -> None:
     dimensions = Dimensions(
         num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context
     )

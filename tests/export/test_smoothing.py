@@ -12,6 +12,7 @@ from genserve.export.checkpoint import FloatArray
 from genserve.export.conversion import Conversion
 from genserve.export.source_model import Reference, run_source
 from tests.export.graphs import conversion_of, write_conversion
+from tests.export.rows import logits_of
 from tests.export.test_families import MAX_DIFFERENCE, difference_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
@@ -36,10 +37,9 @@ def test_smoothing_halves_what_rounding_costs_where_a_channel_stands_out(tmp_pat
     rough = write_conversion(conversion, tmp_path / "rough")
     smooth = write_conversion(conversion, tmp_path / "smooth", reference=observed(conversion))
     plain = write_conversion(exact(conversion), tmp_path / "exact")
-    ids = np.random.default_rng(0).integers(3, 320, (1, 60))
+    ids = np.random.default_rng(0).integers(3, 320, 60)
     logits = [
-        graph.cached(batch=1, max_len=60).forward(ids, past=[0], rows=range(60))
-        for graph in (plain, rough, smooth)
+        logits_of(graph.logits(max_num_seqs=1, max_length=60), ids) for graph in (plain, rough, smooth)
     ]
     rough_error, smooth_error = (np.square(found - logits[0]).mean() ** 0.5 for found in logits[1:])
     assert smooth_error < rough_error / 2

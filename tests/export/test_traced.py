@@ -23,7 +23,6 @@ _SIZES = {
 
 # What no family's graph has: the name of a tiny model, what is changed of it, and what is said.
 _BEYOND_FAMILIES = [
-    ("gpt2", {"n_embd": 80, "n_head": 4}, "head_dim 20, which the graph has not"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
     ("bloom_4_heads", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
@@ -126,4 +125,4 @@ def test_a_model_that_transformers_does_not_know_is_refused(
 
 def test_a_graph_without_a_cache_is_not_taken_for_one_that_grows(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="no KV cache that grows: its inputs are input_ids, attention"):
-        GrowingLogits(bloom_onnx(tmp_path / "model.onnx", vocab_size=50), num_slots=1)
+        GrowingLogits(bloom_onnx(tmp_path / "model.onnx", vocab_size=50), max_num_seqs=1)

@@ -47,6 +47,10 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": _SIZES | {"model_type": "gpt_neox", "hidden_size": 256, "tie_word_embeddings": False},
     "gpt_neox_serial": _SIZES | {"model_type": "gpt_neox", "rotary_pct": 1.0, "use_parallel_residual": False},
     "llama": _LLAMA,
+    # Sizes that divide nothing: heads of 20 numbers, 14 of which turn.
+    "gpt2_odd": _GPT2 | {"n_embd": 100, "n_head": 5, "n_inner": 170},
+    "gpt_neox_odd": _SIZES
+    | {"model_type": "gpt_neox", "hidden_size": 100, "num_attention_heads": 5, "rotary_pct": 0.7},
     "llama_biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
     "llama_dynamic_rope": _LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "llama_linear_rope": _LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from genserve.backends.device_memory import DeviceMemory
@@ -14,51 +15,12 @@ from genserve.backends.logits_onnx import OnnxLogits
 from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import RepositoryError
 from genserve.export.form import Form
-from genserve.generation.logits_model import LogitsModel
+from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from tests.backends.cached_sequences import CachedSequences
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 
 TOLERANCE = 0.02  # of the largest logit: some units of float16 in two layers
-
-
-class Checked:
-    """Slots that are filled, decoded and moved, each row compared with the reference at once."""
-
-    def __init__(self, logits: LogitsModel, source: Path, *, device: str) -> None:
-        self.logits = logits
-        self.histories: list[list[int]] = []
-        self._reference = reference_model(source, device=device)
-
-    def prefill(self, histories: list[list[int]]) -> None:
-        self.histories = [list(history) for history in histories]
-        self._compare(self.logits.prefill(histories, first_slot=0, past=0))
-
-    def prefill_in_chunks(self, slot: int, history: list[int], *, length: int) -> None:
-        for start in range(0, len(history), length):
-            rows = self.logits.prefill([history[start : start + length]], first_slot=slot, past=start)
-        self.histories[slot:] = [list(history)]
-        self._compare(rows, first_slot=slot)
-
-    def decode(self, *, steps: int) -> None:
-        rng = np.random.default_rng(5)
-        for _ in range(steps):
-            token_ids = rng.integers(3, 300, len(self.histories))
-            past = np.array([len(history) for history in self.histories])
-            for history, token_id in zip(self.histories, token_ids.tolist(), strict=True):
-                history.append(token_id)
-            self._compare(self.logits.decode(token_ids, past))
-
-    def copy(self, *, source: int, target: int, length: int) -> None:
-        self.logits.move(source=source, target=target, length=length)
-        self.histories[target] = self.histories[source][:length]
-
-    def _compare(self, rows: torch.Tensor, *, first_slot: int = 0) -> None:
-        for row, history in zip(rows, self.histories[first_slot:], strict=False):
-            with torch.inference_mode():
-                ids = torch.tensor([history], device=self._reference.device)
-                expected = self._reference(ids).logits[0, -1].float()
-            row = torch.as_tensor(row, device=expected.device)  # TorchScript's are numpy's on the CPU
-            assert (row - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
 def reference_model(source: Path, *, device: str) -> PreTrainedModel:
@@ -72,13 +34,13 @@ def random_ids(count: int, *, seed: int) -> list[int]:
 
 def onnx(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
     file = write_graph(source, folder, precision="fp16").folder / "model.onnx"
-    return OnnxLogits(file, num_slots=4, max_length=128, memory=memory)
+    return OnnxLogits(file, max_num_seqs=4, max_length=128, memory=memory)
 
 
 def torchscript(source: Path, folder: Path, memory: DeviceMemory) -> LogitsModel:
     conversion = conversion_of(source, form=Form.TORCHSCRIPT)
     file = write_conversion(conversion, folder).folder / "model.pt"
-    return TorchLogits(file, num_slots=4, max_length=128, memory=memory)
+    return TorchLogits(file, max_num_seqs=4, max_length=128, memory=memory)
 
 
 ATTENTION_WITH_A_BIAS = "bloom"     # ALiBi, which ONNX Runtime's attention on CUDA has not
@@ -90,20 +52,43 @@ def test_all_that_the_engine_does_equals_transformers(runtime, model, device, me
     if runtime is onnx and model.startswith(ATTENTION_WITH_A_BIAS):
         pytest.skip("has no attention on CUDA in ONNX Runtime")
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
-    slots = Checked(runtime(source, tmp_path / "graph", memory), source, device=device)
-    slots.prefill([random_ids(length, seed=length) for length in (5, 40, 1)])
-    slots.decode(steps=4)
-    slots.prefill_in_chunks(3, random_ids(50, seed=3), length=16)
-    slots.decode(steps=2)
-    slots.copy(source=3, target=0, length=30)   # a prefix that two share
-    slots.decode(steps=3)
+    sequences = CachedSequences(runtime(source, tmp_path / "graph", memory))
+    reference = reference_model(source, device=device)
+    steps = [
+        {"a": random_ids(5, seed=1), "b": random_ids(40, seed=2), "c": random_ids(1, seed=3)},
+        *({name: random_ids(1, seed=step) for name in "abc"} for step in range(4)),
+        {"a": [5], "d": random_ids(30, seed=4), "b": random_ids(4, seed=5)},    # a chunk, and a draft
+        {"b": [6], "d": random_ids(20, seed=6), "c": [7]},
+    ]
+    for new in steps:
+        compare(sequences.forward(new, wanted="all"), reference)
+    sequences.shorten("a", 0)
+    sequences.copy("d", "a", length=30)     # a prefix that two share
+    compare(sequences.forward({"a": [8, 9], "d": [10]}, wanted="all"), reference)
+
+
+def compare(rows: list[tuple[list[int], NDArray[np.float32]]], reference: PreTrainedModel) -> None:
+    for history, row in rows:
+        with torch.inference_mode():
+            ids = torch.tensor([history], device=reference.device)
+            expected = reference(ids).logits[0, -1].float().cpu().numpy()
+        assert np.abs(row - expected).max() < TOLERANCE * np.abs(expected).max()
 
 
 def test_the_logits_lie_on_the_device(device, memory, tmp_path):
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     file = write_graph(source, tmp_path / "graph", precision="fp16").folder / "model.onnx"
-    logits = OnnxLogits(file, num_slots=2, max_length=64, memory=memory)
-    rows = logits.prefill([[3, 4]], first_slot=0, past=0)
+    logits = OnnxLogits(file, max_num_seqs=2, max_length=64, memory=memory)
+    rows = logits.forward(
+        ForwardBatch(
+            token_ids=np.array([3, 4]),
+            positions=np.array([0, 1]),
+            query_start_loc=np.array([0, 2], np.int32),
+            num_computed_tokens=np.array([0], np.int32),
+            block_table=np.array([[0]], np.int32),
+            logits_indices=np.array([1]),
+        )
+    )
     assert rows.device == torch.device(device)
     assert rows.dtype == torch.float32
     assert torch.from_dlpack(rows).data_ptr() == rows.data_ptr()
@@ -117,4 +102,4 @@ def test_what_cuda_has_no_attention_for_is_refused_at_load(model, device, memory
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama" if model == "fp32" else model])
     file = write_graph(source, tmp_path / "graph", precision=precision).folder / "model.onnx"
     with pytest.raises(RepositoryError, match="on cuda"):
-        OnnxLogits(file, num_slots=2, max_length=64, memory=memory)
+        OnnxLogits(file, max_num_seqs=2, max_length=64, memory=memory)

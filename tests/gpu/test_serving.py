@@ -33,7 +33,7 @@ def on_device(device: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             patch.setattr(logits_placement, "num_gpus", lambda: 1)
-            patch.setattr(logits_placement, "_obstacle", lambda _: None)
+            patch.setattr(logits_placement, "_obstacle", lambda *_: None)
             patch.setattr(logits_runtime, "_memory", lambda _: DeviceMemory("cpu"))
         yield
 

@@ -9,17 +9,15 @@ import pytest
 
 from genserve import LLM
 from genserve.backends.backend import Placement
-from genserve.backends.logits_onnx import OnnxLogits
 from genserve.config.fault import Severity
 from genserve.errors import GenserveError
 from genserve.repository.check import repository_faults
 from genserve.repository.drafting import load_drafting
 from genserve.repository.index import scan
-from genserve.repository.logits_runtime import logits_file
 from genserve.repository.repository import Repository
 from genserve.text.tokenizer import Tokenizer
 from tests.checkpoints import tiny_tokenizer
-from tests.fakes.logits import CachedLogits
+from tests.fakes.logits import PagedLogits
 
 PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
 
@@ -33,10 +31,10 @@ OPTIONS = (
 
 
 def speculating(repository: Path, root: Path, **parameters: str) -> Path:
-    """A copy of the repository with these parameters of `tiny`, prompt lookup if there are none."""
+    """A copy of the repository with these parameters of `tiny`."""
     shutil.copytree(repository, root)
     config = root / "tiny_logits" / "config.pbtxt"
-    for name, value in (parameters or {"speculation": "prompt_lookup"}).items():
+    for name, value in parameters.items():
         add_parameter(config, name, value)
     return root
 
@@ -46,10 +44,10 @@ def add_parameter(config: Path, name: str, value: str) -> None:
     config.write_text(config.read_text() + parameter)
 
 
-@pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
+@pytest.mark.parametrize("parameter", [{}, {"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
 def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
     with (
-        LLM(tiny_repository) as plain,
+        LLM(speculating(tiny_repository, tmp_path / "plain", speculation="none")) as plain,
         LLM(speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
     ):
         for options in OPTIONS:
@@ -100,13 +98,6 @@ def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
     assert fault.message in caplog.text
 
 
-def test_an_export_that_has_no_graph_for_it_is_refused(tiny_repository, tmp_path):
-    root = speculating(tiny_repository, tmp_path / "models")
-    (root / "tiny_logits" / "1" / "verification.onnx").unlink()
-    with pytest.raises(GenserveError, match=r"verification.onnx is missing"):
-        LLM(root)
-
-
 def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
     root = speculating(tiny_repository, tmp_path / "models", draft_model="other")
     for stage in ("", "_tokenizer", "_logits", "_decoder"):
@@ -118,10 +109,43 @@ def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
         LLM(root, "tiny")
 
 
-@pytest.mark.parametrize("kind", ["CPU", "GPU"])
-def test_only_graphs_of_ours_on_the_cpu_speculate(tiny_repository, tmp_path, kind):
-    entry = scan([speculating(tiny_repository, tmp_path / "models")])["tiny_logits"]
-    tokenizer = Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1")
-    logits = OnnxLogits(logits_file(entry), num_slots=1) if kind == "GPU" else CachedLogits()
-    with pytest.raises(GenserveError, match="tiny_logits cannot speculate"):
-        load_drafting(entry, logits, {}, tokenizer=tokenizer, placement=Placement(name="there", kind=kind))
+@pytest.mark.parametrize(
+    ("parameters", "kind", "drafts"),
+    [
+        ({}, "CPU", True),
+        ({}, "GPU", False),
+        ({"speculation": "prompt_lookup"}, "GPU", True),
+        ({"speculation": "none"}, "CPU", False),
+        ({"speculation": "none", "draft_model": "tiny"}, "CPU", False),
+    ],
+)
+def test_prompts_are_looked_up_on_the_cpu_unless_the_config_says_otherwise(
+    tiny_repository, tmp_path, parameters, kind, drafts
+):
+    assert has_drafts(speculating(tiny_repository, tmp_path / "models", **parameters), kind=kind) is drafts
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("onnxruntime", "pytorch"),
+        (" use_same_buffer_for_input_output: true", ""),    # copied at each step
+        ("past_key_values", "hidden"),                      # no cache
+    ],
+)
+def test_other_runtimes_draft_only_if_they_are_asked_to(tiny_repository, tmp_path, old, new):
+    for parameters in ({}, {"speculation": "prompt_lookup"}):
+        root = speculating(tiny_repository, tmp_path / str(len(parameters)), **parameters)
+        config = root / "tiny_logits" / "config.pbtxt"
+        config.write_text(config.read_text().replace(old, new))
+        assert has_drafts(root, kind="CPU") is bool(parameters)
+
+
+def has_drafts(root: Path, *, kind: str) -> bool:
+    entries = scan([root])
+    tokenizer = Tokenizer.from_folder(root / "tiny_tokenizer" / "1")
+    placement = Placement(name="there", kind=kind)
+    found = load_drafting(
+        entries["tiny_logits"], PagedLogits(), entries, tokenizer=tokenizer, placement=placement
+    )
+    return found is not None

@@ -24,11 +24,19 @@ def stage(tiny_repository: Path, tmp_path: Path):
     shutil.copytree(tiny_repository, tmp_path / "models")
 
     def entry(
-        text: str = "", *, fp16: bool = False, backend: str = "onnxruntime", grows: bool = False
+        text: str = "",
+        *,
+        fp16: bool = False,
+        precision: str = "fp16",
+        backend: str = "onnxruntime",
+        grows: bool = False,
     ):
         config = tmp_path / "models" / "tiny_logits" / "config.pbtxt"
         before, states, after = config.read_text().replace("onnxruntime", backend).partition(STATES)
-        after = after.replace(*HALF) if fp16 else after
+        if fp16:
+            after = after.replace(*HALF)
+            parity = tmp_path / "models" / "tiny_logits" / "1" / "parity.json"
+            parity.write_text(parity.read_text().replace('"fp32"', f'"{precision}"'))
         after = after.replace("use_same_buffer_for_input_output: true", "") if grows else after
         config.write_text(before + states + after + text)
         return scan([tmp_path / "models"])["tiny_logits"]
@@ -85,7 +93,8 @@ def test_a_config_for_the_cpu_stays_there(stage, machine):
 @pytest.mark.parametrize(
     ("logits", "providers", "words"),
     [
-        ({"fp16": False}, CUDA, "float16 alone"),
+        ({"fp16": False}, CUDA, "in fp32 with a KV cache of TYPE_FP32, and CUDA has"),
+        ({"fp16": True, "precision": "int8"}, CUDA, "in int8 with a KV cache of TYPE_FP16, and CUDA has"),
         ({"fp16": True}, (), "ONNX Runtime is the one for CPUs"),
         ({"fp16": True}, CUDA, "finds no CUDA"),
         ({"backend": "pytorch"}, (), "finds no CUDA"),

@@ -56,7 +56,7 @@ def test_what_the_cache_cannot_hold_is_not_tried(stage: ModelEntry) -> None:
     assert {s.setting.batch_size for s in taken} == {1, 2}
 
 
-def test_a_context_is_no_longer_than_a_slot(stage: ModelEntry) -> None:
+def test_a_context_is_no_longer_than_a_sequence_can_be(stage: ModelEntry) -> None:
     plan = replace(PLAN, contexts=(64, 300, 400))
     assert {s.context for s in samples(stage, plan, budget_s=0, too_long_s=0)} == {64, 255}
 

@@ -1,0 +1,161 @@
+// instruction_set.hpp: what differs between the libraries: the product of four int8 values, and the sizes of tiles.
+//
+// To add an instruction set: a branch here with the names below, and a line in build.py and in __init__.py.
+//
+//   dot(sums, w, x)   adds to each of 16 sums the product of four weights with four inputs:
+//
+//        w   64 bytes: 16 outputs x 4 inputs       | w00 w01 w02 w03 | w10 w11 w12 w13 | ... | w150 w151 w152 w153 |
+//        x   4 bytes: the same four for all        | x0  x1  x2  x3  |
+//        sums[i] += wi0 * x0 + wi1 * x1 + wi2 * x2 + wi3 * x3
+//
+//   Int8Weights        64 weights of 8 bits (stored as q + 128), made from memory once and used for all rows of a tile
+//   kInt8Offset        what dot() sees is q + kInt8Offset: its sums begin at -kInt8Offset times the sum of the inputs
+//   Int4Weights        64 weights of 4 bits, one in each byte (q + 8); dot() sees them so
+//   kGroups            groups of 16 outputs that a tile computes at once, of the two of a panel
+//   kInt8Rows, kBlockRows, kFloatRows      rows of a tile at most: as many as the registers hold sums for
+#pragma once
+
+#include "vector.hpp"
+
+namespace genserve {
+
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+
+constexpr int kInt4Offset = 8;
+
+GENSERVE_INLINE u8x64 load_bytes(const uint8_t* from) {
+  u8x64 v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+#if defined(__AVX512VNNI__)
+
+constexpr const char* kInstructionSet = "avx512vnni";
+constexpr int kGroups = 2, kInt8Rows = 12, kBlockRows = 6, kFloatRows = 12;  // 32 registers of 16 lanes
+
+constexpr int kInt8Offset = 128;  // vpdpbusd multiplies unsigned with signed bytes
+typedef u8x64 Int8Weights, Int4Weights;
+GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
+GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
+GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
+  return (u32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+}
+
+#elif defined(__AVX2__)
+
+struct Halves {  // a vector as the two registers that it is
+  __m256i low, high;
+};
+template <class V>
+GENSERVE_INLINE Halves halves(V v) {
+  return __builtin_bit_cast(Halves, v);
+}
+
+#if defined(__AVXVNNI__)
+
+constexpr const char* kInstructionSet = "avxvnni";
+constexpr int kGroups = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6;  // 16 registers of 8 lanes
+
+constexpr int kInt8Offset = 128;
+typedef u8x64 Int8Weights, Int4Weights;
+GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
+GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
+GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
+  const Halves a = halves(sums), b = halves(w);
+  const __m256i four = _mm256_set1_epi32(x);
+  return __builtin_bit_cast(
+      u32x16, Halves{_mm256_dpbusd_avx_epi32(a.low, b.low, four), _mm256_dpbusd_avx_epi32(a.high, b.high, four)});
+}
+
+#else
+
+constexpr const char* kInstructionSet = "avx2";
+constexpr int kGroups = 1, kInt8Rows = 4, kBlockRows = 4, kFloatRows = 6;
+
+// vpmaddubsw adds two products of an unsigned and a signed byte in 16 bits, and saturates: so the weight's sign goes
+// to the input, and 2 * 128 * 127 fits.
+constexpr int kInt8Offset = 0;
+struct Int8Weights {
+  Halves size, sign;
+};
+struct Int4Weights {
+  Halves size;
+};
+GENSERVE_INLINE Int8Weights int8_weights(u8x64 bytes) {
+  const Halves sign = halves(bytes ^ 0x80);
+  return {{_mm256_abs_epi8(sign.low), _mm256_abs_epi8(sign.high)}, sign};
+}
+GENSERVE_INLINE Int4Weights int4_weights(u8x64 bytes) { return {halves(bytes)}; }
+GENSERVE_INLINE __m256i add_pairs(__m256i sums, __m256i pairs) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+GENSERVE_INLINE u32x16 dot(u32x16 sums, const Int8Weights& w, int32_t x) {
+  const Halves a = halves(sums);
+  const __m256i four = _mm256_set1_epi32(x);
+  const __m256i low = _mm256_maddubs_epi16(w.size.low, _mm256_sign_epi8(four, w.sign.low));
+  const __m256i high = _mm256_maddubs_epi16(w.size.high, _mm256_sign_epi8(four, w.sign.high));
+  return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
+}
+GENSERVE_INLINE u32x16 dot(u32x16 sums, const Int4Weights& w, int32_t x) {  // 2 * 15 * 127 fits by itself
+  const Halves a = halves(sums);
+  const __m256i four = _mm256_set1_epi32(x);
+  const __m256i low = _mm256_maddubs_epi16(w.size.low, four), high = _mm256_maddubs_epi16(w.size.high, four);
+  return __builtin_bit_cast(u32x16, Halves{add_pairs(a.low, low), add_pairs(a.high, high)});
+}
+
+#endif
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr const char* kInstructionSet = "neon";
+constexpr int kGroups = 1, kInt8Rows = 6, kBlockRows = 4, kFloatRows = 6;  // 32 registers of 4 lanes
+
+constexpr int kInt8Offset = 0;  // sdot multiplies signed bytes
+struct Quarters {
+  int8x16_t bytes[4];
+};
+struct SumQuarters {
+  int32x4_t sums[4];
+};
+typedef Quarters Int8Weights, Int4Weights;
+GENSERVE_INLINE Quarters int8_weights(u8x64 bytes) { return __builtin_bit_cast(Quarters, bytes ^ 0x80); }
+GENSERVE_INLINE Quarters int4_weights(u8x64 bytes) { return __builtin_bit_cast(Quarters, bytes); }
+GENSERVE_INLINE u32x16 dot(u32x16 sums, const Quarters& w, int32_t x) {
+  const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(x));
+  SumQuarters a = __builtin_bit_cast(SumQuarters, sums);
+  for (int i = 0; i < 4; i++) a.sums[i] = vdotq_s32(a.sums[i], w.bytes[i], four);
+  return __builtin_bit_cast(u32x16, a);
+}
+
+#else
+
+constexpr const char* kInstructionSet = "portable";
+constexpr int kGroups = 1, kInt8Rows = 2, kBlockRows = 2, kFloatRows = 2;
+
+constexpr int kInt8Offset = 128;
+typedef u8x64 Int8Weights, Int4Weights;
+GENSERVE_INLINE u8x64 int8_weights(u8x64 bytes) { return bytes; }
+GENSERVE_INLINE u8x64 int4_weights(u8x64 bytes) { return bytes; }
+GENSERVE_INLINE u32x16 dot(u32x16 sums, u8x64 w, int32_t x) {
+#if defined(__x86_64__)  // SSE2, which all have, multiplies 16 bits: first bytes 0 and 2, then 1 and 3
+  const __m128i bytes = _mm_set1_epi16(0x00ff);
+  const __m128i four = _mm_set1_epi32(x), odd = _mm_srai_epi16(four, 8);
+  const __m128i even = _mm_srai_epi16(_mm_slli_epi16(four, 8), 8);
+  for (int i = 0; i < 4; i++) {
+    __m128i part, total;
+    memcpy(&part, (const char*)&w + 16 * i, 16);
+    memcpy(&total, (const char*)&sums + 16 * i, 16);
+    total = _mm_add_epi32(total, _mm_madd_epi16(_mm_and_si128(part, bytes), even));
+    total = _mm_add_epi32(total, _mm_madd_epi16(_mm_srli_epi16(part, 8), odd));
+    memcpy((char*)&sums + 16 * i, &total, 16);
+  }
+#else
+  for (int i = 0; i < 4; i++) sums += ((u32x16)w >> (8 * i) & 255u) * (uint32_t)(int8_t)((uint32_t)x >> (8 * i));
+#endif
+  return sums;
+}
+
+#endif
+
+}  // namespace genserve

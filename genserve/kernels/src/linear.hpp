@@ -1,0 +1,569 @@
+// linear.hpp: the operator Linear,  y = activation(norm(x) W^T + bias) + residual.
+//
+// The weights of 32 outputs make a panel, which is read once from beginning to end. A tile multiplies a panel with a
+// few rows of x, its sums in registers. For weights of 8 bits a panel is
+//
+//                  output 0       output 1            output 31
+//     inputs 0-3   | q q q q |    | q q q q |   ...   | q q q q |     128 bytes: two steps of dot()
+//     inputs 4-7   | q q q q |    | q q q q |   ...   | q q q q |
+//     ...
+//
+// for 4 bits the same with two inputs in each byte (low half: inputs 8g .. 8g+3, high half: 8g+4 .. 8g+7), and for
+// float32 one line of 32 floats for each input. In a gated layer a panel holds 16 gates and then the 16 values that
+// they let through, so that a tile has both. packing.py writes panels.
+//
+// Rows of x are normalised and rounded to int8 on the way: with one scale for the row ("int8"), or one for each block
+// of inputs ("int8_block": 64, "int4_block": 32), in which case the weights have a scale for each output and block too.
+//
+// An output's bits depend on its row alone. Sums of integers are exact in any order; floats are added in the order of
+// the inputs, in one chain for each output, however many rows a tile has and whoever computes it.
+#pragma once
+
+#include <math.h>
+
+#include "instruction_set.hpp"
+#include "team.hpp"
+#include "tensor.hpp"
+
+namespace genserve {
+
+constexpr int kPanel = 32;       // outputs of a panel
+constexpr int kInt8Block = 64;   // inputs of a block, and what inputs of 8-bit weights are padded to
+constexpr int kInt4Block = 32;
+constexpr int kChunkRows = 96;   // rows of a chunk at most: they stay in the second cache while a panel passes
+constexpr int64_t kMaxInt8Inputs = 1 << 17;  // 2^17 * 127 * 127 is below 2^31
+
+enum class WeightFormat : int32_t { kInt8, kInt8Block, kInt4Block, kFloat32 };
+enum class Norm : int32_t { kNone, kRms, kLayer };
+enum class Activation : int32_t { kNone, kSilu, kGelu, kGeluTanh, kRelu };
+
+struct LinearAttributes {
+  int64_t in_features;
+  int64_t out_features;  // of a gated layer: gates and values together
+  WeightFormat weight_format;
+  Norm norm;
+  Activation activation;
+  int32_t gated;
+  float epsilon;
+  float softcap;  // 0: none
+};
+
+struct LinearInputs {
+  Tensor x, weight, scales, bias, norm_weight, norm_bias, residual;
+};
+
+// Sizes that follow from the attributes.
+struct LinearSizes {
+  int64_t outputs;       // columns of y
+  int64_t panels;
+  int64_t inputs;        // with padding
+  int64_t blocks;        // scales of a row
+  int64_t panel_bytes;
+
+  explicit LinearSizes(const LinearAttributes& a) {
+    outputs = a.gated ? a.out_features / 2 : a.out_features;
+    const int64_t per_panel = a.gated ? kPanel / 2 : kPanel;
+    panels = (outputs + per_panel - 1) / per_panel;
+    const int64_t multiple = a.weight_format == WeightFormat::kFloat32     ? 1
+                             : a.weight_format == WeightFormat::kInt4Block ? kInt4Block
+                                                                           : kInt8Block;
+    inputs = (a.in_features + multiple - 1) / multiple * multiple;
+    blocks = a.weight_format == WeightFormat::kInt8Block   ? inputs / kInt8Block
+             : a.weight_format == WeightFormat::kInt4Block ? inputs / kInt4Block
+                                                           : 1;
+    panel_bytes = inputs * kPanel;
+    if (a.weight_format == WeightFormat::kInt4Block) panel_bytes /= 2;
+    if (a.weight_format == WeightFormat::kFloat32) panel_bytes *= sizeof(float);
+  }
+};
+
+// Whether weights and attributes fit each other.
+inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Error& error) {
+  const LinearSizes sizes(a);
+  const Type f32 = Type::kFloat32;
+  if (a.in_features < 1 || a.out_features < 1 || (a.gated && a.out_features % 2 != 0)) {
+    return error.set("in_features %lld and out_features %lld make no layer", (long long)a.in_features,
+                     (long long)a.out_features);
+  }
+  bool good = true;
+  switch (a.weight_format) {
+    case WeightFormat::kInt8:
+      if (sizes.inputs > kMaxInt8Inputs) {
+        return error.set("in_features %lld: sums of \"int8\" hold %lld; use \"int8_block\"", (long long)a.in_features,
+                         (long long)kMaxInt8Inputs);
+      }
+      good = check(in.weight, "weight", Type::kUint8, error, sizes.panels, sizes.inputs / 4, kPanel, 4) &&
+             check(in.scales, "scales", f32, error, sizes.panels, kPanel);
+      break;
+    case WeightFormat::kInt8Block:
+      good = check(in.weight, "weight", Type::kUint8, error, sizes.panels, sizes.inputs / 4, kPanel, 4) &&
+             check(in.scales, "scales", f32, error, sizes.panels, sizes.blocks, kPanel);
+      break;
+    case WeightFormat::kInt4Block:
+      good = check(in.weight, "weight", Type::kUint8, error, sizes.panels, sizes.inputs / 8, kPanel, 4) &&
+             check(in.scales, "scales", f32, error, sizes.panels, sizes.blocks, kPanel);
+      break;
+    case WeightFormat::kFloat32:
+      if (in.scales.present()) return error.set("weights of float32 have no scales");
+      good = check(in.weight, "weight", f32, error, sizes.panels, sizes.inputs, kPanel);
+      break;
+  }
+  good = good && check_optional(in.bias, "bias", f32, error, a.out_features);
+  if (!good) return false;
+  if (a.norm == Norm::kNone && (in.norm_weight.present() || in.norm_bias.present())) {
+    return error.set("norm_weight or norm_bias is given and norm is \"\"");
+  }
+  if (a.norm == Norm::kRms && in.norm_bias.present()) return error.set("norm \"rms\" has no norm_bias");
+  if (a.norm == Norm::kRms && !in.norm_weight.present()) return error.set("norm_weight is missing");
+  return check_optional(in.norm_weight, "norm_weight", f32, error, a.in_features) &&
+         check_optional(in.norm_bias, "norm_bias", f32, error, a.in_features);
+}
+
+inline bool check_rows(const LinearAttributes& a, const LinearInputs& in, Error& error) {
+  return check(in.x, "x", Type::kFloat32, error, kAny, a.in_features) &&
+         check_optional(in.residual, "residual", Type::kFloat32, error, in.x.shape[0], LinearSizes(a).outputs);
+}
+
+// ------------------------------------------------------------------------------------------- rows: norm and rounding
+
+// The values of a row behind its norm, computed anew each time they are asked for: that is cheaper than to keep them.
+template <Norm norm>
+struct NormedRow {
+  const float* x;
+  const float* weight;
+  const float* bias;
+  float mean = 0.0f, inverse = 1.0f;
+
+  NormedRow(const float* x, const float* weight, const float* bias, int64_t n, float epsilon)
+      : x(x), weight(weight), bias(bias) {
+    if constexpr (norm == Norm::kNone) return;
+    if constexpr (norm == Norm::kLayer) {
+      f32x16 total{};
+      for (int64_t i = 0; i < n; i += kLanes) total += load_first(x + i, n - i);
+      mean = sum(total) / (float)n;
+    }
+    f32x16 squares{};
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const f32x16 v = centred(i, n - i);
+      squares = fma(v, v, squares);
+    }
+    inverse = 1.0f / sqrtf(sum(squares) / (float)n + epsilon);
+  }
+
+  // Sixteen values from position i; of those that the row does not have, beyond `count`, zeros.
+  __attribute__((always_inline)) f32x16 get(int64_t i, int64_t count) const {
+    if constexpr (norm == Norm::kNone) return load_first(x + i, count);
+    const f32x16 scaled = centred(i, count) * inverse;
+    const f32x16 weighted = weight == nullptr ? scaled : scaled * load_first(weight + i, count);
+    return bias == nullptr ? weighted : weighted + load_first(bias + i, count);
+  }
+
+  __attribute__((always_inline)) f32x16 centred(int64_t i, int64_t count) const {
+    const f32x16 v = load_first(x + i, count);
+    if constexpr (norm != Norm::kLayer) return v;
+    return count < kLanes ? keep_first(v - mean, count) : v - mean;
+  }
+};
+
+// Rows as a tile reads them: of int8 with scales and sums, or of floats as they are.
+struct InputRows {
+  const int8_t* q;        // [rows, stride]
+  const float* values;    // [rows, stride], where weights are float32
+  int64_t stride;
+  const float* scales;    // [rows, blocks]
+  const int32_t* sums;    // [rows, blocks]: of the q of a block
+  int64_t blocks;
+};
+
+// Rounds inputs [from, to) of a row with one scale, and fills q up to `end` with zeros.
+template <class Row>
+inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, int8_t* q, float* scale, int32_t* total) {
+  i32x16 largest{};  // as integers the sizes of floats have the same order, and NaN is above infinity
+  for (int64_t i = from; i < to; i += kLanes) largest = max(largest, (i32x16)abs(row.get(i, to - i)));
+  const float top = __builtin_bit_cast(float, maximum(largest));
+  constexpr float kLeast = 1e-36f;  // 127 / top is finite
+  if (!(top >= kLeast && top <= __FLT_MAX__)) {
+    memset(q + from, 0, (size_t)(end - from));
+    *scale = top < kLeast ? 0.0f : __builtin_nanf("");  // infinity or NaN in x: every output that reads it is NaN
+    *total = 0;
+    return;
+  }
+  const f32x16 inverse = broadcast(127.0f / top);
+  i32x16 sums{};
+  for (int64_t i = from; i < to; i += kLanes) {
+    const i32x16 v = round_to_int(row.get(i, to - i), inverse);
+    sums += v;
+    store(q + i, v);  // beyond the row are zeros, and `end` is a multiple of sixteen
+  }
+  const int64_t written = from + (to - from + kLanes - 1) / kLanes * kLanes;
+  memset(q + written, 0, (size_t)(end - written));
+  *scale = top / 127.0f;
+  *total = sum(sums);
+}
+
+// ------------------------------------------------------------------------------------------- tiles
+
+typedef f32x16 Outputs[2];  // 32 outputs of a row
+
+GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
+  int32_t v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// Rows of a tile, three to a pointer: x86 reaches p, p + stride and p + 2 stride in one instruction, and so twelve
+// rows take four registers.
+template <class T, int kRows>
+struct RowPointers {
+  const T* thirds[(kRows + 2) / 3];
+  int64_t stride;
+
+  RowPointers(const T* first, int64_t stride) : stride(stride) {
+    GENSERVE_UNROLL
+    for (int i = 0; i < (kRows + 2) / 3; i++) thirds[i] = first + 3 * i * stride;
+  }
+  __attribute__((always_inline)) const T* at(int row) const { return thirds[row / 3] + row % 3 * stride; }
+  __attribute__((always_inline)) void advance(int64_t by) {
+    GENSERVE_UNROLL
+    for (int i = 0; i < (kRows + 2) / 3; i++) thirds[i] += by;
+  }
+};
+
+// The next panel goes to the second cache while the first rows pass this one; a few rows alone read as fast as memory
+// gives, and fetch a little ahead of themselves.
+template <int kRows>
+GENSERVE_INLINE void prefetch(const void* weights, int64_t panel_bytes, bool first_rows) {
+  if constexpr (kRows <= 2) {
+    __builtin_prefetch(static_cast<const char*>(weights) + 4096, 0, 3);
+  } else if (first_rows) {
+    __builtin_prefetch(static_cast<const char*>(weights) + panel_bytes, 0, 2);
+  }
+}
+
+struct Int8Format {
+  static constexpr int kRowsOfTile = kInt8Rows;
+
+  template <int kRows>
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
+    constexpr int kChains = kRows <= 2 ? 4 : 1;  // few sums would wait for each other
+    for (int first = 0; first < 2; first += kGroups) {
+      u32x16 sums[kChains][kRows][kGroups];
+      GENSERVE_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) {
+          sums[0][r][g] = u32x16{} - (uint32_t)(kInt8Offset * x.sums[row + r]);
+          GENSERVE_UNROLL
+          for (int c = 1; c < kChains; c++) sums[c][r][g] = u32x16{};
+        }
+      }
+      const uint8_t* w = static_cast<const uint8_t*>(panel) + 64 * first;
+      const uint8_t* const end = w + panel_bytes;
+      RowPointers<int8_t, kRows> rows(x.q + row * x.stride, x.stride);
+      for (; w != end; w += 128 * kChains) {
+        GENSERVE_UNROLL
+        for (int c = 0; c < kChains; c++) {
+          Int8Weights weights[kGroups];
+          GENSERVE_UNROLL
+          for (int g = 0; g < kGroups; g++) {
+            weights[g] = int8_weights(load_bytes(w + 128 * c + 64 * g));
+            prefetch<kRows>(w + 128 * c + 64 * g, panel_bytes, row == 0);
+          }
+          GENSERVE_UNROLL
+          for (int r = 0; r < kRows; r++) {
+            const int32_t inputs = four_bytes(rows.at(r) + 4 * c);
+            GENSERVE_UNROLL
+            for (int g = 0; g < kGroups; g++) sums[c][r][g] = dot(sums[c][r][g], weights[g], inputs);
+          }
+        }
+        rows.advance(4 * kChains);
+      }
+      GENSERVE_UNROLL
+      for (int g = 0; g < kGroups; g++) {
+        const f32x16 scale = load(scales + kLanes * (first + g));
+        GENSERVE_UNROLL
+        for (int r = 0; r < kRows; r++) {
+          u32x16 total = sums[0][r][g];
+          GENSERVE_UNROLL
+          for (int c = 1; c < kChains; c++) total += sums[c][r][g];
+          y[r][first + g] = __builtin_convertvector((i32x16)total, f32x16) * (scale * x.scales[row + r]);
+        }
+      }
+    }
+  }
+};
+
+// Weights with a scale for each block of inputs: integers inside a block, floats from block to block.
+template <int kBits>
+struct BlockFormat {
+  static constexpr int kRowsOfTile = kBlockRows;
+  static constexpr int kInputs = kBits == 8 ? kInt8Block : kInt4Block;       // of a block
+  static constexpr int kInputsOfStep = kBits == 8 ? 4 : 8;                   // in the 128 bytes of a step
+  static constexpr int kOffset = kBits == 8 ? kInt8Offset : kInt4Offset;
+
+  template <int kRows>
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
+    for (int first = 0; first < 2; first += kGroups) {
+      f32x16 totals[kRows][kGroups];
+      GENSERVE_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) totals[r][g] = f32x16{};
+      }
+      const uint8_t* w = static_cast<const uint8_t*>(panel) + 64 * first;
+      const float* scale = scales + kLanes * first;
+      const float* x_scale = x.scales + row * x.blocks;
+      const int32_t* x_sum = x.sums + row * x.blocks;
+      RowPointers<int8_t, kRows> rows(x.q + row * x.stride, x.stride);
+      for (int64_t block = 0; block < x.blocks; block++, scale += kPanel, x_scale++, x_sum++) {
+        u32x16 sums[kRows][kGroups];
+        GENSERVE_UNROLL
+        for (int r = 0; r < kRows; r++) {
+          GENSERVE_UNROLL
+          for (int g = 0; g < kGroups; g++) sums[r][g] = u32x16{} - (uint32_t)(kOffset * x_sum[r * x.blocks]);
+        }
+        for (int step = 0; step < kInputs / kInputsOfStep; step++, w += 128) {
+          GENSERVE_UNROLL
+          for (int part = 0; part < kInputsOfStep / 4; part++) {
+            GENSERVE_UNROLL
+            for (int g = 0; g < kGroups; g++) {
+              const u8x64 bytes = load_bytes(w + 64 * g);
+              if (part == 0) prefetch<kRows>(w + 64 * g, panel_bytes, row == 0);
+              GENSERVE_UNROLL
+              for (int r = 0; r < kRows; r++) {
+                const int32_t inputs = four_bytes(rows.at(r) + 4 * part);
+                if constexpr (kBits == 8) {
+                  sums[r][g] = dot(sums[r][g], int8_weights(bytes), inputs);
+                } else {
+                  sums[r][g] = dot(sums[r][g], int4_weights(part == 0 ? bytes & 15 : bytes >> 4), inputs);
+                }
+              }
+            }
+          }
+          rows.advance(kInputsOfStep);
+        }
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) {
+          const f32x16 weight_scale = load(scale + kLanes * g);
+          GENSERVE_UNROLL
+          for (int r = 0; r < kRows; r++) {
+            const f32x16 integers = __builtin_convertvector((i32x16)sums[r][g], f32x16);
+            totals[r][g] = fma(integers, weight_scale * x_scale[r * x.blocks], totals[r][g]);
+          }
+        }
+      }
+      GENSERVE_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) y[r][first + g] = totals[r][g];
+      }
+    }
+  }
+};
+
+struct Float32Format {
+  static constexpr int kRowsOfTile = kFloatRows;
+
+  template <int kRows>
+  static void tile(const InputRows& x, int64_t row, const void* panel, const float*, int64_t panel_bytes, Outputs* y) {
+    for (int first = 0; first < 2; first += kGroups) {
+      f32x16 sums[kRows][kGroups];
+      GENSERVE_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) sums[r][g] = f32x16{};
+      }
+      const float* w = static_cast<const float*>(panel) + kLanes * first;
+      const float* const end = w + panel_bytes / sizeof(float);
+      RowPointers<float, kRows> rows(x.values + row * x.stride, x.stride);
+      for (; w != end; w += kPanel) {
+        f32x16 weights[kGroups];
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) {
+          weights[g] = load(w + kLanes * g);
+          prefetch<kRows>(w + kLanes * g, panel_bytes, row == 0);
+        }
+        GENSERVE_UNROLL
+        for (int r = 0; r < kRows; r++) {
+          const float input = *rows.at(r);
+          GENSERVE_UNROLL
+          for (int g = 0; g < kGroups; g++) sums[r][g] = fma(input, weights[g], sums[r][g]);
+        }
+        rows.advance(1);
+      }
+      GENSERVE_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        GENSERVE_UNROLL
+        for (int g = 0; g < kGroups; g++) y[r][first + g] = sums[r][g];
+      }
+    }
+  }
+};
+
+// A tile of `rows` (1 to kRows) rows.
+template <class Format, int kRows = Format::kRowsOfTile>
+inline void multiply(int rows, const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes,
+                     Outputs* y) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return multiply<Format, kRows - 1>(rows, x, row, panel, scales, panel_bytes, y);
+  }
+  Format::template tile<kRows>(x, row, panel, scales, panel_bytes, y);
+}
+
+// ------------------------------------------------------------------------------------------- the operator
+
+GENSERVE_INLINE f32x16 activate(Activation activation, f32x16 v) {
+  switch (activation) {
+    case Activation::kNone: return v;
+    case Activation::kSilu: return silu(v);
+    case Activation::kGelu: return gelu(v);
+    case Activation::kGeluTanh: return gelu_tanh(v);
+    case Activation::kRelu: return relu(v);
+  }
+  return v;
+}
+
+class Linear {
+ public:
+  Linear(const LinearAttributes& attributes, const LinearInputs& inputs, float* y)
+      : a_(attributes), in_(inputs), sizes_(attributes), y_(y), num_rows_(inputs.x.shape[0]) {}
+
+  // Computes y [T, outputs] from inputs that were checked.
+  bool compute(const Threads& threads, Error& error) {
+    const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
+    const size_t bytes_of_input = a_.weight_format == WeightFormat::kFloat32 ? sizeof(float) : sizeof(int8_t);
+    const size_t num_values = as_they_are ? 0 : (size_t)(num_rows_ * sizes_.inputs);
+    const size_t num_scales = (size_t)(num_rows_ * sizes_.blocks);
+    Scratch scratch(Scratch::bytes_of<char>(num_values * bytes_of_input) + Scratch::bytes_of<float>(num_scales) +
+                    Scratch::bytes_of<int32_t>(num_scales));
+    if (!scratch) return error.set("out of memory for %lld rows", (long long)num_rows_);
+    char* values = scratch.take<char>(num_values * bytes_of_input);
+    q_ = reinterpret_cast<int8_t*>(values);
+    normed_ = reinterpret_cast<float*>(values);
+    scales_ = scratch.take<float>(num_scales);
+    sums_ = scratch.take<int32_t>(num_scales);
+
+    // Few inputs are rounded before the other threads are called: it takes less time than to wait for each other.
+    const bool at_once = num_rows_ * sizes_.inputs <= 4096;
+    if (!as_they_are && at_once) prepare(0, num_rows_);
+    const int64_t row_chunks = as_they_are || at_once ? 0 : (num_rows_ + 3) / 4;
+
+    const int64_t row_groups = (num_rows_ + kChunkRows - 1) / kChunkRows;
+    const int64_t panels_of_chunk = panels_per_chunk(threads.count);
+    const int64_t panel_chunks = (sizes_.panels + panels_of_chunk - 1) / panels_of_chunk;
+    Team team;
+    auto work = [&] {
+      if (!team.has_chunks(1, row_groups * panel_chunks)) return;
+      team.run(0, row_chunks, [&](int64_t chunk) { prepare(4 * chunk, smaller(4 * chunk + 4, num_rows_)); });
+      team.run_last(1, row_groups * panel_chunks, [&](int64_t chunk) {
+        const int64_t group = chunk % row_groups, first = chunk / row_groups * panels_of_chunk;
+        const int64_t from = num_rows_ * group / row_groups, to = num_rows_ * (group + 1) / row_groups;
+        for (int64_t p = first; p < smaller(first + panels_of_chunk, sizes_.panels); p++) multiply_panel(p, from, to);
+      });
+    };
+    threads.run(row_groups * panel_chunks, work);
+    return true;
+  }
+
+ private:
+  static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  // A chunk is worth its hand-over, some 64 KiB of weights, and yet there are several for each thread.
+  int64_t panels_per_chunk(int threads) const {
+    const int64_t few = smaller(65536 / sizes_.panel_bytes, sizes_.panels / (8 * threads));
+    return few < 1 ? 1 : few;
+  }
+
+  // Rows [from, to) of x behind norm and rounding.
+  void prepare(int64_t from, int64_t to) {
+    for (int64_t row = from; row < to; row++) {
+      switch (a_.norm) {
+        case Norm::kNone: prepare_row<Norm::kNone>(row); break;
+        case Norm::kRms: prepare_row<Norm::kRms>(row); break;
+        case Norm::kLayer: prepare_row<Norm::kLayer>(row); break;
+      }
+    }
+  }
+
+  template <Norm norm>
+  void prepare_row(int64_t row) {
+    const int64_t n = a_.in_features, padded = sizes_.inputs, blocks = sizes_.blocks;
+    const NormedRow<norm> normed(in_.x.as<float>() + row * n, in_.norm_weight.as<float>(), in_.norm_bias.as<float>(), n,
+                                 a_.epsilon);
+    if (a_.weight_format == WeightFormat::kFloat32) {
+      for (int64_t i = 0; i < n; i += kLanes) store_first(normed_ + row * n + i, normed.get(i, n - i), n - i);
+      return;
+    }
+    const int64_t block = padded / blocks;
+    for (int64_t b = 0; b < blocks; b++) {
+      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, q_ + row * padded,
+                   scales_ + row * blocks + b, sums_ + row * blocks + b);
+    }
+  }
+
+  void multiply_panel(int64_t panel, int64_t from, int64_t to) {
+    switch (a_.weight_format) {
+      case WeightFormat::kInt8: return multiply_panel<Int8Format>(panel, from, to);
+      case WeightFormat::kInt8Block: return multiply_panel<BlockFormat<8>>(panel, from, to);
+      case WeightFormat::kInt4Block: return multiply_panel<BlockFormat<4>>(panel, from, to);
+      case WeightFormat::kFloat32: return multiply_panel<Float32Format>(panel, from, to);
+    }
+  }
+
+  // A panel by rows [from, to), in tiles of about equal heights.
+  template <class Format>
+  void multiply_panel(int64_t panel, int64_t from, int64_t to) {
+    const bool as_they_are = a_.weight_format == WeightFormat::kFloat32 && a_.norm == Norm::kNone;
+    const InputRows rows{q_ + from * sizes_.inputs,
+                    (as_they_are ? in_.x.as<float>() : normed_) + from * sizes_.inputs,
+                    sizes_.inputs,
+                    scales_ + from * sizes_.blocks,
+                    sums_ + from * sizes_.blocks,
+                    sizes_.blocks};
+    const char* weights = in_.weight.as<char>() + panel * sizes_.panel_bytes;
+    const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
+    Outputs y[Format::kRowsOfTile];
+    int64_t tiles = (to - from + Format::kRowsOfTile - 1) / Format::kRowsOfTile;
+    for (int64_t row = 0; tiles > 0; tiles--) {
+      const int height = (int)((to - from - row + tiles - 1) / tiles);
+      multiply<Format>(height, rows, row, weights, scales, sizes_.panel_bytes, y);
+      finish(panel, from + row, height, y);
+      row += height;
+    }
+  }
+
+  // Bias, activation, gate, soft cap and residual of a tile, and its place in y.
+  void finish(int64_t panel, int64_t row, int height, const Outputs* y) {
+    const int64_t width = a_.gated ? kLanes : kPanel;
+    for (int64_t group = 0; group < width / kLanes; group++) {
+      const int64_t at = panel * width + group * kLanes;
+      const int64_t count = sizes_.outputs - at;
+      if (count <= 0) return;
+      const float* bias = in_.bias.as<float>();
+      const f32x16 bias_here = bias == nullptr ? f32x16{} : load_first(bias + at, count);
+      const f32x16 bias_up = bias == nullptr || !a_.gated ? f32x16{} : load_first(bias + sizes_.outputs + at, count);
+      for (int r = 0; r < height; r++) {
+        f32x16 v = y[r][group];
+        if (bias != nullptr) v += bias_here;
+        v = activate(a_.activation, v);
+        if (a_.gated) v *= bias == nullptr ? y[r][1] : y[r][1] + bias_up;
+        if (a_.softcap != 0.0f) v = a_.softcap * tanh(v / a_.softcap);
+        const int64_t place = (row + r) * sizes_.outputs + at;
+        if (in_.residual.present()) v += load_first(in_.residual.as<float>() + place, count);
+        store_first(y_ + place, v, count);
+      }
+    }
+  }
+
+  const LinearAttributes& a_;
+  const LinearInputs& in_;
+  const LinearSizes sizes_;
+  float* y_;
+  int64_t num_rows_;
+  int8_t* q_ = nullptr;
+  float* normed_ = nullptr;
+  float* scales_ = nullptr;
+  int32_t* sums_ = nullptr;
+};
+
+}  // namespace genserve

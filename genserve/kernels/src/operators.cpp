@@ -1,0 +1,199 @@
+// operators.cpp: what the library offers: operators to ONNX Runtime, and plain C functions to Python and to tests.
+
+#include "attention.hpp"
+#include "cpu.hpp"
+#include "linear.hpp"
+#include "logits.hpp"
+#include "ort_api.hpp"
+
+#define GENSERVE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace genserve {
+
+// ------------------------------------------------------------------------------------------- genserve.Linear
+
+constexpr ort::Port kLinearInputs[] = {
+    {Type::kFloat32, false},  // x [T, K]
+    {Type::kMissing, false},  // weight: uint8 or float32, panels
+    {Type::kFloat32, true},   // scales
+    {Type::kFloat32, true},   // bias [N]
+    {Type::kFloat32, true},   // norm_weight [K]
+    {Type::kFloat32, true},   // norm_bias [K]
+    {Type::kFloat32, true},   // residual [T, N]
+};
+constexpr ort::Port kLinearOutputs[] = {{Type::kFloat32, false}};
+constexpr size_t kNumLinearInputs = sizeof kLinearInputs / sizeof *kLinearInputs;
+
+// The words of the attributes, in the order of their enums.
+constexpr const char* kWeightFormats[] = {"int8", "int8_block", "int4_block", "float32"};
+constexpr const char* kNorms[] = {"", "rms", "layer"};
+constexpr const char* kActivations[] = {"", "silu", "gelu", "gelu_tanh", "relu"};
+
+// The inputs in their order; LinearInputs has nothing else.
+inline Tensor* begin(LinearInputs& inputs) { return &inputs.x; }
+static_assert(sizeof(LinearInputs) == kNumLinearInputs * sizeof(Tensor));
+
+struct LinearKernel {
+  static constexpr const char* kName = "genserve.Linear";
+  LinearAttributes attributes;
+  LinearInputs constants;  // what the graph holds: seen and checked once
+  size_t num_inputs;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    attributes.in_features = ort::attribute(info, "in_features", int64_t{0});
+    attributes.out_features = ort::attribute(info, "out_features", int64_t{0});
+    attributes.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
+    attributes.epsilon = ort::attribute(info, "epsilon", 1e-5f);
+    attributes.softcap = ort::attribute(info, "softcap", 0.0f);
+    return ort::attribute(info, "weight_format", kWeightFormats, attributes.weight_format, error) &&
+           ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
+           ort::attribute(info, "activation", kActivations, attributes.activation, error) &&
+           ort::constant_inputs(info, begin(constants), kNumLinearInputs, num_inputs, error) &&
+           (!constants.weight.present() || check_weights(attributes, constants, error));
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    LinearInputs inputs = constants;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error) || !check_weights(attributes, inputs, error) ||
+        !check_rows(attributes, inputs, error)) {
+      return false;
+    }
+    Tensor y;
+    const int64_t shape[] = {inputs.x.shape[0], LinearSizes(attributes).outputs};
+    return ort::allocate_output(context, 0, shape, 2, y, error) &&
+           Linear(attributes, inputs, y.as<float>()).compute(ort::threads_of(context), error);
+  }
+};
+
+// ------------------------------------------------------------------------------------------- genserve.PagedAttention
+
+constexpr ort::Port kAttentionInputs[] = {
+    {Type::kMissing, false},  // query [T, (Hq + 2 Hk) * D]: float32 or float16
+    {Type::kMissing, false},  // key_cache [num_blocks, block_size, Hk, D]: float32, float16 or int8
+    {Type::kMissing, false},  // value_cache
+    {Type::kInt32, false},    // cumulative_sequence_length [B + 1]
+    {Type::kInt32, false},    // past_seqlens [B]
+    {Type::kInt32, false},    // block_table [B, max_blocks]
+    {Type::kFloat32, true},   // cos_cache [positions, R / 2]
+    {Type::kFloat32, true},   // sin_cache
+    {Type::kFloat32, true},   // q_norm_weight [D]
+    {Type::kFloat32, true},   // k_norm_weight [D]
+    {Type::kFloat32, true},   // alibi_slopes [Hq]
+    {Type::kFloat32, true},   // key_scales [num_blocks, block_size, Hk]
+    {Type::kFloat32, true},   // value_scales
+    {Type::kInt32, true},     // attention_metadata: for CUDA
+};
+constexpr ort::Port kAttentionOutputs[] = {
+    {Type::kMissing, false},  // output [T, Hq * D]
+    {Type::kMissing, false},  // key_cache_out
+    {Type::kMissing, false},  // value_cache_out
+    {Type::kFloat32, true},   // key_scales_out
+    {Type::kFloat32, true},   // value_scales_out
+};
+constexpr size_t kNumAttentionInputs = sizeof kAttentionInputs / sizeof *kAttentionInputs;
+constexpr size_t kNumAttentionOutputs = sizeof kAttentionOutputs / sizeof *kAttentionOutputs;
+
+inline Tensor* begin(AttentionInputs& inputs) { return &inputs.query; }
+static_assert(sizeof(AttentionInputs) == kNumAttentionInputs * sizeof(Tensor));
+static_assert(sizeof(AttentionOutputs) == kNumAttentionOutputs * sizeof(Tensor));
+
+struct PagedAttentionKernel {
+  static constexpr const char* kName = "genserve.PagedAttention";
+  AttentionAttributes attributes;
+  AttentionInputs constants;
+  size_t num_inputs;
+
+  bool create(const ort::KernelInfo* info, Error& error) {
+    attributes.num_heads = ort::attribute(info, "num_heads", int64_t{0});
+    attributes.kv_num_heads = ort::attribute(info, "kv_num_heads", int64_t{0});
+    attributes.do_rotary = ort::attribute(info, "do_rotary", int64_t{0});
+    attributes.local_window_size = ort::attribute(info, "local_window_size", int64_t{-1});
+    attributes.scale = ort::attribute(info, "scale", 0.0f);
+    attributes.softcap = ort::attribute(info, "softcap", 0.0f);
+    attributes.qk_norm_epsilon = ort::attribute(info, "qk_norm_epsilon", 1e-6f);
+    return check_attributes(attributes, error) &&
+           ort::constant_inputs(info, begin(constants), kNumAttentionInputs, num_inputs, error);
+  }
+
+  bool compute(ort::KernelContext* context, Error& error) const {
+    AttentionInputs inputs = constants;
+    PagedAttention attention;
+    if (!ort::inputs(context, begin(inputs), num_inputs, error) || !attention.open(attributes, inputs, error)) {
+      return false;
+    }
+    AttentionOutputs outputs{};
+    const int64_t shape[] = {inputs.query.shape[0], attributes.num_heads * attention.head_dim};
+    const bool scales = inputs.key_scales.present();
+    return ort::allocate_output(context, 0, shape, 2, outputs.output, error) &&
+           ort::allocate_output(context, 1, inputs.key_cache.shape, 4, outputs.key_cache, error) &&
+           ort::allocate_output(context, 2, inputs.value_cache.shape, 4, outputs.value_cache, error) &&
+           (!scales || (ort::allocate_output(context, 3, inputs.key_scales.shape, 3, outputs.key_scales, error) &&
+                        ort::allocate_output(context, 4, inputs.value_scales.shape, 3, outputs.value_scales, error))) &&
+           attention.compute(inputs, outputs, ort::threads_of(context), error);
+  }
+};
+
+// An output's type must be known before a graph is seen, so there is an operator for each pair of types.
+struct PagedAttentionOperator {
+  ort::Port inputs[kNumAttentionInputs], outputs[kNumAttentionOutputs];
+  ort::CustomOp op;
+
+  PagedAttentionOperator(Type query, Type cache) {
+    memcpy(inputs, kAttentionInputs, sizeof inputs);
+    memcpy(outputs, kAttentionOutputs, sizeof outputs);
+    inputs[0].type = outputs[0].type = query;
+    inputs[1].type = inputs[2].type = outputs[1].type = outputs[2].type = cache;
+    op = ort::make_operator<PagedAttentionKernel>("PagedAttention", inputs, kNumAttentionInputs, outputs,
+                                                  kNumAttentionOutputs);
+  }
+};
+
+}  // namespace genserve
+
+using namespace genserve;
+
+// Called by SessionOptions.register_custom_ops_library.
+GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  if (!ort::Api::open(base)) return ort::Api::refuse(base);
+  static const ort::CustomOp linear =
+      ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
+  static const PagedAttentionOperator attention[] = {
+      {Type::kFloat32, Type::kFloat32}, {Type::kFloat32, Type::kFloat16}, {Type::kFloat32, Type::kInt8},
+      {Type::kFloat16, Type::kFloat32}, {Type::kFloat16, Type::kFloat16}, {Type::kFloat16, Type::kInt8},
+  };
+  ort::Domain* domain = nullptr;
+  if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
+  if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;
+  for (const PagedAttentionOperator& each : attention) {
+    if (ort::Status* failed = ort::Api::add_to_domain(domain, &each.op)) return failed;
+  }
+  return ort::Api::add_domain(options, domain);
+}
+
+// The instruction set that this library was compiled for.
+GENSERVE_EXPORT const char* genserve_instruction_set() { return kInstructionSet; }
+
+// Whether this machine runs the library of an instruction set.
+GENSERVE_EXPORT int32_t genserve_cpu_supports(const char* instruction_set) { return cpu_supports(instruction_set); }
+
+// Linear on tensors of the caller's. Returns whether it went well; else `error` says what did not.
+GENSERVE_EXPORT int32_t genserve_linear(const LinearAttributes* attributes, const LinearInputs* inputs, const Tensor* y,
+                                        const Threads* threads, Error* error) {
+  const bool good = check_weights(*attributes, *inputs, *error) && check_rows(*attributes, *inputs, *error) &&
+                    check(*y, "y", Type::kFloat32, *error, inputs->x.shape[0], LinearSizes(*attributes).outputs);
+  return good && Linear(*attributes, *inputs, y->as<float>()).compute(*threads, *error);
+}
+
+// PagedAttention on tensors of the caller's, in the same way.
+GENSERVE_EXPORT int32_t genserve_paged_attention(const AttentionAttributes* attributes, const AttentionInputs* inputs,
+                                                 const AttentionOutputs* outputs, const Threads* threads,
+                                                 Error* error) {
+  PagedAttention attention;
+  return attention.open(*attributes, *inputs, *error) && attention.compute(*inputs, *outputs, *threads, *error);
+}
+
+// The best tokens of rows of logits: see scan_logits.
+GENSERVE_EXPORT int32_t genserve_scan_logits(const float* logits, int64_t num_rows, int64_t size, int64_t k,
+                                             int64_t* best_ids, float* best, int64_t* top_ids, double* log_sums) {
+  return scan_logits(logits, num_rows, size, k, best_ids, best, top_ids, log_sums);
+}

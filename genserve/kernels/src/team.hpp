@@ -1,0 +1,203 @@
+// team.hpp: the threads that compute a node together, and the memory that they share.
+//
+// A node is computed in phases, a phase in chunks. Every thread that comes runs the same code: it takes chunks of the
+// phase at hand until none is left, waits until the others have done theirs, and goes on to the next phase. Nobody is
+// waited for before he has taken a chunk: one thread alone finishes, and one who comes late finds the phases done.
+//
+//     thread 0   | chunk 0 | chunk 2 | chunk 3 |-wait-| chunk 0 | chunk 1 |
+//     thread 1        | chunk 1      | chunk 4 |      | chunk 2 |
+//                 phase 0                              phase 1
+//
+// The threads are those of ONNX Runtime; a test brings its own.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#if defined(_WIN32)
+#include <malloc.h>
+#include <windows.h>
+#else
+#include <sched.h>
+#include <unistd.h>
+#endif
+
+namespace genserve {
+
+constexpr int kMaxPhases = 4;
+
+// A number or a pointer that several threads read and write: what <atomic> has, without the headers of a C++ library.
+template <class T>
+class Atomic {
+ public:
+  T load() const { return __atomic_load_n(&value_, __ATOMIC_ACQUIRE); }
+  T peek() const { return __atomic_load_n(&value_, __ATOMIC_RELAXED); }
+  T add(T more) { return __atomic_fetch_add(&value_, more, __ATOMIC_ACQ_REL); }
+  T exchange(T next) { return __atomic_exchange_n(&value_, next, __ATOMIC_ACQ_REL); }
+  bool replace(T expected, T next) {
+    return __atomic_compare_exchange_n(&value_, &expected, next, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+  }
+
+ private:
+  T value_{};
+};
+
+// Waits a moment: a pause at first, and then, since somebody else may need this core, a turn for another thread.
+inline void wait_a_moment(int turn) {
+  if (turn >= 4096) {
+#if defined(_WIN32)
+    SwitchToThread();
+#else
+    sched_yield();
+#endif
+    return;
+  }
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// The cores that this process may use.
+inline int count_cores() {
+#if defined(_WIN32)
+  SYSTEM_INFO info;
+  GetSystemInfo(&info);
+  return (int)info.dwNumberOfProcessors;
+#elif defined(__linux__)
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+#else
+  return (int)sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+}
+
+class Team {
+ public:
+  // Takes chunks 0 .. chunks - 1 of a phase with the other threads, and returns once all of them are done.
+  // Phases are numbered from 0 in the order in which every thread comes to them.
+  template <class Body>
+  void run(int phase, int64_t chunks, Body&& body) {
+    take(phase, chunks, body);
+    for (int turn = 0; phases_[phase].done.load() < chunks; turn++) wait_a_moment(turn);
+  }
+
+  // The same for a node's last phase, where nobody need wait: whoever called the threads waits for them.
+  template <class Body>
+  void run_last(int phase, int64_t chunks, Body&& body) {
+    take(phase, chunks, body);
+  }
+
+  // Whether chunks of a phase are left for the one who asks.
+  bool has_chunks(int phase, int64_t chunks) const {
+    return phases_[phase].next.peek() < chunks;
+  }
+
+ private:
+  struct Phase {  // counters that many threads write lie in cache lines of their own
+    alignas(128) Atomic<int64_t> next;
+    alignas(128) Atomic<int64_t> done;
+  };
+
+  template <class Body>
+  void take(int phase, int64_t chunks, Body& body) {
+    Phase& p = phases_[phase];
+    if (!has_chunks(phase, chunks)) return;
+    for (int64_t chunk; (chunk = p.next.add(1)) < chunks;) {
+      body(chunk);
+      p.done.add(1);
+    }
+  }
+
+  Phase phases_[kMaxPhases];
+};
+
+// How a kernel comes to threads: `parallel_for` calls work(job, i) for each i below `count`, on any threads, and returns
+// when all calls have. Null stands for the caller alone.
+struct Threads {
+  void (*parallel_for)(void* host, size_t count, void (*work)(void* job, size_t index), void* job) = nullptr;
+  void* host = nullptr;
+  int count = 1;
+
+  // Calls work() on as many threads as there are, though not on more than have something to do.
+  template <class Work>
+  void run(int64_t useful, Work& work) const {
+    const int64_t threads = useful < count ? useful : count;
+    if (parallel_for == nullptr || threads <= 1) return work();
+    parallel_for(host, (size_t)threads, [](void* job, size_t) { (*static_cast<Work*>(job))(); }, &work);
+  }
+};
+
+// Memory for intermediate results, borrowed from the process's store and given back at the end of the scope. Sessions
+// run at the same time, each with memory of its own; a session's nodes, one after the other, get the same, warm in cache.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) {
+    for (auto& kept : store()) {
+      if ((block_ = kept.exchange(nullptr)) != nullptr) break;
+    }
+    if (block_ != nullptr && block_->size >= bytes) return;
+    free_aligned(block_);
+    const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    block_ = static_cast<Block*>(allocate_aligned(size + sizeof(Block)));
+    if (block_ != nullptr) block_->size = size;
+  }
+  ~Scratch() {
+    if (block_ == nullptr) return;
+    for (auto& kept : store()) {
+      if (kept.replace(nullptr, block_)) return;
+    }
+    free_aligned(block_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  // False: the machine has no memory left.
+  explicit operator bool() const { return block_ != nullptr; }
+
+  // The next `count` values, aligned to a cache line. What is taken together was asked for in the constructor, each
+  // part with `bytes_of`.
+  template <class T>
+  T* take(size_t count) {
+    char* at = reinterpret_cast<char*>(block_ + 1) + used_;
+    used_ += bytes_of<T>(count);
+    return reinterpret_cast<T*>(at);
+  }
+  template <class T>
+  static constexpr size_t bytes_of(size_t count) {
+    return (count * sizeof(T) + 63) / 64 * 64;
+  }
+
+ private:
+  struct alignas(64) Block {
+    size_t size;
+  };
+  static constexpr int kKept = 32;
+  using Store = Atomic<Block*>[kKept];
+  static Store& store() {
+    static Store kept;
+    return kept;
+  }
+  static void* allocate_aligned(size_t size) {
+#if defined(_WIN32)
+    return _aligned_malloc(size, 64);
+#else
+    void* block = nullptr;
+    return posix_memalign(&block, 64, size) == 0 ? block : nullptr;
+#endif
+  }
+  static void free_aligned(void* block) {
+#if defined(_WIN32)
+    _aligned_free(block);
+#else
+    free(block);
+#endif
+  }
+
+  Block* block_ = nullptr;
+  size_t used_ = 0;
+};
+
+}  // namespace genserve

@@ -1,0 +1,89 @@
+"""Rows: sequences in the blocks of a logits model, run in any company and in any pieces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
+
+__all__ = ["BlockPool", "Row", "forward_batch", "logits_of"]
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence: all its token ids, how many of them are computed, and its blocks."""
+
+    ids: NDArray[np.int64]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.ids) - self.num_computed
+
+
+class BlockPool:
+    """The blocks of a model, given out in order, or in a random one."""
+
+    def __init__(self, model: LogitsModel, *, seed: int | None = None) -> None:
+        self.model = model
+        self.free = list(range(model.num_blocks))[::-1]
+        if seed is not None:
+            random.Random(seed).shuffle(self.free)
+
+    def forward(self, rows: Sequence[Row], *, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Run so many of the next tokens of each row in one forward: logits [length, vocab] of each."""
+        for row, length in zip(rows, lengths, strict=True):
+            needed = -(-(row.num_computed + length) // self.model.block_size)
+            while len(row.blocks) < needed:
+                row.blocks.append(self.free.pop())
+        batch = forward_batch(rows, lengths)
+        logits = on_host(self.model.forward(batch)).copy()
+        for row, length in zip(rows, lengths, strict=True):
+            row.num_computed += length
+        return np.split(logits, batch.query_start_loc[1:-1])
+
+    def run(self, rows: Sequence[Row], *, length: int) -> list[NDArray[np.float32]]:
+        """Run all tokens of the rows, at most `length` of each at a time: logits [tokens, vocab] of each."""
+        parts: list[list[NDArray[np.float32]]] = [[] for _ in rows]
+        while left := [index for index, row in enumerate(rows) if row.num_left]:
+            lengths = [min(length, rows[index].num_left) for index in left]
+            found = self.forward([rows[index] for index in left], lengths=lengths)
+            for index, logits in zip(left, found, strict=True):
+                parts[index].append(logits)
+        self.end(rows)
+        return [np.concatenate(part) for part in parts]
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """Give the blocks of rows back; what is in them stays."""
+        for row in rows:
+            self.free += row.blocks[::-1]
+            row.blocks, row.num_computed = [], 0
+
+
+def forward_batch(rows: Sequence[Row], lengths: Sequence[int]) -> ForwardBatch:
+    """The next tokens of each row, with the logits of all of them asked for."""
+    pieces = [slice(row.num_computed, row.num_computed + n) for row, n in zip(rows, lengths, strict=True)]
+    block_table = np.full((len(rows), max(len(row.blocks) for row in rows)), -1, np.int32)
+    for line, row in zip(block_table, rows, strict=True):
+        line[: len(row.blocks)] = row.blocks
+    return ForwardBatch(
+        token_ids=np.concatenate([row.ids[piece] for row, piece in zip(rows, pieces, strict=True)]),
+        positions=np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]),
+        query_start_loc=np.cumsum([0, *lengths], dtype=np.int32),
+        num_computed_tokens=np.array([row.num_computed for row in rows], np.int32),
+        block_table=block_table,
+        logits_indices=np.arange(sum(lengths)),
+    )
+
+
+def logits_of(model: LogitsModel, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+    """The logits [tokens, vocab] of a sequence alone, in one forward."""
+    row = Row(np.array(ids, np.int64))
+    [logits] = BlockPool(model).forward([row], lengths=[len(row.ids)])
+    return logits

@@ -1,0 +1,141 @@
+"""The library: which one is chosen, what is said where there is none, and how it is built."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from genserve import kernels
+from genserve.errors import GenserveError
+from tests.kernels.linear_calls import instruction_sets, library
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def build() -> ModuleType:
+    from genserve.kernels import build
+
+    return build
+
+
+def test_the_best_that_runs_here_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GENSERVE_KERNELS", raising=False)
+    assert kernels.instruction_set() == instruction_sets()[0]
+    assert kernels.library_path().exists()
+
+
+@pytest.mark.parametrize("name", instruction_sets())
+def test_each_that_runs_here_may_be_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENSERVE_KERNELS", name)
+    assert kernels.instruction_set() == name
+    function = library(name).genserve_instruction_set
+    function.restype = ctypes.c_char_p
+    assert function().decode() == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("AVX2", r"GENSERVE_KERNELS is 'AVX2', which is no instruction set \(take one of .*portable"),
+        (
+            "neon" if platform.machine() == "x86_64" else "avx2",
+            "for which no kernels are built on this machine",
+        ),
+    ],
+)
+def test_another_name_is_refused(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENSERVE_KERNELS", name)
+    with pytest.raises(GenserveError, match=message):
+        kernels.library_path()
+
+
+def test_what_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = [
+        name
+        for name in kernels.INSTRUCTION_SETS
+        if kernels._path_of(name).exists() and name not in instruction_sets()
+    ]
+    if not lacking:
+        pytest.skip("this processor has every instruction set that is built here")
+    monkeypatch.setenv("GENSERVE_KERNELS", lacking[0])
+    with pytest.raises(GenserveError, match="which this processor does not have"):
+        kernels.library_path()
+
+
+def test_a_machine_for_which_nothing_is_built_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
+    kernels._choose.cache_clear()
+    with pytest.raises(GenserveError, match=r"kernels are not built for .* \(install a wheel of genserve"):
+        kernels.library_path()
+    kernels._choose.cache_clear()
+
+
+def test_an_unknown_machine_cannot_be_built_for(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(build.BuildError, match=r"no kernels for riscv64 .*: it runs on x86-64 and aarch64"):
+        build.build(tmp_path)
+
+
+def test_a_missing_compiler_is_told_in_a_sentence(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interpreter that finds no installed packages finds no compiler."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(build.BuildError, match=r"the package ziglang is missing.*pip install ziglang"):
+        build.build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "tag", "file"),
+    [
+        ("linux", "x86_64", "manylinux_2_17_x86_64", "libgenserve_avx2.so"),
+        ("linux", "aarch64", "manylinux_2_17_aarch64", "libgenserve_avx2.so"),
+        ("darwin", "arm64", "macosx_11_0_arm64", "libgenserve_avx2.dylib"),
+    ],
+)
+def test_names_by_platform(
+    system: str, machine: str, tag: str, file: str, build: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert (build.wheel_platform(), build.library_name("avx2")) == (tag, file)
+
+
+def has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not (has("ziglang") and has("hatchling")), reason="ziglang and hatchling are not installed"
+)
+def test_a_wheel_is_of_the_platform_and_has_the_libraries(build: ModuleType, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "lib", "__pycache__", "tests", ".*_cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, source, ignore=ignored)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith(f"-py3-none-{build.wheel_platform()}.whl")
+    names = {Path(name).name for name in zipfile.ZipFile(wheel).namelist()}
+    assert {build.library_name(name) for name in instruction_sets()} <= names

@@ -1,0 +1,219 @@
+"""Linear: against numpy, to the bit whatever else is computed, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from genserve import kernels
+from genserve.kernels import packing
+from tests.kernels.linear_calls import (
+    ACTIVATIONS,
+    FORMATS,
+    NORMS,
+    Layer,
+    LinearError,
+    compute,
+    instruction_sets,
+    make_layer,
+    reference,
+)
+
+INTEGER_FORMATS = FORMATS[:3]
+
+layers = st.fixed_dictionaries(
+    {
+        "in_features": st.integers(1, 300),
+        "out_features": st.integers(1, 110),
+        "weight_format": st.sampled_from(FORMATS),
+        "norm": st.sampled_from(NORMS),
+        "activation": st.sampled_from(ACTIVATIONS),
+        "gated": st.booleans(),
+        "softcap": st.sampled_from([0.0, 30.0]),
+        "bias": st.booleans(),
+    }
+)
+
+
+def bits(array: NDArray[np.float32]) -> NDArray[np.int32]:
+    return array.view(np.int32)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layers, st.integers(0, 40), st.booleans(), st.integers(0, 2**32))
+def test_any_layer_is_as_in_float64(attributes: dict[str, Any], rows: int, residual: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layer = make_layer(rng, **attributes)
+    x = rng.standard_normal((rows, layer.in_features), dtype=np.float32)
+    more = rng.standard_normal((rows, layer.outputs), dtype=np.float32) if residual else None
+    got = compute(layer, x, more)
+    want, off = reference(layer, x, more)
+    assert (np.abs(got - want) <= off).all()
+    for isa in instruction_sets():
+        np.testing.assert_array_equal(bits(compute(layer, x, more, isa=isa)), bits(got))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(INTEGER_FORMATS), st.integers(1, 400), st.integers(1, 70), st.integers(0, 2**32))
+def test_products_of_integers_are_exact(weight_format: str, inputs: int, outputs: int, seed: int) -> None:
+    """Inputs whose largest is 127 in each block are integers already, and every scale is one."""
+    rng = np.random.default_rng(seed)
+    lowest, highest = (-8, 7) if weight_format == "int4_block" else (-127, 127)
+    extremes = rng.random() < 0.5
+    values = (
+        rng.choice([lowest, highest], (outputs, inputs))
+        if extremes
+        else rng.integers(lowest, highest + 1, (outputs, inputs))
+    )
+    x = rng.choice([-127, 127], (5, inputs)) if extremes else rng.integers(-127, 128, (5, inputs))
+    block = packing.BLOCKS[weight_format] or inputs
+    x[:, ::block] = 127
+    scales = np.ones((outputs, -(-inputs // block)), np.float32)
+    layer = Layer(in_features=inputs, out_features=outputs, weight_format=weight_format)
+    layer.set_quantized(packing.Quantized(values.astype(np.int8), scales))
+    want = (x @ values.T).astype(np.float32)
+    for isa in instruction_sets():
+        np.testing.assert_array_equal(compute(layer, x.astype(np.float32), isa=isa), want)
+
+
+def test_the_largest_row_of_int8_does_not_overflow() -> None:
+    inputs = 1 << 17
+    layer = Layer(in_features=inputs, out_features=1)
+    layer.set_quantized(packing.Quantized(np.full((1, inputs), -127, np.int8), np.ones((1, 1), np.float32)))
+    for isa in instruction_sets():
+        assert (
+            compute(layer, np.full((3, inputs), 127, np.float32), isa=isa).tolist()
+            == [[-127.0 * 127 * inputs]] * 3
+        )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_row_is_the_same_among_others_in_any_chunk_and_on_any_threads(
+    weight_format: str, norm: str
+) -> None:
+    rng = np.random.default_rng(1)
+    layer = make_layer(
+        rng,
+        in_features=333,
+        out_features=75,
+        weight_format=weight_format,
+        norm=norm,
+        activation="silu",
+        gated=True,
+    )
+    x = rng.standard_normal((230, 333), dtype=np.float32)
+    alone = np.concatenate([compute(layer, x[i : i + 1]) for i in range(len(x))])
+    for threads in (1, 2, 5):
+        np.testing.assert_array_equal(bits(compute(layer, x, threads=threads)), bits(alone))
+    for chunk in (2, 3, 7, 12, 13, 33, 97, 129):
+        parts = [compute(layer, x[i : i + chunk], threads=2) for i in range(0, len(x), chunk)]
+        np.testing.assert_array_equal(bits(np.concatenate(parts)), bits(alone))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_row_that_is_not_finite_spoils_itself_alone(weight_format: str, bad: float) -> None:
+    rng = np.random.default_rng(2)
+    layer = make_layer(rng, in_features=100, out_features=40, weight_format=weight_format)
+    x = rng.standard_normal((9, 100), dtype=np.float32)
+    good = compute(layer, x)
+    x[4, 70] = bad
+    for isa in instruction_sets():
+        got = compute(layer, x, isa=isa)
+        assert not np.isfinite(got[4]).any()
+        np.testing.assert_array_equal(np.delete(got, 4, axis=0), np.delete(good, 4, axis=0))
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_rows_of_zeros_and_of_the_smallest_numbers(weight_format: str) -> None:
+    layer = make_layer(
+        np.random.default_rng(3), in_features=70, out_features=20, weight_format=weight_format, bias=False
+    )
+    x = np.zeros((3, 70), np.float32)
+    x[1], x[2] = 1e-40, 3e38
+    got = compute(layer, x)
+    assert (got[0] == 0).all()
+    assert (np.abs(got[1]) < 1e-37).all()
+    assert not np.isnan(got[2]).any() or weight_format == "float32"
+
+
+def test_layer_norm_without_weight_and_bias() -> None:
+    rng = np.random.default_rng(4)
+    layer = make_layer(rng, in_features=45, out_features=9, norm="layer", weight_format="float32")
+    layer.inputs["norm_weight"] = np.ones(45, np.float32)
+    layer.inputs["norm_bias"] = np.zeros(45, np.float32)
+    x = 5 + rng.standard_normal((6, 45), dtype=np.float32)
+    want = compute(layer, x)
+    del layer.inputs["norm_weight"], layer.inputs["norm_bias"]
+    np.testing.assert_array_equal(compute(layer, x), want)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no weight": ({"weight": None}, "weight is missing"),
+    "a weight of floats": (
+        {"weight": np.zeros((2, 16, 32, 4), np.float32)},
+        "weight has type float32, not uint8",
+    ),
+    "a weight of another size": (
+        {"weight": np.zeros((2, 8, 32, 4), np.uint8)},
+        r"shape \[2, 8, 32, 4\], not \[2, 16, 32, 4\]",
+    ),
+    "a weight of another rank": ({"weight": np.zeros((2, 16, 128), np.uint8)}, r"shape \[2, 16, 128\], not"),
+    "no scales": ({"scales": None}, "scales is missing"),
+    "scales of another size": ({"scales": np.zeros((1, 32), np.float32)}, "scales has shape"),
+    "a bias of another size": ({"bias": np.zeros(39, np.float32)}, r"bias has shape \[39\], not \[40\]"),
+    "a norm's weight without a norm": ({"norm_weight": np.zeros(50, np.float32)}, 'norm is ""'),
+    "rows of another width": (
+        {"x": np.zeros((3, 51), np.float32)},
+        r"x has shape \[3, 51\], not \[any, 50\]",
+    ),
+    "rows of three dimensions": ({"x": np.zeros((3, 1, 50), np.float32)}, "x has shape"),
+    "rows of another type": ({"x": np.zeros((3, 50))}, "x has type another type, not float32"),
+    "a residual of other rows": (
+        {"residual": np.zeros((2, 40), np.float32)},
+        r"residual has shape \[2, 40\], not \[3, 40\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str) -> None:
+    changes, message = REFUSED[case]
+    layer = make_layer(np.random.default_rng(0), in_features=50, out_features=40)
+    x = changes.get("x", np.zeros((3, 50), np.float32))
+    residual = changes.get("residual")
+    for name, value in changes.items():
+        if name not in ("x", "residual"):
+            layer.inputs[name] = value
+    with pytest.raises(LinearError, match=message):
+        compute(layer, x, residual)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"in_features": 0}, "make no layer"),
+        ({"out_features": 0}, "make no layer"),
+        ({"out_features": 41, "gated": True}, "make no layer"),
+        ({"in_features": (1 << 17) + 1}, 'use "int8_block"'),
+        ({"weight_format": "float32"}, "have no scales"),
+        ({"norm": "rms"}, "norm_weight is missing"),
+    ],
+)
+def test_attributes_that_make_no_layer_are_refused(attributes: dict[str, Any], message: str) -> None:
+    layer = make_layer(np.random.default_rng(0), in_features=50, out_features=40)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    with pytest.raises(LinearError, match=message):
+        compute(layer, np.zeros((3, 50), np.float32))
+
+
+def test_the_instruction_set_in_use_is_compared_with_the_portable_one() -> None:
+    assert kernels.instruction_set() in instruction_sets()
+    assert instruction_sets()[-1] == "portable"
