@@ -135,7 +135,8 @@ class Scheduler:
         """Learn how long a step took."""
         self._times.note(
             num_decodes=output.num_decodes,
-            num_more=output.num_prompt_tokens + output.num_drafted,
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_drafted=output.num_drafted,
             seconds=seconds,
         )
 
@@ -202,7 +203,7 @@ class Scheduler:
     def _add_drafts(self, output: SchedulerOutput, speculation: Speculation) -> None:
         """Draft tokens where the chance that they are right is worth what they take of the step."""
         num_decodes = output.num_decodes
-        least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_tokens(num_decodes)
+        least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_drafted_tokens(num_decodes)
         most = left = (self.max_num_batched_tokens - num_decodes) // 2     # prompts need some, too
         for place, request in enumerate(output.requests):
             draft = request.draft(speculation, max_tokens=left, least_chance=least_chance)
@@ -216,8 +217,8 @@ class Scheduler:
         left = self.max_num_batched_tokens - output.num_decodes - output.num_drafted
         if not output.num_decodes:
             return left
-        beside = int(_PROMPT_SHARE * self._times.doubling_tokens(output.num_decodes)) - output.num_drafted
-        return min(left, max(beside, _LEAST_PROMPT_TOKENS))
+        beside = int(_PROMPT_SHARE * self._times.doubling_prompt_tokens(output.num_decodes))
+        return min(left, max(beside - output.num_drafted, _LEAST_PROMPT_TOKENS))
 
     def _admit(self, output: SchedulerOutput, prompts: list[Request], *, num_held: int) -> None:
         """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.

@@ -151,9 +151,10 @@ class Blocks(RuleBasedStateMachine):
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.running))
-        if self.kv.extend(sequence, len(sequence.token_ids) - sequence.num_computed_tokens):
-            self.write(sequence, data.draw(st.integers(sequence.num_computed_tokens, len(sequence.token_ids))))
-            if sequence.num_computed_tokens == len(sequence.token_ids) and len(sequence.token_ids) < 40:
+        if self.kv.extend(sequence, sequence.num_pending):
+            first, last = sequence.num_computed_tokens, len(sequence.token_ids)
+            self.write(sequence, data.draw(st.integers(first, last)))
+            if not sequence.num_pending and last < 40:
                 sequence.append(data.draw(st.integers(0, 1)))
 
     @precondition(lambda self: self.running)

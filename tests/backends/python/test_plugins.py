@@ -22,7 +22,7 @@ from genserve.generation.speculation import Speculation
 from genserve.llm import LLM
 from genserve.sampling.params import SamplingParams
 from tests.fakes.drafts import Oracle
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 from tests.plugins import copy_with_plugins, documented_model
 
@@ -220,9 +220,9 @@ def test_a_processor_sees_each_token_once_where_several_are_tried_in_one_step():
     def counts(token_ids, logits):
         asked.append(len(token_ids))
 
-    model = CachedLogits()
+    model = PagedLogits()
     sequence = sequence_of([5, 6, 7], max_tokens=9, plugins=SequencePlugins(processors=[("counts", counts)]))
-    engine = Engine(model, decode=sample_loop, speculation=Speculation(model, Oracle()), clock=Clock())
+    engine = Engine(model, decode=sample_loop, speculation=Speculation(Oracle()), clock=Clock())
     engine.add(sequence)
     while engine.step():
         pass
@@ -311,7 +311,7 @@ def test_a_plugin_lives_through_a_preemption():
         asked.append(len(token_ids))
 
     sequence = sequence_of([5], max_tokens=8, plugins=SequencePlugins(processors=[("counts", counts)]))
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    engine = Engine(PagedLogits(), decode=sample_loop)
     engine.add(sequence)
     for _ in range(4):
         engine.step()
