@@ -7,6 +7,7 @@ megabytes, which are asked of the system anew at each step: that alone took most
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +16,16 @@ from numpy.typing import NDArray
 
 from genserve.generation.logits_model import FloatArray, TokenArray
 from genserve.generation.stages import Stages, left_by
-from genserve.generation.truncation import Truncation, block_maxima, exponentials, kept, level_of_best
+from genserve.generation.truncation import (
+    Truncation,
+    block_maxima,
+    exponentials,
+    kept,
+    level_of_best,
+    top_candidates,
+)
 
-__all__ = ["Drawn", "SamplingRows", "draw", "uniforms"]
+__all__ = ["Drawn", "SamplingRows", "draw", "draw_together", "uniforms"]
 
 FEW = 4096      # weights that are summed up one by one
 PART = 256      # of many: those that are summed up first
@@ -80,6 +88,54 @@ def draw(row: FloatArray, rows: SamplingRows, *, index: int, uniform: float) -> 
             left, ids = left[places], places if ids is None else ids[places]
     place = _place(exponentials(left), uniform)
     return Drawn(place if ids is None else int(ids[place]), left, ids)
+
+
+def draw_together(
+    logits: FloatArray, drawing: Sequence[int], rows: SamplingRows, uniform: NDArray[np.float64]
+) -> dict[int, int]:
+    """Draw the tokens of those rows that cut by top-k, and by top-p and min-p at the most, in one pass.
+
+    Each is the token that `draw` draws.
+
+    Args:
+        logits: [R, V] float32; not modified.
+        drawing: the rows that draw.
+        rows: the parameters of these.
+        uniform: a number of `uniforms` for each.
+
+    Returns:
+        The tokens by row; -1 where the row has a NaN or no finite maximum.
+    """
+    simple = [i for i, t in enumerate(rows.truncations) if t.is_simple and rows.stages[i] is None]
+    if len(simple) < 2:
+        return {}
+    counts = np.array([rows.truncations[i].top_k for i in simple])
+    top_p = np.array([rows.truncations[i].top_p for i in simple])
+    # As `kept` has it: a float32 level.
+    min_p = np.array([math.log(p) if (p := rows.truncations[i].min_p) else -np.inf for i in simple])
+    candidates = top_candidates(logits, [drawing[i] for i in simple], counts)
+    width = max(ids.size for ids, _ in candidates)
+    places = np.arange(width)
+    token_ids = np.zeros((len(simple), width), dtype=np.int64)
+    left = np.full((len(simple), width), -np.inf, dtype=np.float32)
+    for place, (ids, values) in enumerate(candidates):
+        token_ids[place, : ids.size], left[place, : ids.size] = ids, values
+    best = left.max(axis=1)
+    left -= best[:, None]
+    left /= rows.temperature[simple][:, None]
+    counts = np.minimum(counts, [ids.size for ids, _ in candidates])
+    descending = -np.sort(-left, axis=1)
+    cumulative = np.where(places < counts[:, None], np.exp(descending), 0).cumsum(axis=1, dtype=np.float64)
+    reaching = (cumulative < (top_p * cumulative[:, -1])[:, None]).sum(axis=1)
+    reaching = np.where(top_p < 1.0, np.minimum(reaching, counts - 1), counts - 1)
+    level = np.maximum(descending[np.arange(len(simple)), reaching], min_p.astype(np.float32))
+    keep = (left >= np.maximum(level, np.finfo(np.float32).min)[:, None]) & (left > -np.inf)
+    cumulative = np.where(keep, np.exp(left), 0).cumsum(axis=1, dtype=np.float64)
+    drawn = (cumulative <= (uniform[simple] * cumulative[:, -1])[:, None]).sum(axis=1)
+    last = width - 1 - keep[:, ::-1].argmax(axis=1)
+    found = token_ids[np.arange(len(simple)), np.minimum(drawn, last)]
+    found[~np.isfinite(best)] = -1
+    return dict(zip((drawing[i] for i in simple), found.tolist(), strict=True))
 
 
 def uniforms(seed: NDArray[np.uint64], step: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.draw import Drawn, SamplingRows, draw, uniforms
+from genserve.generation.draw import Drawn, SamplingRows, draw, draw_together, uniforms
 from genserve.generation.likelihood import Asked, likelihood
 from genserve.generation.logit_edits import LogitEdits, apply_edits
 from genserve.generation.logits_model import FloatArray, TokenArray
@@ -47,17 +47,27 @@ def pick_rows(
     if edits is not None:
         raw = {row: own.copy() for row, own in raw.items()}
         apply_edits(logits, edits)
-    best = [row for row in range(len(logits)) if row not in drawing]
-    token_ids = np.zeros(len(logits), dtype=np.int64)
-    token_ids[best] = greedy(select_rows(logits, best))
+    if drawing:
+        among = set(drawing)
+        best = [row for row in range(len(logits)) if row not in among]
+        token_ids = np.zeros(len(logits), dtype=np.int64)
+        if best:
+            token_ids[best] = greedy(select_rows(logits, best))
+    else:
+        token_ids = greedy(logits)
     # The maximum of a row with a NaN is NaN, and argmax points at it: one look tells.
     finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
-    uniform = uniforms(rules.seed, rules.step) if drawing else ()
+    uniform = uniforms(rules.seed, rules.step)
     after_rules = {asked.row for asked in asking if asked.processed}
     drawn_from: dict[int, Drawn] = {}
     # What a temperature near 0 divides goes to -inf, as it should; rows that are not finite get NaNs.
     with np.errstate(over="ignore", invalid="ignore"):
+        together = draw_together(logits, drawing, rules, uniform) if drawing and not asking else {}
+        for row, token_id in together.items():
+            token_ids[row], finite[row] = max(token_id, 0), token_id >= 0
         for index, row in enumerate(drawing):
+            if row in together:
+                continue
             drawn = draw(logits[row], rules, index=index, uniform=uniform[index])
             finite[row] = drawn is not None
             if drawn is None:

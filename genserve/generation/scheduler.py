@@ -146,10 +146,8 @@ class Scheduler:
             num_held: places of the forward that are kept free.
         """
         output = SchedulerOutput()
-        self._give_blocks(output)
         prompts: list[Request] = []
-        for lead in self._running:
-            self._schedule_decode(output, prompts, lead)
+        self._schedule_running(output, prompts)
         if self._waiting and not output.num_preempted:
             self._admit(output, prompts, num_held=num_held)
         if self._speculation is not None and output.num_decodes:
@@ -169,18 +167,18 @@ class Scheduler:
             assert all(request.num_pending >= 1 for request in lead.group), "one has nothing to compute"
         self._kv.check_integrity()
 
-    def _give_blocks(self, output: SchedulerOutput) -> None:
+    def _schedule_running(self, output: SchedulerOutput, prompts: list[Request]) -> None:
         """Give those that run the blocks for all tokens that they have, at the expense of the last ones."""
-        place = 0
-        while place < len(self._running):
-            lead = self._running[place]
+        for lead in tuple(self._running):
             for request in lead.group:
                 while not self._kv.extend(request, request.num_pending):
                     last = self._running[-1]
                     self._preempt(last, output)
                     if last is lead:
                         return
-            place += 1
+            self._schedule_decode(output, prompts, lead)
+            if lead is self._running[-1]:
+                return
 
     def _preempt(self, lead: Request, output: SchedulerOutput) -> None:
         self._running.remove(lead)

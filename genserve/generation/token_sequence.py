@@ -70,6 +70,7 @@ class TokenSequence:
         fresh_rules: makes the same, before any token is read.
         truncation: what a draw is made from in the usual way, if `stages` is None.
         stages: what a draw goes through that is not made in the usual way; survives a preemption.
+        picks_plainly: no form, rule or stage has a say in its tokens, and no log-probability is told.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
@@ -113,6 +114,7 @@ class TokenSequence:
         "params",
         "picked_logprob",
         "picked_top",
+        "picks_plainly",
         "plugins",
         "seed",
         "stages",
@@ -170,6 +172,7 @@ class TokenSequence:
         self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
         self.truncation = Truncation.of(params) if self.stages is None else Truncation()
         self.logit_rules = self.fresh_rules()
+        self.picks_plainly = not (params.logprobs or grammar or self.logit_rules or self.stages)
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []

@@ -7,6 +7,7 @@ block maxima leave, top-p and typical in the one bin of a histogram that reaches
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "exponentials",
     "kept",
     "level_of_best",
+    "top_candidates",
     "weighted_mean",
 ]
 
@@ -59,6 +61,12 @@ class Truncation:
     def of(params: SamplingParams) -> Truncation:
         """Return what a request asks for."""
         return Truncation(**{rule.name: getattr(params, rule.name) for rule in fields(Truncation)})
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it is a top-k, with a top-p and a min-p at the most."""
+        rare = self.top_n_sigma or self.typical_p < 1.0 or self.epsilon_cutoff or self.eta_cutoff
+        return bool(self.top_k) and not rare
 
 
 _ALL = Truncation()
@@ -118,6 +126,31 @@ def best_ids(row: FloatArray, count: int) -> NDArray[np.int64]:
     """
     ids = (row >= max(level_of_best(block_maxima(row), count), _LOWEST)).nonzero()[0]
     return ids[np.argsort(-row[ids], kind="stable")][:count]
+
+
+def top_candidates(
+    logits: FloatArray, rows: Sequence[int], counts: Sequence[int] | NDArray[np.int64]
+) -> list[tuple[NDArray[np.int64], FloatArray]]:
+    """Return ids, ascending, and values of each row: the highest so many, and seldom many more.
+
+    Args:
+        logits: [R, V] float32; not modified.
+        rows: of these.
+        counts: one for each row, above 0.
+
+    Returns:
+        For each row [K] int64 and [K] float32; where its maximum is not finite, that alone.
+    """
+    found = []
+    for row, count in zip(rows, counts, strict=True):
+        values = logits[row]
+        maxima = block_maxima(values)
+        if math.isfinite(best := float(maxima.max())):
+            ids = (values >= level_of_best(maxima, int(count))).nonzero()[0]
+            found.append((ids, values[ids]))
+        else:
+            found.append((np.zeros(1, dtype=np.int64), np.full(1, best, dtype=np.float32)))
+    return found
 
 
 def block_maxima(row: FloatArray) -> FloatArray:

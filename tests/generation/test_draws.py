@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -20,11 +22,12 @@ from transformers import (
 )
 
 from genserve.backends.row_picker import pick_rows
-from genserve.generation.draw import SamplingRows
+from genserve.generation.draw import SamplingRows, draw, draw_together, uniforms
 from genserve.generation.engine import Engine
 from genserve.generation.pick import pick
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.truncation import Truncation
 from genserve.sampling.params import SamplingParams
 from genserve.sampling.stages import STAGES
 from tests.fakes.drafts import Foreseen
@@ -260,3 +263,38 @@ def test_all_that_decides_a_draw_is_tried():
     tried = {*KEEPING, *TEMPERATURE, *MIROSTAT, *EDITS, "samplers"}
     assert {name for stage in STAGES.values() for name in stage} <= tried
     assert tried <= set(SamplingParams.__slots__)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_are_drawn_together_get_the_tokens_that_each_draws_alone(seed):
+    rng, choose = np.random.default_rng(seed), random.Random(seed)
+    num_rows, vocab_size = choose.choice([2, 5, 16]), choose.choice([64, 480, 1000, 6720, 49152])
+    logits = (rng.standard_normal((num_rows, vocab_size)) * choose.choice([0.5, 3, 10])).astype(np.float32)
+    effects = [
+        lambda row: row.__setitem__(3, np.nan),
+        lambda row: row.fill(-np.inf),
+        lambda row: row.__setitem__(slice(None, None, 2), -np.inf),
+        lambda row: np.round(row, out=row),
+        lambda row: None,
+    ]
+    for row in logits:
+        choose.choice(effects)(row)
+    rows = SamplingRows(
+        temperature=rng.choice([0.1, 0.8, 2.0], num_rows).astype(np.float32),
+        truncations=tuple(
+            Truncation(
+                top_k=choose.choice([1, 5, 50, vocab_size // 2 + 1, vocab_size + 5]),
+                top_p=choose.choice([1.0, 0.95, 0.5, 0.01]),
+                min_p=choose.choice([0.0, 0.1]),
+            )
+            for _ in range(num_rows)
+        ),
+        stages=(None,) * num_rows,
+        seed=rng.integers(0, 2**63, num_rows).astype(np.uint64),
+        step=np.arange(num_rows, dtype=np.uint64),
+    )
+    uniform = uniforms(rows.seed, rows.step)
+    with np.errstate(all="ignore"):
+        together = draw_together(logits, range(num_rows), rows, uniform)
+        alone = [draw(logits[i], rows, index=i, uniform=uniform[i]) for i in range(num_rows)]
+    assert together == {i: drawn.token_id if drawn else -1 for i, drawn in enumerate(alone)}

@@ -465,7 +465,7 @@ def test_the_same_ids_again_cost_one_token():
 
 def test_the_least_recently_used_gives_way_when_there_are_more_than_blocks():
     model = PagedLogits(max_num_seqs=2, max_length=8, num_blocks=3)
-    engine = Engine(model, decode=sample_loop)
+    engine = Engine(model, decode=sample_loop, clock=Clock())
     for history in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
         ask(engine, history)
     model.forwards.clear()
