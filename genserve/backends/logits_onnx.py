@@ -268,8 +268,9 @@ def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | 
         return None
     if "genserve:" in message:  # in front of the name of an operator that is not registered
         return RepositoryError(
-            f"{path} runs on the CPU alone: only fp16 graphs have operators for {provider.name}",
-            remedy=f"{_ON_THE_CPU}, or export it with `genserve export --precision fp16`",
+            f"{path} runs on the CPU alone: it has operators that {provider.name} has not",
+            remedy=f"{_ON_THE_CPU}; or export it with `genserve export --precision fp16`, unless it is that "
+            "and has ALiBi or heads of an odd size",
         )
     # Without CUDA the CPU is given the graph, has nothing for attention in float16, and inserts casts.
     return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None
