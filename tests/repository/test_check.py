@@ -38,6 +38,7 @@ def shipped_with_files(root: Path) -> Path:
     )
     graph = onnx.load(file)
     graph.metadata_props.add(key="genserve.context_length", value="8192")
+    graph.metadata_props.add(key="genserve.operators", value="1")
     onnx.save(graph, file)
     return root
 
