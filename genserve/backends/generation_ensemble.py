@@ -44,7 +44,7 @@ class GenerationEnsemble:
         loop: the engine over its logits and decoder stages.
         plugins: of its decoder stage.
         max_length: tokens of prompt and answer together.
-        num_slots: requests that run together; more wait.
+        max_num_seqs: requests that run together; more wait.
         kv_cache_bytes: the memory that the KV cache takes at the most.
         precision: of the weights, as the exporter wrote it.
         vocab_size: length of a row of logits.
@@ -59,7 +59,7 @@ class GenerationEnsemble:
         loop: EngineThread,
         plugins: Plugins,
         max_length: int,
-        num_slots: int,
+        max_num_seqs: int,
         vocab_size: int,
         kv_cache_bytes: int,
         precision: str,
@@ -70,7 +70,7 @@ class GenerationEnsemble:
         self.loop = loop
         self.plugins = plugins
         self.max_length = max_length
-        self.num_slots = num_slots
+        self.max_num_seqs = max_num_seqs
         self.kv_cache_bytes = kv_cache_bytes
         self.precision = precision
         self.loaded_s = loaded_s
@@ -199,12 +199,12 @@ class GenerationEnsemble:
                 f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
                 field="num_beam_groups",
             )
-        if width > self.num_slots:
+        if width > self.max_num_seqs:
             raise InvalidRequest(
-                f"{width} beams are asked for; {self.name} runs {self.num_slots} sequences together",
+                f"{width} beams are asked for; {self.name} runs {self.max_num_seqs} sequences together",
                 field="beam_width" if params.beam_width else "n",
-                remedy=f"ask for {self.num_slots} at the most, or raise max_batch_size in the logits stage's "
-                "config.pbtxt",
+                remedy=f"ask for {self.max_num_seqs} at the most, or raise max_batch_size in the logits "
+                "stage's config.pbtxt",
             )
         return width
 

@@ -103,6 +103,8 @@ class OnnxLogits(CachedLogits):
             place = self._place(buffer)
             self._binding.bind_input(name, *place)
             self._binding.bind_output(name.replace(_PAST, _PRESENT, 1), *place)
+        self._unknown = np.zeros(2, np.int32)   # bounds that the CPU has no use for
+        self._bind("attention_metadata", self._unknown)
         if not self._memory.is_host:
             self._check_cache(path)
 
@@ -115,19 +117,23 @@ class OnnxLogits(CachedLogits):
             "past_seqlens": batch.num_computed_tokens,
             "block_table": batch.block_table,
             "logits_indices": batch.logits_indices,
-            "attention_metadata": _attention_metadata(batch),
         }
-        binding = self._binding
+        if not self._memory.is_host:
+            inputs["attention_metadata"] = _attention_metadata(batch)
         for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            self._bind(name, array)
         num_rows = len(batch.logits_indices)
         if num_rows > len(self._logits):
             self._logits = self._memory.logits(num_rows, self.vocab_size)
         logits = self._logits[:num_rows]
-        binding.bind_output("logits", *self._place(logits))
+        self._binding.bind_output("logits", *self._place(logits))
         self._memory.settle()
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(self._binding)
         return logits
+
+    def _bind(self, name: str, array: NDArray[Any]) -> None:
+        """Bind an input where it lies; for a graph on a device, this copies what it holds now."""
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def _check_cache(self, path: Path) -> None:
         """Run one token, and see that it is written into every buffer of the cache where that lies.
@@ -262,8 +268,9 @@ def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | 
         return None
     if "genserve:" in message:  # in front of the name of an operator that is not registered
         return RepositoryError(
-            f"{path} runs on the CPU alone: only fp16 graphs have operators for {provider.name}",
-            remedy=f"{_ON_THE_CPU}, or export it with `genserve export --precision fp16`",
+            f"{path} runs on the CPU alone: it has operators that {provider.name} has not",
+            remedy=f"{_ON_THE_CPU}; or export it with `genserve export --precision fp16`, unless it is that "
+            "and has ALiBi or heads of an odd size",
         )
     # Without CUDA the CPU is given the graph, has nothing for attention in float16, and inserts casts.
     return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None

@@ -152,7 +152,7 @@ def _exported_logits(
     # cache is overwritten before it is seen.
     half = length // 2
     starts = np.maximum(half - np.arange(num_rows)[::-1], 0)
-    forward_rows(model, ids[:, :half], past=[0] * num_rows, logits_indices=[])
+    forward_rows(model, ids[:, :half], past=[0] * num_rows, logits_indices=[0])
     for step in range(length - half):
         rows, past = np.arange(num_rows), starts + step
         newest = ids[rows, past][:, None]

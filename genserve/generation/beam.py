@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from genserve.generation.request import LogitsTaker, Request
 from genserve.request import TokenLogprob
 
 if TYPE_CHECKING:
     from genserve.generation.beam_search import BeamSearch
-    from genserve.generation.speculation import Speculation
 
 __all__ = ["Beam", "BeamText", "Copy"]
 
@@ -30,10 +29,10 @@ class BeamText(Protocol):
         """Return one with the same tokens, which goes on by itself."""
 
 
-class Beam:
+class Beam(Request):
     """One of the answers that a search follows: tokens in the KV cache; a `Request`.
 
-    Belongs to the engine's thread. The attributes that it shares with a token sequence mean the same.
+    Belongs to the engine's thread.
 
     Attributes:
         search: that follows it.
@@ -41,31 +40,14 @@ class Beam:
         text: of its answer; None: no stop string ends it.
     """
 
-    always_shares: ClassVar[bool] = False
-    reads_prefix_cache: ClassVar[bool] = True
-
-    __slots__ = (
-        "likelihoods",
-        "logit_rules",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "search",
-        "text",
-        "token_ids",
-    )
+    __slots__ = ("likelihoods", "logit_rules", "search", "text")
 
     def __init__(
         self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
     ) -> None:
+        super().__init__(prompt_token_ids)
         self.search = search
         self.text = text
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
         self.likelihoods: list[TokenLogprob] = []
         self.logit_rules = search.answers[0].fresh_rules()
 
@@ -73,16 +55,6 @@ class Beam:
     def answer(self) -> list[int]:
         """Its tokens behind the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_pending(self) -> int:
-        """How many tokens are not in the KV cache yet."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def first_logits(self) -> int:
-        """See `Request`: the last token."""
-        return len(self.token_ids) - 1
 
     @property
     def cache_salt(self) -> str | None:
@@ -114,21 +86,9 @@ class Beam:
         """See `Request`."""
         return self.search.answers
 
-    def preempt(self) -> None:
-        """Begin anew, since its blocks are somebody else's; the search stays where it is."""
-        self.num_computed_tokens = 0
-        self.num_preemptions += 1
-
-    def draft(self, speculation: Speculation, *, max_tokens: int, least_chance: float) -> Sequence[int]:
-        """See `Request`: beams do not speculate."""
-        return ()
-
     def take_logits(self, taker: LogitsTaker, row: int) -> None:
         """See `Request`: its search goes on."""
         taker.search(self, row)
-
-    def score(self, logits: Any, row: int) -> None:
-        """See `Request`: it wants no others."""
 
     def stops_with(self, token_id: int) -> bool:
         """Whether a stop string would be there, if this token came next."""

@@ -68,7 +68,7 @@ class LogitsModel(Protocol):
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the keys and values of whole blocks, pair by pair: of (source, target) the first to the second."""
+        """Copy the keys and values of whole blocks, of each pair (source, target), in this order."""
 
 
 def on_host(logits: LogitsArray) -> FloatArray:

@@ -4,50 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
 
 import numpy as np
 
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
 from genserve.generation.logits_model import LogitsArray, TokenArray
-from genserve.generation.request import LogitsTaker
-from genserve.generation.speculation import Speculation
+from genserve.generation.request import LogitsTaker, Request
 
 __all__ = ["LogitsRequest"]
 
 
-class LogitsRequest:
+class LogitsRequest(Request):
     """One row of a plain call of the logits model, which knows nothing of blocks and steps; a `Request`.
 
     A loop that asks again with one token more is not slower for it: what was computed stays cached, and the
     next request that begins with it goes on there. Belongs to the engine's thread.
 
     Attributes:
-        token_ids: all of them, every time; read only.
-        num_prompt_tokens: how many there are.
-        num_computed_tokens: how many of them are in the KV cache; written by the engine.
-        num_cached_tokens: how many were there when it was first scheduled; written likewise.
-        num_preemptions: how often it had to give its blocks back.
         submitted_s: when it was handed to the engine, by its clock.
         pause_s: how long its caller took to come back with one token more; infinite: it is the first.
     """
 
-    always_shares: ClassVar[bool] = True
-    reads_prefix_cache: ClassVar[bool] = True
-    cache_salt: ClassVar[None] = None       # it may share what it computes with all that have no salt
-    priority: ClassVar[int] = 0             # that of token sequences which say none
-    num_seqs: ClassVar[int] = 1
-
-    __slots__ = (
-        "_on_logits",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "pause_s",
-        "submitted_s",
-        "token_ids",
-    )
+    __slots__ = ("_on_logits", "pause_s", "submitted_s")
 
     def __init__(
         self,
@@ -84,55 +62,19 @@ class LogitsRequest:
         if ids.min() < 0 or ids.max() >= vocab_size:
             wrong = next(i for i in ids.tolist() if not 0 <= i < vocab_size)
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocab_size}")
-        self.token_ids: list[int] = ids.tolist()
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        super().__init__(ids.tolist())
         self.submitted_s = math.inf
         self.pause_s = math.inf
         self._on_logits = on_logits
 
     @property
-    def num_pending(self) -> int:
-        """How many tokens are not in the KV cache yet."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def first_logits(self) -> int:
-        """See `Request`: the last token."""
-        return len(self.token_ids) - 1
-
-    @property
-    def lead(self) -> LogitsRequest:
-        """See `Request`: itself."""
-        return self
-
-    @property
-    def group(self) -> tuple[LogitsRequest]:
-        """See `Request`: itself."""
-        return (self,)
-
-    @property
-    def answers(self) -> tuple[LogitsRequest]:
-        """See `Request`: itself."""
-        return (self,)
-
-    def preempt(self) -> None:
-        """Begin anew: its blocks are somebody else's."""
-        self.num_computed_tokens = 0
-        self.num_preemptions += 1
-
-    def draft(self, speculation: Speculation, *, max_tokens: int, least_chance: float) -> Sequence[int]:
-        """See `Request`: nothing follows its last token."""
-        return ()
+    def always_shares(self) -> bool:
+        """See `Request`: a loop would compute all its tokens anew for each."""
+        return True
 
     def take_logits(self, taker: LogitsTaker, row: int) -> None:
         """See `Request`: it is answered."""
         taker.answer(self, row)
-
-    def score(self, logits: Any, row: int) -> None:
-        """See `Request`: it wants no others."""
 
     def answer(self, content: LogitsArray | GenserveError) -> None:
         """Hand over the logits or the error; for the engine's thread."""

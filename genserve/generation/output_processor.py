@@ -83,9 +83,11 @@ class OutputProcessor:
         for request, num_tokens, draft, count in steps:
             end += count
             request.num_computed_tokens += num_tokens
-            if count > 1 + len(draft) or (count and request.num_pending):
+            self._kv.cache_blocks(request)
+            is_ready = not request.num_pending
+            if count > 1 + len(draft) or (count and not is_ready):
                 _score(request, logits, range(end - count, end))
-            if not request.num_pending:
+            if is_ready:
                 row = end - 1 - len(draft)
                 ready.append((request, row))
                 if draft:
@@ -93,8 +95,6 @@ class OutputProcessor:
         self._give(logits, ready)
         if drafted:
             self._follow(logits, drafted)
-        for request in output.requests:
-            self._kv.cache_blocks(request)
         return self._outputs
 
     def generate(self, sequence: TokenSequence, row: int) -> None:
@@ -183,8 +183,9 @@ class OutputProcessor:
             if not picked.finite:
                 failed[sequence] = _not_finite(sequence)
                 continue
-            sequence.take_logprob(picked.logprob)
-            sequence.take_surprise(picked.surprise_bits)
+            if not sequence.picks_plainly:
+                sequence.take_logprob(picked.logprob)
+                sequence.take_surprise(picked.surprise_bits)
             try:
                 self._loops.resume(sequence, picked.token_id)
             except GenserveError as error:

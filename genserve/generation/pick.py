@@ -52,6 +52,14 @@ def pick(logits: Any, sequences: Sequence[TokenSequence], *, picker: RowPicker) 
         sequences: R of them.
         picker: does it.
     """
+    if all(s.picks_plainly for s in sequences):
+        drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST]
+        rules = _rules([sequences[i] for i in drawing]) if drawing else _NO_DRAWS
+        picked = picker(logits, drawing=drawing, rules=rules, asking=(), edits=None)
+        return [
+            Pick(token_id, None, finite, None)
+            for token_id, finite in zip(picked.token_ids.tolist(), picked.finite.tolist(), strict=True)
+        ]
     edits = _edits(sequences, num_tokens=logits.shape[1])
     forced = edits.masks.forced if edits is not None and edits.masks is not None else ()
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature > COLDEST and i not in forced]
@@ -98,3 +106,6 @@ def _rules(sequences: Sequence[TokenSequence]) -> SamplingRows:
         seed=np.array([s.seed for s in sequences], dtype=np.uint64),
         step=np.array([s.num_new_tokens for s in sequences], dtype=np.uint64),
     )
+
+
+_NO_DRAWS = _rules(())

@@ -63,7 +63,7 @@ class ReturningLoops:
         return min((loop.held_until_s - now_s for loop in self._held(now_s)), default=0.0)
 
     def expected(self, now_s: float, *, within_s: float) -> tuple[int, float]:
-        """Return how many should be back in less than `within_s` after they left, and for how long to wait."""
+        """Return how many should be back within `within_s` of their leaving, and for how long to wait."""
         since_s = [
             loop.since_s
             for loop in self._loops.values()

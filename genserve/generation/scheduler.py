@@ -135,7 +135,8 @@ class Scheduler:
         """Learn how long a step took."""
         self._times.note(
             num_decodes=output.num_decodes,
-            num_more=output.num_prompt_tokens + output.num_drafted,
+            num_prompt_tokens=output.num_prompt_tokens,
+            num_drafted=output.num_drafted,
             seconds=seconds,
         )
 
@@ -146,10 +147,8 @@ class Scheduler:
             num_held: places of the forward that are kept free.
         """
         output = SchedulerOutput()
-        self._give_blocks(output)
         prompts: list[Request] = []
-        for lead in self._running:
-            self._schedule_decode(output, prompts, lead)
+        self._schedule_running(output, prompts)
         if self._waiting and not output.num_preempted:
             self._admit(output, prompts, num_held=num_held)
         if self._speculation is not None and output.num_decodes:
@@ -169,18 +168,18 @@ class Scheduler:
             assert all(request.num_pending >= 1 for request in lead.group), "one has nothing to compute"
         self._kv.check_integrity()
 
-    def _give_blocks(self, output: SchedulerOutput) -> None:
+    def _schedule_running(self, output: SchedulerOutput, prompts: list[Request]) -> None:
         """Give those that run the blocks for all tokens that they have, at the expense of the last ones."""
-        place = 0
-        while place < len(self._running):
-            lead = self._running[place]
+        for lead in tuple(self._running):
             for request in lead.group:
                 while not self._kv.extend(request, request.num_pending):
                     last = self._running[-1]
                     self._preempt(last, output)
                     if last is lead:
                         return
-            place += 1
+            self._schedule_decode(output, prompts, lead)
+            if lead is self._running[-1]:
+                return
 
     def _preempt(self, lead: Request, output: SchedulerOutput) -> None:
         self._running.remove(lead)
@@ -204,7 +203,7 @@ class Scheduler:
     def _add_drafts(self, output: SchedulerOutput, speculation: Speculation) -> None:
         """Draft tokens where the chance that they are right is worth what they take of the step."""
         num_decodes = output.num_decodes
-        least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_tokens(num_decodes)
+        least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_drafted_tokens(num_decodes)
         most = left = (self.max_num_batched_tokens - num_decodes) // 2     # prompts need some, too
         for place, request in enumerate(output.requests):
             draft = request.draft(speculation, max_tokens=left, least_chance=least_chance)
@@ -218,8 +217,8 @@ class Scheduler:
         left = self.max_num_batched_tokens - output.num_decodes - output.num_drafted
         if not output.num_decodes:
             return left
-        beside = int(_PROMPT_SHARE * self._times.doubling_tokens(output.num_decodes)) - output.num_drafted
-        return min(left, max(beside, _LEAST_PROMPT_TOKENS))
+        beside = int(_PROMPT_SHARE * self._times.doubling_prompt_tokens(output.num_decodes))
+        return min(left, max(beside - output.num_drafted, _LEAST_PROMPT_TOKENS))
 
     def _admit(self, output: SchedulerOutput, prompts: list[Request], *, num_held: int) -> None:
         """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.

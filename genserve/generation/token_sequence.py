@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from enum import Enum, auto
 from functools import partial
 from types import coroutine
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from genserve.errors import ModelFailed
 from genserve.generation.answer_grammar import AnswerGrammar
@@ -51,18 +51,14 @@ class AnswerText(Protocol):
         """Return what was held back; called once, when the tokens ended."""
 
 
-class TokenSequence:
+class TokenSequence(Request):
     """One prompt and its growing answer; what a repository's `decode(self, sequence)` is given.
 
     The decoding loop may read everything here, await `sample()` or `logits()`, and call `append`.
     Belongs to the engine's thread.
 
     Attributes:
-        token_ids: prompt and answer together; read only.
-        num_prompt_tokens: how many of them are the prompt.
-        num_computed_tokens: how many of them are in the KV cache; written by the engine.
-        num_cached_tokens: how many of the prompt's were there already; written by the engine.
-        num_preemptions: how often it had to give its blocks back; its text is the same.
+        token_ids: prompt and answer together; read only. For the rest see `Request`.
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
         grammar: the form that the answer must have, and where it stands in it; None: any will do.
@@ -70,6 +66,7 @@ class TokenSequence:
         fresh_rules: makes the same, before any token is read.
         truncation: what a draw is made from in the usual way, if `stages` is None.
         stages: what a draw goes through that is not made in the usual way; survives a preemption.
+        picks_plainly: no form, rule or stage has a say in its tokens, and no log-probability is told.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
@@ -80,9 +77,6 @@ class TokenSequence:
         plugins: what the repository adds to its decoding.
         beams: the search that it is an answer of; None: it runs by itself. Written by `BeamSearch`.
     """
-
-    num_seqs: ClassVar[int] = 1
-    always_shares: ClassVar[bool] = False
 
     __slots__ = (
         "_delta_logprobs",
@@ -106,18 +100,14 @@ class TokenSequence:
         "fresh_rules",
         "grammar",
         "logit_rules",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
         "params",
         "picked_logprob",
         "picked_top",
+        "picks_plainly",
         "plugins",
         "seed",
         "stages",
         "stop_reason",
-        "token_ids",
         "truncation",
     )
 
@@ -139,11 +129,7 @@ class TokenSequence:
         grammar: AnswerGrammar | None = None,
         begins_thought: bool = False,
     ) -> None:
-        self.token_ids: list[int] = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        super().__init__(prompt_token_ids)
         self.params = params
         self.grammar = grammar
         self.seed = seed
@@ -170,6 +156,7 @@ class TokenSequence:
         self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
         self.truncation = Truncation.of(params) if self.stages is None else Truncation()
         self.logit_rules = self.fresh_rules()
+        self.picks_plainly = not (params.logprobs or grammar or self.logit_rules or self.stages)
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
@@ -218,11 +205,6 @@ class TokenSequence:
     def lead(self) -> Request:
         """See `Request`."""
         return self if self.beams is None else self.beams.lead
-
-    @property
-    def group(self) -> tuple[TokenSequence]:
-        """See `Request`: itself."""
-        return (self,)
 
     @property
     def answers(self) -> Sequence[TokenSequence]:
@@ -335,11 +317,6 @@ class TokenSequence:
         self._text_delta += self._text.flush()
         if self._text.stop is not None:  # the held-back rest completed a stop string
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
-
-    def preempt(self) -> None:
-        """Begin anew, since its blocks are somebody else's."""
-        self.num_computed_tokens = 0
-        self.num_preemptions += 1
 
     def take_delta(self) -> Delta | None:
         """Return what came since the last call; None if it is less than `stream_interval` asks for."""

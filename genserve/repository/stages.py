@@ -191,7 +191,7 @@ def _ensemble(
         loop=loop,
         plugins=decoding.plugins,
         max_length=logits.max_length,
-        num_slots=logits.max_num_seqs,
+        max_num_seqs=logits.max_num_seqs,
         vocab_size=logits.vocab_size,
         kv_cache_bytes=logits.kv_cache_bytes,
         precision=logits.metadata.get("genserve.precision", "unknown"),
@@ -264,15 +264,15 @@ def _start(
         ),
         name=entry.name,
         max_num_seqs=logits.max_num_seqs,
-        limits=_queue_limits(options, num_cached_tokens=logits.num_blocks * logits.block_size),
+        limits=_queue_limits(options, num_cache_tokens=logits.num_blocks * logits.block_size),
         metrics=metrics.for_model(entry.name),
     )
 
 
-def _queue_limits(options: RepositoryOptions, *, num_cached_tokens: int) -> QueueLimits:
+def _queue_limits(options: RepositoryOptions, *, num_cache_tokens: int) -> QueueLimits:
     max_tokens = options.max_queue_tokens
     if max_tokens is None:
-        max_tokens = _CACHES_IN_QUEUE * num_cached_tokens
+        max_tokens = _CACHES_IN_QUEUE * num_cache_tokens
     return QueueLimits(
         max_requests=options.max_queue,
         max_tokens=max_tokens or None,

@@ -49,7 +49,7 @@ class ServerInfo:
             ModelInfo(
                 name=model.name,
                 max_length=model.max_length,
-                num_slots=model.num_slots,
+                num_slots=model.max_num_seqs,
                 kv_cache_bytes=model.kv_cache_bytes,
                 precision=model.precision,
             )

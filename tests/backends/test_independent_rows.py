@@ -9,26 +9,25 @@ from pathlib import Path
 import pytest
 
 from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.onnx_verifier import OnnxVerifier
 from genserve.export import CacheType, export_model
 from genserve.export.progress import SilentProgress
 from genserve.generation.engine import Engine
-from genserve.generation.planner import PrefillBudget
 from genserve.generation.speculation import Speculation
 from genserve.generation.token_sequence import TokenSequence
-from tests.checkpoints import tiny_llama_checkpoint
 from tests.fakes.drafts import Foreseen
 from tests.fakes.sequences import sample_loop, sequence_of
 
 NUM_SCHEDULES = 500
-NUM_SLOTS, MAX_LENGTH = 6, 192
+MAX_NUM_SEQS, MAX_LENGTH = 6, 192
 MAX_TOKENS = 90
 
 
 def logits_of(file: Path) -> OnnxLogits:
-    """A cache with the memory of two slots for six, so that some must leave and come back."""
-    slot_bytes = OnnxLogits(file, num_slots=1, max_length=MAX_LENGTH).kv_cache_bytes
-    return OnnxLogits(file, num_slots=NUM_SLOTS, max_length=MAX_LENGTH, cache_bytes=2 * slot_bytes)
+    """A cache with the memory of two sequences for six, so that some must leave and come back."""
+    num_bytes = OnnxLogits(file, max_num_seqs=2, max_length=MAX_LENGTH).kv_cache_bytes
+    return OnnxLogits(
+        file, max_num_seqs=MAX_NUM_SEQS, max_length=MAX_LENGTH, kv_cache_bytes=num_bytes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +84,10 @@ def answered_alone(logits: OnnxLogits, prompt: Sequence[int]) -> TokenSequence:
 def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
     """Run a schedule for each seed: some of those that were alone, now together, with and without drafts."""
     logits = logits_of(file)
-    verifier = OnnxVerifier(logits, file)
     alone = [answered_alone(logits, prompt) for prompt in prompts]
     num_preempted = num_cached = num_accepted = 0
     for seed in seeds:
         rng = random.Random(seed)
-        budget = PrefillBudget(alone=rng.choice([64, 512]), beside_decoding=rng.choice([16, 256]))
         together = {
             sequence(
                 expected.token_ids[: expected.num_prompt_tokens],
@@ -100,8 +97,13 @@ def compare(file: Path, prompts: Sequence[Sequence[int]], seeds: range) -> None:
             for expected in rng.sample(alone, rng.randint(2, 8))
         }
         draft = Foreseen(alone, error_rate=0.2)
-        speculation = Speculation(verifier, draft) if rng.random() < 0.5 else None
-        engine = Engine(logits, decode=sample_loop, budget=budget, speculation=speculation)
+        speculation = Speculation(draft) if rng.random() < 0.5 else None
+        engine = Engine(
+            logits,
+            decode=sample_loop,
+            max_num_batched_tokens=rng.choice([16, 64, 512]),
+            speculation=speculation,
+        )
         preempted, accepted = run(engine, list(together), rng=rng)
         num_preempted += preempted
         num_accepted += accepted
@@ -120,10 +122,8 @@ def test_a_sequences_tokens_are_the_same_alone_and_in_every_company(tiny: Path, 
     compare(tiny, prompts(), seeds)
 
 
-def test_so_are_they_over_a_cache_in_int8(tmp_path: Path) -> None:
-    # A page of memory holds 64 tokens of such heads, and 256 of the smaller ones of the other tests.
-    checkpoint = tiny_llama_checkpoint(tmp_path / "tiny", head_dim=64)
-    compare(exported(checkpoint, tmp_path / "repository", kv_cache="int8"), prompts(), range(0, 100, 10))
+def test_so_are_they_over_a_cache_in_int8(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    compare(exported(tiny_checkpoint, tmp_path / "repository", kv_cache="int8"), prompts(), range(0, 100, 10))
 
 
 @pytest.mark.slow

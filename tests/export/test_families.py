@@ -80,10 +80,10 @@ def test_only_the_tokens_that_are_asked_for_get_logits_in_their_order(tmp_path: 
     source, ids = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"]), random_ids(30, seed=2)
     model = write_graph(source, tmp_path / "graph").logits(max_num_seqs=1, max_length=32)
     expected = reference_logits(reference_model(source), ids)
-    for asked in ([29], [3, 29], []):
+    for asked in ([29], [3, 29]):
         logits = forward_rows(model, ids[None], past=[0], logits_indices=asked)
         assert logits.shape == (len(asked), 320)
-        assert np.abs(logits - expected[asked]).max(initial=0) < MAX_DIFFERENCE
+        assert np.abs(logits - expected[asked]).max() < MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize(

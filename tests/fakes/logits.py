@@ -68,15 +68,14 @@ class PagedLogits:
         self.forwards.append(counts)
         written: set[tuple[int, int]] = set()
         for row, num_computed in enumerate(batch.num_computed_tokens.tolist()):
+            digest = int(self._digests[self._place(batch, row, num_computed - 1)]) if num_computed else 0
             for offset, token_id in enumerate(batch.token_ids[starts[row] : starts[row + 1]].tolist()):
-                position = num_computed + offset
-                assert batch.positions[starts[row] + offset] == position
-                place = self._place(batch, row, position)
+                place = self._place(batch, row, num_computed + offset)
+                assert batch.positions[starts[row] + offset] == num_computed + offset
                 assert place not in written, "two tokens are written to one place"
                 written.add(place)
-                before = self._digests[self._place(batch, row, position - 1)] if position else 0
-                self._tokens[place] = token_id
-                self._digests[place] = _digest(int(before), token_id)
+                digest = _digest(digest, token_id)
+                self._tokens[place], self._digests[place] = token_id, digest
         self.buffer = np.zeros((len(batch.logits_indices), VOCAB_SIZE), dtype=np.float32)
         for index, token in enumerate(batch.logits_indices.tolist()):
             row = next(row for row, end in enumerate(starts[1:]) if token < end)
@@ -93,7 +92,7 @@ class PagedLogits:
         arrays = [batch.token_ids, batch.positions, batch.query_start_loc, batch.num_computed_tokens]
         arrays += [batch.block_table, batch.logits_indices]
         assert all(array.flags.c_contiguous for array in arrays)
-        assert [str(array.dtype) for array in arrays] == ["int64", "int64", *["int32"] * 3, "int64"]
+        assert [array.dtype for array in arrays] == [np.int64, np.int64, *[np.int32] * 3, np.int64]
         assert 1 <= len(counts) <= self.max_num_seqs
         assert min(counts) >= 1
         assert batch.block_table.shape[0] == len(batch.num_computed_tokens) == len(counts)
@@ -106,12 +105,13 @@ class PagedLogits:
         return int(batch.block_table[row, position // self.block_size]), position % self.block_size
 
     def _row(self, batch: ForwardBatch, row: int, length: int) -> FloatArray:
-        history, digest = [], 0
-        for position in range(length):
-            place = self._place(batch, row, position)
-            history.append(int(self._tokens[place]))
-            digest = _digest(digest, history[-1])
-            assert self._digests[place] == digest, "a block was computed behind other tokens"
+        blocks = batch.block_table[row, : -(-length // self.block_size)]
+        tokens, digests = self._tokens[blocks].ravel()[:length], self._digests[blocks].ravel()[:length]
+        digest, size = 0, self.block_size
+        for first in range(0, length, size):
+            digest = zlib.crc32(tokens[first : first + size].tobytes(), digest)
+            assert digests[first : first + size][-1] == digest, "a block was computed behind other tokens"
+        history = tokens.tolist()
         for token_id, effect in self.poison.items():
             if token_id in history and effect == "raise":
                 raise RuntimeError("poisoned")

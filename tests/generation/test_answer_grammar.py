@@ -168,7 +168,7 @@ def test_an_answer_that_is_foreseen_is_the_one_without_foresight(error_rate):
     held = sequence_of(prompt, max_length=48, grammar=halves())
     assert run(engine, held) == {}
     assert answer(held) == answer(known)
-    assert "verify 1" in model.forwards
+    assert max(model.forwards[1:]) > (1,)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -33,7 +33,7 @@ def add(engine: Engine, group: BeamSearch) -> None:
 
 
 def run(engine: Engine) -> int:
-    """Run to the end; returns how many had to leave their slots meanwhile."""
+    """Run to the end; returns how many were preempted meanwhile."""
     num_preempted = 0
     while (result := engine.step()) is not None:
         engine.check_integrity()
@@ -104,7 +104,7 @@ def test_company_arrivals_departures_and_short_memory_never_change_an_answer(see
 
 
 def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_same():
-    model = PagedLogits(max_num_seqs=6, max_length=32, block_size=4, num_blocks=16)
+    model = PagedLogits(max_num_seqs=6, max_length=32, block_size=4, num_blocks=12)
     engine = Engine(model, decode=sample_loop)
     groups = [search_of([i, 9, 9], max_tokens=13, max_length=32) for i in (1, 2)]
     for group in groups:
@@ -113,31 +113,33 @@ def test_searches_that_do_not_fit_beside_each_other_take_turns_and_come_to_the_s
     assert [answers_of(g) for g in groups] == [alone([i, 9, 9], max_tokens=13) for i in (1, 2)]
 
 
-def test_all_beams_share_one_prefill_and_a_step_is_one_forward():
+def test_all_beams_share_the_prompt_and_a_step_is_one_forward():
     model = PagedLogits(max_num_seqs=4)
     engine = Engine(model, decode=sample_loop)
     add(engine, search_of(range(20), width=4, max_tokens=5))
     run(engine)
-    assert model.forwards == ["prefill 1x20", *["decode 4"] * 4]
+    assert model.forwards == [(20,), *[(1, 1, 1, 1)] * 4]
+    assert engine.cache_usage == 0
 
 
-def test_only_a_beam_that_goes_on_twice_is_copied():
+def test_only_a_last_block_that_two_beams_write_is_copied():
     model = PagedLogits(max_num_seqs=4)
     engine = Engine(model, decode=sample_loop)
-    group = search_of(range(20), width=4, max_tokens=8)
+    group = search_of(range(22), width=4, max_tokens=8)
     add(engine, group)
     engine.step()
-    engine.step()
-    assert [target for _, target in model.moves[:3]] == [1, 2, 3], "the prompt, into the others' slots"
+    assert model.copies == []
     while not group.done:
-        before, num_moves = [b.token_ids for b in group.beams], len(model.moves)
+        parents = [tuple(beam.token_ids[:-1]) for beam in group.beams]
+        in_block = group.beams[0].num_computed_tokens % model.block_size != 0
+        num_copies = len(model.copies)
         engine.step()
-        if not group.done:
-            parents = {tuple(b.token_ids[:-1]) for b in group.beams}
-            assert len(model.moves) - num_moves == len(before) - len(parents)
+        expected = len(parents) - len(set(parents)) if in_block else 0
+        assert len(model.copies) - num_copies == expected
+    assert model.copies
 
 
-def test_a_search_waits_until_all_its_slots_are_free_and_is_not_overtaken():
+def test_a_search_waits_until_all_its_beams_have_a_place_and_is_not_overtaken():
     engine = Engine(PagedLogits(max_num_seqs=3), decode=sample_loop)
     engine.add(first := sequence_of([1], max_tokens=6))
     engine.step()
@@ -145,8 +147,8 @@ def test_a_search_waits_until_all_its_slots_are_free_and_is_not_overtaken():
     engine.add(late := sequence_of([7], max_tokens=4))
     while not first.finished:
         engine.step()
-        assert not group.lead.num_computed
-        assert not late.num_computed
+        assert not group.lead.num_computed_tokens
+        assert not late.num_computed_tokens
     run(engine)
     assert answers_of(group) == alone([5, 6], max_tokens=4)
 
@@ -316,7 +318,7 @@ def test_a_text_that_cannot_be_made_fails_its_search_and_no_other():
 
 
 @pytest.mark.parametrize("effect", ["nan", "raise"])
-def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
+def test_a_forward_that_fails_fails_all_answers_and_frees_all_blocks(effect):
     model = PagedLogits()
     model.poison[5] = effect
     engine = Engine(model, decode=sample_loop)
@@ -331,11 +333,8 @@ def test_a_forward_that_fails_fails_all_answers_and_frees_all_slots(effect):
 
 def test_logits_on_another_device_come_to_the_same_answers():
     class TorchLogits(PagedLogits):
-        def prefill(self, *args, **options):
-            return torch.from_numpy(super().prefill(*args, **options))
-
-        def decode(self, *args, **options):
-            return torch.from_numpy(super().decode(*args, **options))
+        def forward(self, batch):
+            return torch.from_numpy(super().forward(batch))
 
     engine, group = Engine(TorchLogits(), decode=sample_loop), search_of([3, 4], n=2, max_tokens=8)
     add(engine, group)
@@ -350,7 +349,7 @@ def test_the_prompt_of_a_search_is_taken_from_the_cache_and_left_there():
     for group in groups:
         add(engine, group)
         run(engine)
-    assert [group.answers[0].num_cached_tokens for group in groups] == [0, 29]
+    assert [group.answers[0].num_cached_tokens for group in groups] == [0, 28]
     assert answers_of(groups[0]) == answers_of(groups[1])
 
 

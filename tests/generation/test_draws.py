@@ -245,7 +245,7 @@ def test_what_a_method_remembers_survives_preemptions_and_drafts(options):
     finish(Engine(model, decode=sample_loop, speculation=speculation), crowd)
     assert [one.token_ids for one in crowd] == [one.token_ids for one in alone]
     assert any(one.num_preemptions for one in crowd)
-    assert any(forward.startswith("verify") for forward in model.forwards)
+    assert max(max(forward) for forward in model.forwards[1:]) > 1
 
 
 def finish(engine: Engine, sequences: list[TokenSequence]) -> None:

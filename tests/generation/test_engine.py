@@ -125,7 +125,7 @@ def test_the_lowest_priority_goes_first_and_equals_in_their_order():
 
 
 def test_one_that_was_preempted_goes_before_its_equals():
-    """Two fit into the cache as long as they are short; the younger waits again, and a third one behind it."""
+    """Two fit into the cache as long as they are short; the younger waits again, a third one behind it."""
     engine = Engine(PagedLogits(max_num_seqs=2, max_length=16, num_blocks=4), decode=sample_loop)
     sequences = [sequence_of([i], max_length=16, max_tokens=n) for i, n in enumerate([12, 12, 4])]
     for sequence in sequences:
@@ -465,7 +465,7 @@ def test_the_same_ids_again_cost_one_token():
 
 def test_the_least_recently_used_gives_way_when_there_are_more_than_blocks():
     model = PagedLogits(max_num_seqs=2, max_length=8, num_blocks=3)
-    engine = Engine(model, decode=sample_loop)
+    engine = Engine(model, decode=sample_loop, clock=Clock())
     for history in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
         ask(engine, history)
     model.forwards.clear()

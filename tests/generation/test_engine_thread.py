@@ -441,7 +441,7 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
     assert list(completion.token_ids) == greedy_answer([5], num_tokens=9)
     for what in ("draft", "accepted"):
         name = f"genserve_spec_decode_num_{what}_tokens_total"
-        assert metrics.registry.get_sample_value(name, {"model": "test"}) == 6
+        assert metrics.registry.get_sample_value(name, {"model": "test"}) == 7
 
 
 def ended(outbox: Recorder) -> GenserveError | None:

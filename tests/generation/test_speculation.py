@@ -63,15 +63,14 @@ def test_an_answer_that_was_foreseen_takes_a_step_for_so_many_tokens():
     sequence = sequence_of(PROMPT, max_tokens=13)
     deltas = run(speculating(model, Right()), sequence)
     assert answer(sequence) == greedy_answer(PROMPT, num_tokens=13)
-    assert model.forwards == ["prefill 1x3", *["verify 1"] * 3]     # 1 and 3 times 4
-    assert [len(delta.token_ids) for delta in deltas] == [1, 4, 4, 4]
+    assert model.forwards == [(3,), (6,), (6,)]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6]
 
 
 def test_the_first_wrong_token_is_replaced_and_ends_the_step():
-    model = PagedLogits()
     right = greedy_answer(PROMPT, num_tokens=3)
-    sequence = sequence_of(PROMPT, max_tokens=3)
-    engine = speculating(model, Fixed(right[1], (right[2] + 1) % VOCAB_SIZE, 0))
+    sequence = sequence_of(PROMPT, max_tokens=9)
+    engine = speculating(PagedLogits(), Fixed(right[1], (right[2] + 1) % VOCAB_SIZE, 0))
     engine.add(sequence)
     engine.step()
     result = engine.step()
@@ -127,7 +126,7 @@ def test_a_loop_of_ones_own_is_given_the_same_rows():
     sequence = sequence_of(PROMPT, max_tokens=12)
     run(speculating(model, Foreseen([plain], error_rate=0.1), decode=second_best), sequence)
     assert sequence.token_ids == plain.token_ids
-    assert "verify 1" in model.forwards
+    assert max(model.forwards) > (1,)
 
 
 def test_tokens_that_a_loop_appends_by_itself_are_run_together():
@@ -138,39 +137,42 @@ def test_tokens_that_a_loop_appends_by_itself_are_run_together():
                 if not sequence.finished:
                     sequence.append(token_id)
 
-    plain, model = sequence_of(PROMPT, max_tokens=20), PagedLogits()
-    run(Engine(PagedLogits(), decode=in_threes), plain)
-    sequence = sequence_of(PROMPT, max_tokens=20)
-    run(speculating(model, Fixed(), decode=in_threes), sequence)
-    assert sequence.token_ids == plain.token_ids
-    assert model.forwards.count("verify 1") == 6
+    model, sequence = PagedLogits(), sequence_of(PROMPT, max_tokens=20)
+    engine = Engine(model, decode=in_threes)
+    run(engine, sequence)
+    assert model.forwards == [(3,)] * 7
 
 
-def test_a_request_for_logits_shares_a_verification_and_gets_its_row():
-    rows: list[np.ndarray] = []
+def test_a_request_for_logits_shares_the_step_of_a_draft_and_gets_its_row():
     model = PagedLogits()
-    speculation = Speculation(Right())
-    speculation.note_step(num_rows=2, seconds=1.0, verified=False)
-    speculation.note_step(num_rows=2, seconds=1.2, verified=True)
-    engine = Engine(model, decode=sample_loop, speculation=speculation, clock=Clock())
-    engine.add(sequence_of(PROMPT, max_tokens=20))
+    engine = speculating(model, Right())
+    engine.add(sequence_of(PROMPT, max_tokens=30))
     engine.step()
     history = [8, 9]
     for _ in range(3):
-        engine.add(logits_request(history, on_logits=rows.append))
-        while not (result := engine.step()).answered:
-            pass
-        history.append(int(result.answered[0][1].argmax()))
+        engine.add_logits(logits_request(history))
+        [(_, row)] = engine.step().answered
+        history.append(int(row.argmax()))
     assert history == [8, 9, *greedy_answer([8, 9], num_tokens=3)]
-    assert "verify 2" in model.forwards
+    assert model.forwards[2] in [(6, 1), (1, 6)]
 
 
-def test_a_sequence_at_the_end_of_its_slot_is_decoded_token_by_token():
+def test_a_draft_shares_the_step_of_a_prompt():
+    model = PagedLogits()
+    engine = speculating(model, Right())
+    engine.add(sequence_of(PROMPT, max_tokens=30))
+    engine.step()
+    engine.add(sequence_of([1] * 5, max_tokens=5))
+    engine.step()
+    assert model.forwards[1] == (6, 5)
+
+
+def test_nothing_is_drafted_behind_the_end_of_the_context():
     model = PagedLogits(max_length=14)
     sequence = sequence_of(PROMPT, max_length=14)
     run(speculating(model, Right()), sequence)
     assert len(sequence.token_ids) == 14
-    assert model.forwards[-1] == "decode 1"
+    assert model.forwards == [(3,), (6,), (4,)]
 
 
 def test_a_sequence_that_leaves_is_forgotten():
@@ -184,55 +186,34 @@ def test_a_sequence_that_leaves_is_forgotten():
     assert oracle.dropped == [sequence]
 
 
-def decoding(*prompts: list[int]) -> list[TokenSequence]:
-    sequences = [sequence_of(prompt) for prompt in prompts]
-    for sequence in sequences:
-        sequence.num_computed = sequence.num_prompt_tokens - 1
-    return sequences
+def propose(speculation: Speculation, sequence: TokenSequence, *, least_chance: float) -> int:
+    return len(speculation.draft(sequence, max_tokens=10, least_chance=least_chance))
 
 
-def measured(draft, *, cost: float) -> Speculation:
-    """A speculation that has seen what a verification takes, in decodes."""
-    speculation = Speculation(PagedLogits(), draft)
-    for num_rows in (1, 2, 3):
-        for _ in range(20):
-            speculation.note_step(num_rows=num_rows, seconds=1.0, verified=False)
-            speculation.note_step(num_rows=num_rows, seconds=cost, verified=True)
-    return speculation
-
-
-def test_a_verification_that_takes_as_long_as_its_tokens_is_not_planned():
-    sequences = decoding(PROMPT)
-    assert isinstance(measured(Fixed(1, 2, 3), cost=1.5).plan(sequences, num_rows=1), Verify)
-    assert measured(Fixed(1, 2, 3), cost=4.0).plan(sequences, num_rows=1) is None
+def test_fewer_tokens_are_drafted_the_more_they_must_be_worth():
+    sequence, speculation = sequence_of(PROMPT), Speculation(Fixed(1, 2, 3, 4, 5, 6, 7))
+    counts = [propose(speculation, sequence, least_chance=chance) for chance in (0.0, 0.2, 0.5, 0.9)]
+    assert counts == [5, 3, 1, 0]
 
 
 def test_drafts_that_were_wrong_are_not_asked_for_until_some_steps_later():
-    draft, sequences = Fixed(1, 2, 3), decoding(PROMPT)
-    speculation = measured(draft, cost=1.5)
-    for _ in range(10):
-        speculation.note_outcome(sequences[0], accepted=0)
-    plans = [speculation.plan(sequences, num_rows=1) for _ in range(300)]
-    assert plans[:10] == [None] * 10
+    draft, sequence = Fixed(1, 2, 3), sequence_of(PROMPT)
+    speculation = Speculation(draft)
+    assert propose(speculation, sequence, least_chance=0.2)
+    for _ in range(15):
+        speculation.note_outcome(sequence, num_drafted=3, num_accepted=0)
+    counts = [propose(speculation, sequence, least_chance=0.2) for _ in range(300)]
+    assert counts[:10] == [0] * 10
+    assert any(counts)
     assert draft.num_asked < 300
-    assert any(plans)
 
 
-def test_one_row_too_many_is_decoded():
-    sequences = decoding(*[PROMPT] * 2)
-    speculation = measured(Fixed(1, 2, 3), cost=1.5)
-    assert speculation.plan(sequences, num_rows=speculation.verifier.max_rows) is not None
-    assert speculation.plan(sequences, num_rows=speculation.verifier.max_rows + 1) is None
-
-
-def test_one_that_has_a_draft_does_not_slow_down_those_that_have_none():
-    class OfFirst(Fixed):
-        def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-            return super().propose(sequence, count) if sequence.token_ids[0] == 1 else ()
-
-    sequences = decoding([1, 2], [3, 4], [5, 6])
-    assert measured(OfFirst(7, 8, 9), cost=1.9).plan(sequences[:1], num_rows=1) is not None
-    assert measured(OfFirst(7, 8, 9), cost=1.9).plan(sequences, num_rows=3) is None
+def test_drafts_that_were_right_are_longer():
+    sequence, speculation = sequence_of(PROMPT), Speculation(Fixed(1, 2, 3, 4, 5))
+    before = propose(speculation, sequence, least_chance=0.3)
+    for _ in range(5):
+        speculation.note_outcome(sequence, num_drafted=5, num_accepted=5)
+    assert propose(speculation, sequence, least_chance=0.3) > before
 
 
 def test_a_draft_that_fails_is_asked_no_more_and_the_answer_goes_on(caplog):
@@ -246,9 +227,3 @@ def test_a_draft_that_fails_is_asked_no_more_and_the_answer_goes_on(caplog):
     assert answer(sequence) == greedy_answer(PROMPT, num_tokens=10)
     assert draft.num_asked == 1
     assert "drafting failed" in caplog.text
-
-
-def test_one_long_wait_in_a_verification_does_not_turn_it_off():
-    sequences, speculation = decoding(PROMPT), measured(Fixed(1, 2, 3), cost=2.0)
-    speculation.note_step(num_rows=1, seconds=100.0, verified=True)
-    assert speculation.plan(sequences, num_rows=1) is not None

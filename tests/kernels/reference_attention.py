@@ -183,8 +183,10 @@ def reference_attention(call: PagedAttentionCall) -> Array:
     output = np.zeros_like(query)
     for sequence in range(call.num_sequences):
         tokens, positions = call.tokens_of(sequence), call.positions_of(sequence)
+        if not len(positions):
+            continue
         first = 0
-        if call.local_window_size >= 0 and len(positions):
+        if call.local_window_size >= 0:
             first = max(0, int(positions[0]) - call.local_window_size + 1)
         reach = np.arange(first, int(call.past_seqlens[sequence]) + len(positions))
         group = call.num_heads // call.kv_num_heads

@@ -26,15 +26,19 @@ def shipped_with_files(root: Path) -> Path:
     tokenizer.mkdir(exist_ok=True)
     tiny_tokenizer(vocab_size=320).save(str(tokenizer / "tokenizer.json"))
     (tokenizer / "tokenizer_config.json").write_text("{}")
-    inputs = ("input_ids", "seqlens_k", "total_len", "rows", "past_key_values.0.key")
+    inputs = (
+        "input_ids", "position_ids", "cumulative_sequence_length", "past_seqlens", "block_table",
+        "logits_indices", "attention_metadata", "past_key_values.0.key",
+    )
     file = save_onnx(
         root / "smollm2_logits" / "1" / "model.onnx",
-        [("Identity", ["rows"], ["logits"], {})],
+        [("Identity", ["logits_indices"], ["logits"], {})],
         inputs={name: (onnx.TensorProto.FLOAT, [1]) for name in inputs},
         outputs={"logits": (onnx.TensorProto.FLOAT, [1])},
     )
     graph = onnx.load(file)
     graph.metadata_props.add(key="genserve.context_length", value="8192")
+    graph.metadata_props.add(key="genserve.operators", value="1")
     onnx.save(graph, file)
     return root
 

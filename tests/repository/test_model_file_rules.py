@@ -204,8 +204,8 @@ def test_a_graph_that_is_no_logits_graph_is_found(models):
     file = models / "tiny_logits" / "1" / "model.onnx"
     nodes = [("Identity", ["x"], ["y"], {})]
     save_onnx(file, nodes, inputs={"x": (FLOAT, ["n"])}, outputs={"y": (FLOAT, ["n"])})
-    assert "has no KV cache in place: its inputs are x" in fault(models, "tiny_logits").message
-    assert "has no KV cache in place: its inputs are x" in load_error(models, "tiny")
+    assert "has no KV cache: its inputs are x" in fault(models, "tiny_logits").message
+    assert "has no KV cache: its inputs are x" in load_error(models, "tiny")
 
 
 def test_a_longer_context_than_the_graph_has_is_refused_at_its_parameter(models):

@@ -118,7 +118,10 @@ def test_a_model_that_was_not_to_be_loaded_is_not_ready_rather_than_unknown(copy
 
 def test_a_cache_that_cannot_be_reserved_is_an_error_of_that_model(copy):
     path = copy / "tiny_logits" / "config.pbtxt"
-    path.write_text(path.read_text().replace("max_batch_size: 32", "max_batch_size: 1000000"))
+    path.write_text(
+        path.read_text().replace("max_batch_size: 32", "max_batch_size: 1000000")
+        + 'parameters [ { key: "kv_cache_bytes" value: { string_value: "1000000GiB" } } ]'
+    )
     assert "cannot be reserved" in loaded(copy).errors["tiny"].message
 
 

@@ -144,7 +144,7 @@ def test_a_client_that_leaves_and_one_that_finds_no_room_are_in_the_log(generati
     slow_down(generating.server, monkeypatch)
     loop = generating.server.model.loop
     clients = []
-    for number in range(generating.server.model.num_slots):
+    for number in range(generating.server.model.max_num_seqs):
         client = socket.create_connection(("127.0.0.1", generating.server.port))
         head, _, rest = request_bytes("/generate_stream", LONG).partition(b"\r\n")
         client.sendall(b"%s\r\nX-Request-Id: leaves-%d\r\n%s" % (head, number, rest))

@@ -44,15 +44,15 @@ LONG_CHAT = {
 
 
 def slow_down(server: LiveServer, monkeypatch) -> None:
-    """Make each decode step of the tiny model take a while, as a real one would."""
-    model = server.model.loop._engine._forwards._model
-    decode = model.decode
+    """Make each step of the tiny model take a while, as a real one would."""
+    model = server.model.loop._engine._runner._model
+    forward = model.forward
 
-    def slow(token_ids, past):
+    def slow(batch):
         time.sleep(0.01)
-        return decode(token_ids, past)
+        return forward(batch)
 
-    monkeypatch.setattr(model, "decode", slow)
+    monkeypatch.setattr(model, "forward", slow)
 
 
 @pytest.mark.parametrize(

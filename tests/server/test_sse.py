@@ -14,7 +14,7 @@ from tests.fakes.sequences import sequence_of
 
 
 class Idle:
-    """Stands for an `EngineLoop`; what it makes is delivered by the test."""
+    """Stands for an `EngineThread`; what it makes is delivered by the test."""
 
     def submit(self, *sequences, outbox, reservation=None):
         pass

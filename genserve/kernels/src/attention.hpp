@@ -1,11 +1,11 @@
 // attention.hpp: PagedAttention, attention of packed tokens over a key/value cache in blocks.
 //
-// A call takes tokens of many sequences, each with one token or a chunk of them behind any past. It writes their keys and
-// values into the cache, and then computes every token's attention over all that its sequence has there.
+// A call takes tokens of many sequences, each with one token or a chunk of them behind any past. It writes their keys
+// and values into the cache, and then computes every token's attention over all that its sequence has there.
 //
-//     cache         block [Hk heads]    head    keys: groups of 16 tokens [D][16]   values: tokens [D]   scales: [token]
-//     sequence      block_table -> blocks -> groups of 16 tokens, the unit in which the cache is read
-//     work item     the tokens of one sequence that fit a tile (48 rows of query), for one head of the cache
+//     block       heads one after the other; each has keys as groups of 16 tokens [D][16], and values as tokens [D]
+//     sequence    block_table -> blocks -> groups of 16 tokens, the unit in which the cache is read
+//     tile        tokens of one sequence, up to 48 rows of query, for one head of the cache: what a thread computes
 //
 // Order of additions: keys are taken in tiles of 64, tiles are joined in segments of 512, and segments are merged from
 // the first to the last. Tiles and segments begin at multiples of 64 and 512 in the sequence, so the bits of a token's
@@ -342,8 +342,8 @@ inline float round_head(const float* x, int64_t padded, int8_t* to) {
 
 // Writes the key and the value of a token's head to its place in the cache.
 template <class T>
-inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t sequence, int64_t head, int64_t position,
-                        const float* key, const float* value, T* rounded) {
+inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t sequence, int64_t head,
+                        int64_t position, const float* key, const float* value, T* rounded) {
   const int64_t dim = a.head_dim, place = position % kGroup;
   const int64_t group = a.group_of(sequence, head, position);
   const float key_scale = round_head(key, a.padded_dim(), rounded);
@@ -508,8 +508,8 @@ struct Rows {
   float* slopes;       // [count], 0 without ALiBi
 };
 
-// Of each row over some keys: the largest score, the sum of the weights e^(score - top), and the sum of the values times
-// their weights.
+// Of each row over some keys: the largest score, the sum of the weights e^(score - top), and the sum of the values
+// times their weights.
 struct Sums {
   float* top;     // [count]
   float* total;   // [count]
@@ -586,8 +586,8 @@ inline void add_tile(int count, const PagedAttention& a, const KeyTile<T>& tile,
 // Computes the sums of rows over the keys [from, to) of a segment. groups[i] is the number of the group at
 // from + 16 * i; behind the last tile there are kAhead more, to be fetched.
 template <class T>
-inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& rows, const int64_t* groups, int64_t from,
-                   int64_t to, const Sums& sums) {
+inline void attend(const PagedAttention& a, const Cache<T>& cache, const Rows& rows, const int64_t* groups,
+                   int64_t from, int64_t to, const Sums& sums) {
   for (int r = 0; r < rows.count; r++) {
     sums.top[r] = kNever;
     sums.total[r] = 0;
@@ -657,23 +657,22 @@ struct Workspace {
   int64_t groups[kSegmentGroups + kAhead];
 };
 
+// A call on a cache of one element type.
 template <class T>
 class AttentionJob {
  public:
   AttentionJob(const PagedAttention& call, const Tensor& output) : a(call), cache_(call), output_(output) {}
 
   bool run(const Threads& threads, Error& error) {
-    const int64_t tiles_end = each_tile([](const QueryTile&) {});
     int64_t segments = 0, kept_rows = 0;
-    each_tile([&](const QueryTile& tile) {
+    num_tiles_ = each_tile([&](const QueryTile& tile) {
       segments += tile.num_segments;
       kept_rows += tile.num_segments * tile.count * a.heads_per_kv();
     });
-    num_tiles_ = tiles_end;
     split_ = threads.count > 1 && num_tiles_ < kItemsPerThread * threads.count && segments > num_tiles_;
     num_items_ = split_ ? segments : num_tiles_;
     if (!split_) kept_rows = 0;
-    const int64_t rows = larger(a.heads_per_kv(), tokens_per_tile() * a.heads_per_kv());
+    const int64_t rows = tokens_per_tile() * a.heads_per_kv();
     const size_t bytes = Scratch::bytes_of<int32_t>((size_t)a.num_tokens) +
                          Scratch::bytes_of<QueryTile>((size_t)num_tiles_) +
                          Scratch::bytes_of<WorkItem>((size_t)num_items_) + bytes_of_sums(kept_rows) +
@@ -694,8 +693,8 @@ class AttentionJob {
   }
 
  private:
-  static constexpr int64_t kItemsPerThread = 8;   // with fewer, tiles are split so that all threads have something to do
-  static constexpr int64_t kChunk = 16;           // tokens of a chunk of the first phase
+  static constexpr int64_t kItemsPerThread = 8;  // with fewer, tiles are split, so that all threads have work
+  static constexpr int64_t kChunk = 16;          // tokens of a chunk of the first phase
 
   int64_t num_chunks() const { return (a.num_tokens + kChunk - 1) / kChunk * a.kv_num_heads; }
   int64_t tokens_per_tile() const { return larger(1, kQueryTile / a.heads_per_kv()); }

@@ -193,9 +193,9 @@ GENSERVE_INLINE f32x16 tanh(f32x16 x) {
   p = fma(p, z, broadcast(-5.37397155531e-2f));
   p = fma(p, z, broadcast(1.33314422036e-1f));
   p = fma(p, z, broadcast(-3.33332819422e-1f));
-  const f32x16 near = fma(p * z, x, x);
-  const f32x16 far = copysign(1.0f - 2.0f / (exp(abs(x) * 2.0f) + 1.0f), x);
-  return abs(x) > 0.625f ? far : near;
+  const f32x16 inner = fma(p * z, x, x);
+  const f32x16 outer = copysign(1.0f - 2.0f / (exp(abs(x) * 2.0f) + 1.0f), x);
+  return abs(x) > 0.625f ? outer : inner;
 }
 
 // N. Juffa's erff: two polynomials, to 1 unit in the last place.
@@ -207,15 +207,15 @@ GENSERVE_INLINE f32x16 erf(f32x16 x) {
   p = fma(p, t, broadcast(-6.34846687e-1f));
   p = fma(p, t, broadcast(-1.28717512e-1f));
   p = fma(p, t, -t);
-  const f32x16 far = copysign(1.0f - exp(p), x);
+  const f32x16 outer = copysign(1.0f - exp(p), x);
   f32x16 q = broadcast(-5.96761703e-4f);
   q = fma(q, s, broadcast(4.99119423e-3f));
   q = fma(q, s, broadcast(-2.67681349e-2f));
   q = fma(q, s, broadcast(1.12819925e-1f));
   q = fma(q, s, broadcast(-3.76125336e-1f));
   q = fma(q, s, broadcast(1.28379166e-1f));
-  const f32x16 near = fma(q, x, x);
-  return t > 0.927734375f ? far : near;
+  const f32x16 inner = fma(q, x, x);
+  return t > 0.927734375f ? outer : inner;
 }
 
 GENSERVE_INLINE f32x16 relu(f32x16 x) { return max(broadcast(0.0f), x); }

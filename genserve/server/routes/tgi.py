@@ -69,12 +69,12 @@ async def info(services: SharedServices) -> dict[str, Any]:
     model = services.repository.generation_models[0] if services.repository.generation_models else None
     return {
         "model_id": model.name if model else None,
-        "max_concurrent_requests": (model.num_slots if model else 0) + services.settings.max_queue,
+        "max_concurrent_requests": (model.max_num_seqs if model else 0) + services.settings.max_queue,
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_best_of": MAX_BEST_OF,
         "max_input_tokens": model.max_length - 1 if model else 0,
         "max_total_tokens": model.max_length if model else 0,
-        "max_batch_size": model.num_slots if model else 0,
+        "max_batch_size": model.max_num_seqs if model else 0,
         "router": "genserve",
         "version": __version__,
     }

@@ -8,13 +8,13 @@ import pytest
 from genserve.backends.python.decoding import load_decoding
 from genserve.errors import RepositoryError
 from genserve.generation.engine import Engine
-from tests.fakes.logits import CachedLogits, greedy_answer
+from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import sequence_of
 
 
 def test_the_shipped_decoder_stage_runs_in_the_engine(tiny_repository):
     decoding = load_decoding(tiny_repository / "tiny_decoder" / "1" / "model.py", name="tiny_decoder")
-    engine = Engine(CachedLogits(), decode=decoding.decode)
+    engine = Engine(PagedLogits(), decode=decoding.decode)
     sequence = sequence_of([5], max_tokens=4)
     engine.add(sequence)
     while engine.step():

@@ -22,7 +22,7 @@ from genserve.generation.speculation import Speculation
 from genserve.llm import LLM
 from genserve.sampling.params import SamplingParams
 from tests.fakes.drafts import Oracle
-from tests.fakes.logits import VOCAB_SIZE, CachedLogits, greedy_answer
+from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 from tests.plugins import copy_with_plugins, documented_model
 
@@ -220,13 +220,13 @@ def test_a_processor_sees_each_token_once_where_several_are_tried_in_one_step():
     def counts(token_ids, logits):
         asked.append(len(token_ids))
 
-    model = CachedLogits()
+    model = PagedLogits()
     sequence = sequence_of([5, 6, 7], max_tokens=9, plugins=SequencePlugins(processors=[("counts", counts)]))
-    engine = Engine(model, decode=sample_loop, speculation=Speculation(model, Oracle()), clock=Clock())
+    engine = Engine(model, decode=sample_loop, speculation=Speculation(Oracle()), clock=Clock())
     engine.add(sequence)
     while engine.step():
         pass
-    assert "verify 1" in model.forwards
+    assert max(model.forwards[1:]) > (1,)
     assert sequence.token_ids[3:] == greedy_answer([5, 6, 7], num_tokens=9)
     assert asked == list(range(3, 12))
 
@@ -310,16 +310,17 @@ def test_a_plugin_lives_through_a_preemption():
     def counts(token_ids, logits):
         asked.append(len(token_ids))
 
-    sequence = sequence_of([5], max_tokens=8, plugins=SequencePlugins(processors=[("counts", counts)]))
-    engine = Engine(CachedLogits(), decode=sample_loop)
+    plugins = SequencePlugins(processors=[("counts", counts)])
+    older = sequence_of([6], max_length=16, max_tokens=12)
+    sequence = sequence_of([5], max_length=16, max_tokens=12, plugins=plugins)
+    engine = Engine(PagedLogits(max_length=16, num_blocks=4), decode=sample_loop)
+    engine.add(older)
     engine.add(sequence)
-    for _ in range(4):
-        engine.step()
-    engine._roster._preempt(sequence)
     while engine.step():
         pass
-    assert sequence.token_ids[1:] == greedy_answer([5], num_tokens=8)
-    assert asked == list(range(1, 9))
+    assert sequence.num_preemptions
+    assert sequence.token_ids[1:] == greedy_answer([5], num_tokens=12)
+    assert asked == list(range(1, 13))
 
 
 @pytest.mark.parametrize("place", [np.array, torch.tensor])
