@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from genserve.backends import onnx_session
-from genserve.backends.onnx_session import exact_products, num_cores, onnxruntime_module
+from genserve.backends.onnx_session import num_cores, onnxruntime_module
 from genserve.errors import MissingDependency
 
 
@@ -44,17 +44,3 @@ def test_without_a_package_the_error_names_both_extras(monkeypatch: pytest.Monke
         onnxruntime_module()
     assert "genserve[cpu]" in caught.value.remedy
     assert "genserve[gpu]" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("cpu", "is_asked"),
-    [
-        ("model name\t: old\nflags\t\t: fpu sse4_1 avx2 avx512f\n", True),
-        ("model name\t: new\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", False),
-        ("model name\t: small\nflags\t\t: fpu avx2 avx_vnni\n", False),
-        ("processor\t: 0\nFeatures\t: fp asimd asimddp\n", False),
-        ("", False),
-    ],
-)
-def test_exact_products_are_asked_for_where_the_fast_ones_saturate(cpu: str, *, is_asked: bool) -> None:
-    assert bool(exact_products(cpu)) == is_asked
