@@ -15,7 +15,7 @@ from typing import Any
 
 from genserve.backends.parameters import boolean_parameter, integer_parameter
 from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
-from genserve.kernels import library_path
+from genserve.kernels import instruction_set, library_path
 
 __all__ = [
     "SPIN_US",
@@ -74,6 +74,13 @@ def register_kernels(options: Any) -> None:
         GenserveError: there are no kernels for this machine.
     """
     options.register_custom_ops_library(str(library_path()))
+    _log_instruction_set(instruction_set())
+
+
+@cache
+def _log_instruction_set(name: str) -> None:
+    """Tell, once, which kernels run."""
+    logger.info("kernels: %s", name)
 
 
 @cache

@@ -16,6 +16,7 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
 
     from genserve.cli.local_models import local_models
     from genserve.cli.render import make_console
+    from genserve.kernels import instruction_set
 
     found = local_models(model_repository)
     if not found:
@@ -28,6 +29,7 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
         state = f"no weights: {', '.join(model.missing)}" if model.missing else "ready to load"
         table.add_row(model.name, f"{model.size_bytes / 1e6:.1f} MB", *model.quality, state)
     make_console().print(table)
+    print(f"\nkernels of this machine: {instruction_set()}")
 
 
 def _print_remote(url: str) -> None:

@@ -20,7 +20,7 @@ def print_card(server: ServerInfo) -> None:
     for model in server.models:
         print(
             f"{model.name}: {model.precision}, {model.max_length} tokens of context, "
-            f"{model.num_slots} answers at once, KV cache up to {model.kv_cache_bytes / 2**20:,.0f} MiB"
+            f"{model.max_num_seqs} answers at once, KV cache up to {model.kv_cache_bytes / 2**20:,.0f} MiB"
         )
     for error in server.errors:
         print_error(error)

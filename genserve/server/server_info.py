@@ -17,7 +17,7 @@ class ModelInfo:
 
     name: str
     max_length: int             # tokens of prompt and answer together
-    num_slots: int
+    max_num_seqs: int
     kv_cache_bytes: int         # at the most
     precision: str
 
@@ -49,7 +49,7 @@ class ServerInfo:
             ModelInfo(
                 name=model.name,
                 max_length=model.max_length,
-                num_slots=model.max_num_seqs,
+                max_num_seqs=model.max_num_seqs,
                 kv_cache_bytes=model.kv_cache_bytes,
                 precision=model.precision,
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
+from genserve.kernels import instruction_set
 from tests.cli.test_local_models import add_model
 from tests.client.scripted_server import models_reply, scripted
 
@@ -20,7 +21,8 @@ def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) 
     (tmp_path / "c_logits" / "1" / "parity.json").write_text(json.dumps(parity | {"kv_cache": "int8"}))
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
     rows = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert rows == [
+    assert rows[-1] == f"kernels of this machine: {instruction_set()}"
+    assert rows[:-2] == [
         "model size precision top-1 perplexity KL state",
         "a 0.0 MB int8 94.8% x1.011 0.0153 ready to load",
         "b 0.0 MB no weights: b_tokenizer, b_logits",

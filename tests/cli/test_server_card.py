@@ -8,7 +8,7 @@ from genserve.server import ModelInfo, ServerInfo, VersionInfo
 
 
 def test_the_card_has_the_models_the_url_and_a_curl_line(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ModelInfo(name="m", max_length=2048, num_slots=32, kv_cache_bytes=3 * 2**29, precision="int8")
+    model = ModelInfo(name="m", max_length=2048, max_num_seqs=32, kv_cache_bytes=3 * 2**29, precision="int8")
     broken = RepositoryError("model 'x' is broken", remedy="mend it")
     print_card(ServerInfo(url="http://127.0.0.1:1", models=(model,), errors=(broken,)))
     captured = capsys.readouterr()
