@@ -33,11 +33,13 @@ class Running(Ports):
 
 
 @contextmanager
-def genserve_server(repository: Path, *, flags: Sequence[str] = ()) -> Iterator[Running]:
+def genserve_server(
+    repository: Path, *, flags: Sequence[str] = (), command: Sequence[str] = (sys.executable, "-m", "genserve")
+) -> Iterator[Running]:
     """`genserve serve` on free ports."""
     ports = _free_ports()
-    command = [sys.executable, "-m", "genserve", "serve", f"--model-repository={repository}", *flags]
-    with running([*command, *_flags(ports)], ready_url=_ready_url(ports)) as pid:
+    serve = [*command, "serve", f"--model-repository={repository}", *flags, *_flags(ports)]
+    with running(serve, ready_url=_ready_url(ports)) as pid:
         yield Running(http=ports.http, grpc=ports.grpc, metrics=ports.metrics, pid=pid)
 
 

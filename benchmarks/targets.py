@@ -177,6 +177,13 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
         yield _Server(port, model=model, api="completions", extra=extra)
 
 
+@contextmanager
+def _genserve(program: str, repository: str) -> Iterator[Target]:
+    """The genserve of another environment or commit, on a repository with one model."""
+    with genserve_server(Path(repository), command=(program,)) as server:
+        yield _Server(server.http, model="", api="generate", extra={})
+
+
 def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]:
     """An engine in a process of its own, by the Python that has it."""
 
@@ -197,5 +204,6 @@ PEERS: Mapping[str, Callable[[str, str], AbstractContextManager[Target]]] = Mapp
         "openvino": _engine("openvino_engine.py"),
         "onnxruntime-genai": _engine("onnxruntime_genai_engine.py"),
         "engine": _engine("genserve_engine.py"),
+        "genserve": _genserve,
     }
 )
