@@ -34,7 +34,10 @@ class Running(Ports):
 
 @contextmanager
 def genserve_server(
-    repository: Path, *, flags: Sequence[str] = (), command: Sequence[str] = (sys.executable, "-m", "genserve")
+    repository: Path,
+    *,
+    flags: Sequence[str] = (),
+    command: Sequence[str] = (sys.executable, "-m", "genserve"),
 ) -> Iterator[Running]:
     """`genserve serve` on free ports."""
     ports = _free_ports()
