@@ -79,7 +79,8 @@ def _product(node: Any, initializers: Mapping[str, Any]) -> tuple[int, Part]:
     part = Part(
         name=node.op_type,
         arithmetic="float32" if is_float else "int8",
-        weight_bytes=sum(_bytes(initializers[name]) for name in node.input if name in initializers),
+        # The scales are the next input.
+        weight_bytes=sum(_bytes(initializers[name]) for name in node.input[1:3] if name in initializers),
         operations_per_row=2 * inputs * columns,
     )
     return columns, part

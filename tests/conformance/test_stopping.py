@@ -122,7 +122,8 @@ def test_the_tokens_of_the_logprobs_are_those_of_the_text(client, tiny_server):
 
 
 @pytest.mark.parametrize("ask", ["completions", "chat"])
-def test_events_have_as_many_tokens_as_are_asked_for(client, ask):
+def test_events_have_at_least_as_many_tokens_as_are_asked_for(client, ask):
+    """The first has one, and the last what is left; a step may bring several."""
     extras = EXTRAS | {"stream_interval": 5, "return_token_ids": True}
     if ask == "chat":
         messages = [{"role": "user", "content": PROMPT}]
@@ -130,7 +131,10 @@ def test_events_have_as_many_tokens_as_are_asked_for(client, ask):
     else:
         chunks = client.completions.create(**OPTIONS, prompt=PROMPT, stream=True, extra_body=extras)
     counts = [len(chunk.choices[0].model_extra.get("token_ids") or ()) for chunk in chunks]
-    assert [count for count in counts if count] == [1, 5, 5, 1]
+    first, *others, last = [count for count in counts if count]
+    assert first == 1
+    assert all(count >= 5 for count in others)
+    assert first + sum(others) + last == 12
 
 
 def test_an_answer_ends_when_its_time_is_over(client):
