@@ -17,6 +17,7 @@ from servers import free_port, genserve_server, running
 
 from genserve.backends.onnx_session import num_cores
 from genserve.client.load import random_prompts
+from genserve.repository.index import scan
 
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
 
@@ -180,8 +181,9 @@ def _transformers(program: str, model: str) -> Iterator[Target]:
 @contextmanager
 def _genserve(program: str, repository: str) -> Iterator[Target]:
     """The genserve of another environment or commit, on a repository with one model."""
+    [model] = (entry.name for entry in scan([Path(repository)]).values() if entry.is_ensemble)
     with genserve_server(Path(repository), command=(program,)) as server:
-        yield _Server(server.http, model="", api="generate", extra={})
+        yield _Server(server.http, model=model, api="generate", extra={})
 
 
 def _engine(script: str) -> Callable[[str, str], AbstractContextManager[Target]]:
