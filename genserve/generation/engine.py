@@ -58,7 +58,7 @@ class Engine:
         model: LogitsModel,
         *,
         decode: DecodeFunction,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int = 256,
         picker: RowPicker = pick_rows,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,

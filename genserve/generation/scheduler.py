@@ -1,9 +1,10 @@
 """Scheduler: which tokens the next forward computes, of which requests.
 
-A step is one forward over a budget of tokens: first one token of each request that generates, with drafted
-ones where they pay, then prompts, whole or in chunks. Beside requests that generate, the prompts' part is
-bounded so that a step takes about twice as long as without them: a prompt slows the others down and never
-stops them. Of several prompts the shortest goes first, and the longest always gets a share.
+A step is one forward over a budget of tokens: first one token of each request that generates, then prompts,
+whole or in chunks, or, where there are none, drafted tokens that pay. Beside requests that generate, the
+prompts' part is bounded so that a step takes about twice as long as without them: a prompt slows the others
+down and never stops them. Where more requests wait for their first token than generate, as after a burst,
+prompts get the whole budget. Of several prompts the shortest goes first, and the longest always gets a share.
 
 When blocks run out, the youngest request of the lowest priority waits again. What it has computed stays
 cached as long as nobody needs its blocks; what is lost is computed again, in chunks as a prompt is.
@@ -75,7 +76,7 @@ class Scheduler:
         kv_cache_manager: KVCacheManager,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int = 256,
         speculation: Speculation | None = None,
     ) -> None:
         """Begin with no request.
@@ -149,12 +150,15 @@ class Scheduler:
         output = SchedulerOutput()
         prompts: list[Request] = []
         self._schedule_running(output, prompts)
+        num_places = self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running)
+        budget = self._prompt_budget(output, num_prompts=len(prompts) + min(len(self._waiting), num_places))
         if self._waiting and not output.num_preempted:
-            self._admit(output, prompts, num_held=num_held)
-        if self._speculation is not None and output.num_decodes:
-            self._add_drafts(output, self._speculation)
+            self._admit(output, prompts, budget=budget, num_places=num_places)
         if prompts:
-            self._schedule_prompts(output, prompts)
+            budget = min(budget, self.max_num_batched_tokens - output.num_decodes)  # some have just begun
+            self._schedule_prompts(output, prompts, budget=budget)
+        elif self._speculation is not None and output.num_decodes:
+            self._add_drafts(output, self._speculation)
         return output if output.requests else None
 
     def check_integrity(self) -> None:
@@ -204,7 +208,7 @@ class Scheduler:
         """Draft tokens where the chance that they are right is worth what they take of the step."""
         num_decodes = output.num_decodes
         least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_drafted_tokens(num_decodes)
-        most = left = (self.max_num_batched_tokens - num_decodes) // 2     # prompts need some, too
+        most = left = self.max_num_batched_tokens - num_decodes
         for place, request in enumerate(output.requests):
             draft = request.draft(speculation, max_tokens=left, least_chance=least_chance)
             if draft and self._kv.extend(request, 1 + len(draft)):
@@ -212,22 +216,22 @@ class Scheduler:
                 left -= len(draft)
         output.num_drafted = most - left
 
-    def _prompt_budget(self, output: SchedulerOutput) -> int:
+    def _prompt_budget(self, output: SchedulerOutput, *, num_prompts: int) -> int:
         """Return how many tokens of prompts the step may have."""
-        left = self.max_num_batched_tokens - output.num_decodes - output.num_drafted
-        if not output.num_decodes:
+        left = self.max_num_batched_tokens - output.num_decodes
+        if num_prompts > output.num_decodes:
             return left
         beside = int(_PROMPT_SHARE * self._times.doubling_prompt_tokens(output.num_decodes))
-        return min(left, max(beside - output.num_drafted, _LEAST_PROMPT_TOKENS))
+        return min(left, max(beside, _LEAST_PROMPT_TOKENS))
 
-    def _admit(self, output: SchedulerOutput, prompts: list[Request], *, num_held: int) -> None:
+    def _admit(
+        self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int
+    ) -> None:
         """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.
 
         One that begins with a block that another is about to compute waits for that; a long prompt waits
         where the step has two that it does not finish, and shorter ones of its priority do not wait for it.
         """
-        num_places = self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running)
-        budget = self._prompt_budget(output)
         lengths = sorted(map(_num_pending, prompts))
         computing = {self._kv.next_key(request) for lead in prompts for request in lead.group} - {None}
         lowest = None
@@ -270,9 +274,8 @@ class Scheduler:
                 request.num_cached_tokens = request.num_computed_tokens
         return True
 
-    def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request]) -> None:
+    def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request], *, budget: int) -> None:
         """Divide the budget among those of which several tokens are to be computed."""
-        budget = self._prompt_budget(output)
         prompts.sort(key=_num_pending)
         num_rows = _NUM_SCORED_ROWS
         for lead, num_tokens in zip(prompts, _divided(list(map(_num_pending, prompts)), budget), strict=True):

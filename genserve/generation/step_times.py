@@ -22,7 +22,7 @@ class StepTimes:
         self._drafted_token_s = 0.0
 
     def note(self, *, num_decodes: int, num_prompt_tokens: int, num_drafted: int, seconds: float) -> None:
-        """Learn from a step.
+        """Learn from a step, which has prompts or drafted tokens, not both.
 
         Args:
             num_decodes: sequences with one token.
@@ -37,11 +37,13 @@ class StepTimes:
             before = self._decode_s.get(num_decodes, seconds)
             # One that took far longer had to wait for others.
             self._decode_s[num_decodes] = _moved(before, min(seconds, 2 * before))
-        elif decode_s is not None and not num_prompt_tokens:
+        elif decode_s is None:
+            return
+        elif num_drafted:
             self._drafted_token_s = _moved(self._drafted_token_s, max(seconds - decode_s, 0.0) / num_drafted)
-        elif decode_s is not None and num_prompt_tokens >= _FEW_TOKENS:
-            prompts_s = max(seconds - decode_s - num_drafted * self._drafted_token_s, 0.0)
-            self._prompt_token_s = _moved(self._prompt_token_s, prompts_s / num_prompt_tokens)
+        elif num_prompt_tokens >= _FEW_TOKENS:
+            seconds_more = max(seconds - decode_s, 0.0)
+            self._prompt_token_s = _moved(self._prompt_token_s, seconds_more / num_prompt_tokens)
 
     def decode_s(self, num_decodes: int) -> float | None:
         """Return the seconds of a step of one token for each of so many sequences; None: not known."""
