@@ -1,10 +1,10 @@
 """Scheduler: which tokens the next forward computes, of which requests.
 
 A step is one forward over a budget of tokens: first one token of each request that generates, then prompts,
-whole or in chunks, or, where there are none, drafted tokens that pay. Beside requests that generate, the
-prompts' part is bounded so that a step takes about twice as long as without them: a prompt slows the others
-down and never stops them. Where more requests wait for their first token than generate, as after a burst,
-prompts get the whole budget. Of several prompts the shortest goes first, and the longest always gets a share.
+whole or in chunks, or, where there are none, drafted tokens that pay. Beside requests that generate, each
+prompt lengthens a step by as much as it takes without prompts: one slows the others down and never stops
+them, and of many that arrive together none waits for long. Of several the shortest goes first, and the
+longest always gets a share.
 
 When blocks run out, the youngest request of the lowest priority waits again. What it has computed stays
 cached as long as nobody needs its blocks; what is lost is computed again, in chunks as a prompt is.
@@ -25,7 +25,7 @@ from genserve.generation.step_times import StepTimes
 __all__ = ["Scheduler", "SchedulerOutput"]
 
 _PROMPT_SHARE = 0.9         # of the tokens that double a step
-_LEAST_PROMPT_TOKENS = 8    # of a step beside requests that generate
+_LEAST_PROMPT_TOKENS = 16   # of a step beside requests that generate, for each prompt
 _LONGEST_SHARE = 4          # the longest prompt gets one token in so many
 _NUM_UNFINISHED = 2         # prompts that a step leaves unfinished, if more of them can begin
 _NUM_SCORED_ROWS = 64       # rows of logits of a step that prompts want for their own sake
@@ -219,10 +219,10 @@ class Scheduler:
     def _prompt_budget(self, output: SchedulerOutput, *, num_prompts: int) -> int:
         """Return how many tokens of prompts the step may have."""
         left = self.max_num_batched_tokens - output.num_decodes
-        if num_prompts > output.num_decodes:
+        if not output.num_decodes:
             return left
-        beside = int(_PROMPT_SHARE * self._times.doubling_prompt_tokens(output.num_decodes))
-        return min(left, max(beside, _LEAST_PROMPT_TOKENS))
+        doubling = self._times.doubling_prompt_tokens(output.num_decodes)
+        return min(left, int(num_prompts * max(_LEAST_PROMPT_TOKENS, _PROMPT_SHARE * doubling)))
 
     def _admit(
         self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int

@@ -34,9 +34,7 @@ class StepTimes:
             return
         decode_s = self.decode_s(num_decodes)
         if not num_prompt_tokens and not num_drafted:
-            before = self._decode_s.get(num_decodes, seconds)
-            # One that took far longer had to wait for others.
-            self._decode_s[num_decodes] = _moved(before, min(seconds, 2 * before))
+            self._decode_s[num_decodes] = _moved(self._decode_s.get(num_decodes, 0.0), seconds)
         elif decode_s is None:
             return
         elif num_drafted:
@@ -65,4 +63,5 @@ class StepTimes:
 
 
 def _moved(before: float, seconds: float) -> float:
-    return before + _NEWEST * (seconds - before) if before else seconds
+    # One that took far longer had to wait for others.
+    return before + _NEWEST * (min(seconds, 2 * before) - before) if before else seconds
