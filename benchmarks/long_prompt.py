@@ -1,0 +1,91 @@
+"""Long prompt: what one that arrives costs the streams beside it, and what they cost it.
+
+    python benchmarks/long_prompt.py --model-repository model_repository
+
+starts `genserve serve`, and in each round asks for the first token of a prompt of 3,000 words, first alone
+and then beside eight streams. Prints the time to it, and the gaps between the streams' texts before it came
+and until it was answered, in milliseconds, medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from report import markdown
+from servers import genserve_server
+
+from genserve import AsyncClient
+from genserve.client.load import random_prompts
+
+SETTLED_S = 2.0     # the streams have their prompts behind them
+UNDISTURBED_S = 2.0
+HEADINGS = (
+    "first token alone", "beside streams", "ratio", "gap p99 before", "p99 beside", "ratio", "largest beside"
+)
+
+
+def main() -> None:
+    options = _options()
+    with genserve_server(options.model_repository) as server:
+        rounds = asyncio.run(_rounds(f"http://127.0.0.1:{server.http}", options))
+    columns = zip(*rounds[1:], strict=True)     # the first one warms up
+    print(markdown(HEADINGS, [[f"{statistics.median(column):.4g}" for column in columns]]))
+
+
+async def _rounds(url: str, options: argparse.Namespace) -> list[tuple[float, ...]]:
+    async with AsyncClient(url) as client:
+        return [await _round(client, number, options) for number in range(options.rounds + 1)]
+
+
+async def _round(client: AsyncClient, number: int, options: argparse.Namespace) -> tuple[float, ...]:
+    long, other = random_prompts(2, words=options.words, shared_words=0, seed=2 * number)
+    short = random_prompts(options.streams, words=30, shared_words=0, seed=2 * number + 1)
+    alone_s = await _first_token_s(client, long)
+    arrivals: list[list[float]] = [[] for _ in short]
+    pairs = zip(short, arrivals, strict=True)
+    streams = [asyncio.create_task(_stream(client, prompt, times)) for prompt, times in pairs]
+    await asyncio.sleep(SETTLED_S + UNDISTURBED_S)
+    began_s = time.perf_counter()
+    beside_s = await _first_token_s(client, other)
+    ended_s = time.perf_counter()
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    before = _gaps(arrivals, since_s=began_s - UNDISTURBED_S, until_s=began_s)
+    during = _gaps(arrivals, since_s=began_s, until_s=ended_s)
+    p99, beside = (statistics.quantiles(gaps, n=100)[-1] * 1e3 for gaps in (before, during))
+    return alone_s * 1e3, beside_s * 1e3, beside_s / alone_s, p99, beside, beside / p99, max(during) * 1e3
+
+
+async def _first_token_s(client: AsyncClient, prompt: str) -> float:
+    started_s = time.perf_counter()
+    await client.generate(prompt, max_tokens=1, ignore_eos=True)
+    return time.perf_counter() - started_s
+
+
+async def _stream(client: AsyncClient, prompt: str, times: list[float]) -> None:
+    async with client.stream(prompt, max_tokens=2000, ignore_eos=True) as stream:
+        async for _ in stream:
+            times.append(time.perf_counter())
+
+
+def _gaps(arrivals: list[list[float]], *, since_s: float, until_s: float) -> list[float]:
+    return [b - a for times in arrivals for a, b in pairwise(times) if since_s <= a and b <= until_s]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model-repository", type=Path, default=Path("model_repository"))
+    parser.add_argument("--words", type=int, default=3000)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
