@@ -34,6 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from servers import genserve_server, triton_server
 
+from genserve.kernels import library_path
+
 # A real Triton keeps the tensors of all calls in shared memory until the request ends.
 CALLS_PER_REQUEST = 200
 CALL = "call, us"
@@ -125,6 +127,7 @@ def _triton(options: argparse.Namespace) -> Iterator[str]:
             for key, value in {
                 "model_path": model.resolve(),
                 "site_packages": sysconfig.get_path("purelib"),
+                "kernels": library_path(),
             }.items():
                 config.write(f'parameters [ {{ key: "{key}" value: {{ string_value: "{value}" }} }} ]\n')
         with triton_server(options.triton, folder) as ports:
@@ -147,7 +150,9 @@ def _set_parameter(model: Path, key: str, value: str, *, was: str) -> None:
 def _infer(url: str, model: str, inputs: list[dict[str, Any]]) -> list[float]:
     """Ask a model by JSON; return its one output."""
     body = json.dumps({"inputs": inputs}).encode()
-    with urllib.request.urlopen(f"{url}/v2/models/{model}/infer", data=body, timeout=300) as response:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v2/models/{model}/infer", data=body, headers=headers)
+    with urllib.request.urlopen(request, timeout=300) as response:
         [output] = json.load(response)["outputs"]
     data: list[float] = output["data"]
     return data

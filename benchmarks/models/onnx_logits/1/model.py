@@ -4,6 +4,8 @@ import sys
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+BLOCK_SIZE = 16
+
 
 class TritonPythonModel:
     def initialize(self, args):
@@ -14,6 +16,7 @@ class TritonPythonModel:
         options = onnxruntime.SessionOptions()
         # Without it the workers spin on the cores that the next call needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.register_custom_ops_library(parameters["kernels"]["string_value"])
         path = parameters["model_path"]["string_value"]
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.past = [i for i in self.session.get_inputs() if i.name.startswith("past_key_values.")]
@@ -29,13 +32,25 @@ class TritonPythonModel:
     def forward(self, ids):
         """[batch, length] to [batch, vocabulary], with an empty cache: the whole prompt, each time."""
         batch, length = ids.shape
-        feeds = {
-            "input_ids": ids,
-            "seqlens_k": np.full(batch, length - 1, dtype=np.int32),
-            "total_len": np.array(length, dtype=np.int32),
-            "rows": np.arange(batch, dtype=np.int64) * length + length - 1,
+        width = -(-length // BLOCK_SIZE)
+        inputs = {
+            "input_ids": ids.reshape(-1),
+            "position_ids": np.tile(np.arange(length), batch),
+            "cumulative_sequence_length": np.arange(0, (batch + 1) * length, length, dtype=np.int32),
+            "past_seqlens": np.zeros(batch, dtype=np.int32),
+            "block_table": np.arange(batch * width, dtype=np.int32).reshape(batch, width),
+            "logits_indices": np.arange(1, batch + 1) * length - 1,
+            "attention_metadata": np.array([length, length], dtype=np.int32),
         }
+        binding = self.session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, array)
         for past in self.past:
-            _, heads, _, head_dim = past.shape
-            feeds[past.name] = np.zeros((batch, heads, length, head_dim), dtype=np.float32)
-        return self.session.run(["logits"], feeds)[0]
+            cache = np.zeros((batch * width, BLOCK_SIZE, *past.shape[2:]), dtype=np.float16)
+            place = ("cpu", 0, np.float16, cache.shape, cache.ctypes.data)
+            binding.bind_input(past.name, *place)
+            binding.bind_output(past.name.replace("past_key_values", "present"), *place)
+            inputs[past.name] = cache   # it lives until the run has ended
+        binding.bind_output("logits", "cpu")
+        self.session.run_with_iobinding(binding)
+        return binding.copy_outputs_to_cpu()[-1]
