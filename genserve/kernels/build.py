@@ -35,7 +35,7 @@ INSTRUCTION_SETS = {
 # -ffp-contract=off: only what is written as fma() is fused, so that all libraries give equal bits.
 # -nostdlib++: nothing of a C++ library is used, and none is built.
 FLAGS = [
-    *("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-sanitize=all"),
+    *("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-sanitize=undefined"),
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-nostdlib++", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Wno-psabi"),
 ]
