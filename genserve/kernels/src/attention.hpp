@@ -26,6 +26,7 @@ constexpr int kSegment = 512;       // keys that are added up before they are me
 constexpr int kQueryTile = 48;      // rows of query of a work item, if a group of heads is not larger
 constexpr int kTileGroups = kKeyTile / kGroup;
 constexpr int kSegmentGroups = kSegment / kGroup;
+constexpr int kFewRows = 3;
 constexpr int kAhead = 2 * kTileGroups;  // groups between the one that is read and the one that is fetched
 
 // How many vectors of 16 lanes the registers hold, and how many rows of query are multiplied at a time.
@@ -396,27 +397,30 @@ constexpr int vectors_for(int rows) {
 template <int ROWS, int GROUPS, class T>
 inline void score_groups(const float* query, int64_t stride, int64_t dim, const KeyTile<T>& tile, int group,
                          float* scores) {
-  f32x16 sums[ROWS][GROUPS] = {};
-  const auto step = [&](int64_t d) __attribute__((always_inline)) {
+  f32x16 sums[ROWS][GROUPS];
+  GENSERVE_UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    GENSERVE_UNROLL
+    for (int g = 0; g < GROUPS; g++) sums[r][g] = f32x16{};
+  }
+  constexpr int64_t kLine = 64 / (kGroup * sizeof(T));  // numbers of a head whose keys fill a cache line
+  RowPointers<float, ROWS> rows(query, stride);
+  _Pragma("clang loop unroll(disable)")  // of two steps at once the compiler would keep sums in memory
+  for (int64_t d = 0; d < dim; d++) {
     f32x16 k[GROUPS];
     GENSERVE_UNROLL
-    for (int g = 0; g < GROUPS; g++) k[g] = load(tile.keys[group + g] + d * kGroup);
+    for (int g = 0; g < GROUPS; g++) {
+      k[g] = load(tile.keys[group + g] + d * kGroup);
+      if (ROWS <= kFewRows && d % kLine == 0) prefetch(tile.keys_ahead[group + g] + d * kGroup);
+    }
     GENSERVE_UNROLL
     for (int r = 0; r < ROWS; r++) {
-      const f32x16 q = broadcast(query[r * stride + d]);
+      const f32x16 q = broadcast(*rows.at(r));
       GENSERVE_UNROLL
       for (int g = 0; g < GROUPS; g++) sums[r][g] = fma(q, k[g], sums[r][g]);
     }
-  };
-  constexpr int64_t kLine = 64 / (kGroup * sizeof(T));  // numbers of a head whose keys fill a cache line
-  int64_t d = 0;
-  for (; d + kLine <= dim; d += kLine) {
-    GENSERVE_UNROLL
-    for (int g = 0; g < GROUPS; g++) prefetch(tile.keys_ahead[group + g] + d * kGroup);
-    GENSERVE_UNROLL
-    for (int64_t i = 0; i < kLine; i++) step(d + i);
+    rows.advance(1);
   }
-  for (; d < dim; d++) step(d);
   GENSERVE_UNROLL
   for (int r = 0; r < ROWS; r++) {
     GENSERVE_UNROLL
@@ -524,6 +528,10 @@ inline float finish_scores(const PagedAttention& a, const KeyTile<T>& tile, int6
   static constexpr i32x16 kCount = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int32_t first = (int32_t)(a.reach(position) - tile.position), last = (int32_t)(position - tile.position);
   f32x16 top = broadcast(kNever);
+  if (!kHasScales<T> && a.softcap == 0 && slope == 0 && first <= 0 && last >= kKeyTile - 1) {  // final as they are
+    for (int k = 0; k < kKeyTile; k += kLanes) top = max(top, load(scores + k));
+    return maximum(top);
+  }
   for (int k = 0; k < kKeyTile; k += kLanes) {
     const i32x16 key = kCount + k;
     f32x16 x = load(scores + k);

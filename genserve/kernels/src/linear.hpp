@@ -171,13 +171,15 @@ struct InputRows {
   const float* values;    // [rows, stride], where weights are float32
   int64_t stride;
   const float* scales;    // [rows, blocks]
-  const int32_t* sums;    // [rows, blocks]: of the q of a block
+  const int32_t* starts;  // [rows, blocks]: what a sum of a block begins at
   int64_t blocks;
 };
 
-// Rounds inputs [from, to) of a row with one scale, and fills q up to `end` with zeros.
+// Rounds inputs [from, to) of a row with one scale, and fills q up to `end` with zeros. A sum of weights + `offset` times
+// these inputs begins at `start`.
 template <class Row>
-inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, int8_t* q, float* scale, int32_t* total) {
+inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, int offset, int8_t* q, float* scale,
+                         int32_t* start) {
   i32x16 largest{};  // as integers the sizes of floats have the same order, and NaN is above infinity
   for (int64_t i = from; i < to; i += kLanes) largest = max(largest, (i32x16)abs(row.get(i, to - i)));
   const float top = __builtin_bit_cast(float, maximum(largest));
@@ -185,7 +187,7 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
   if (!(top >= kLeast && top <= __FLT_MAX__)) {
     memset(q + from, 0, (size_t)(end - from));
     *scale = top < kLeast ? 0.0f : __builtin_nanf("");  // infinity or NaN in x: every output that reads it is NaN
-    *total = 0;
+    *start = 0;
     return;
   }
   const f32x16 inverse = broadcast(127.0f / top);
@@ -196,9 +198,9 @@ inline void round_inputs(const Row& row, int64_t from, int64_t to, int64_t end, 
     store(q + i, v);  // beyond the row are zeros, and `end` is a multiple of sixteen
   }
   const int64_t written = from + (to - from + kLanes - 1) / kLanes * kLanes;
-  memset(q + written, 0, (size_t)(end - written));
+  if (written < end) memset(q + written, 0, (size_t)(end - written));
   *scale = top / 127.0f;
-  *total = sum(sums);
+  *start = -offset * sum(sums);
 }
 
 // ------------------------------------------------------------------------------------------- tiles
@@ -210,24 +212,6 @@ GENSERVE_INLINE int32_t four_bytes(const int8_t* from) {
   memcpy(&v, from, sizeof v);
   return v;
 }
-
-// Rows of a tile, three to a pointer: x86 reaches p, p + stride and p + 2 stride in one instruction, and so twelve
-// rows take four registers.
-template <class T, int kRows>
-struct RowPointers {
-  const T* thirds[(kRows + 2) / 3];
-  int64_t stride;
-
-  RowPointers(const T* first, int64_t stride) : stride(stride) {
-    GENSERVE_UNROLL
-    for (int i = 0; i < (kRows + 2) / 3; i++) thirds[i] = first + 3 * i * stride;
-  }
-  __attribute__((always_inline)) const T* at(int row) const { return thirds[row / 3] + row % 3 * stride; }
-  __attribute__((always_inline)) void advance(int64_t by) {
-    GENSERVE_UNROLL
-    for (int i = 0; i < (kRows + 2) / 3; i++) thirds[i] += by;
-  }
-};
 
 // The next panel goes to the second cache while the first rows pass this one; a few rows alone read as fast as memory
 // gives, and fetch a little ahead of themselves.
@@ -252,7 +236,7 @@ struct Int8Format {
       for (int r = 0; r < kRows; r++) {
         GENSERVE_UNROLL
         for (int g = 0; g < kGroups; g++) {
-          sums[0][r][g] = u32x16{} - (uint32_t)(kInt8Offset * x.sums[row + r]);
+          sums[0][r][g] = (u32x16)broadcast(x.starts[row + r]);
           GENSERVE_UNROLL
           for (int c = 1; c < kChains; c++) sums[c][r][g] = u32x16{};
         }
@@ -299,7 +283,6 @@ struct BlockFormat {
   static constexpr int kRowsOfTile = kBlockRows;
   static constexpr int kInputs = kBits == 8 ? kInt8Block : kInt4Block;       // of a block
   static constexpr int kInputsOfStep = kBits == 8 ? 4 : 8;                   // in the 128 bytes of a step
-  static constexpr int kOffset = kBits == 8 ? kInt8Offset : kInt4Offset;
 
   template <int kRows>
   static void tile(const InputRows& x, int64_t row, const void* panel, const float* scales, int64_t panel_bytes, Outputs* y) {
@@ -313,14 +296,14 @@ struct BlockFormat {
       const uint8_t* w = static_cast<const uint8_t*>(panel) + 64 * first;
       const float* scale = scales + kLanes * first;
       const float* x_scale = x.scales + row * x.blocks;
-      const int32_t* x_sum = x.sums + row * x.blocks;
+      const int32_t* start = x.starts + row * x.blocks;
       RowPointers<int8_t, kRows> rows(x.q + row * x.stride, x.stride);
-      for (int64_t block = 0; block < x.blocks; block++, scale += kPanel, x_scale++, x_sum++) {
+      for (int64_t block = 0; block < x.blocks; block++, scale += kPanel, x_scale++, start++) {
         u32x16 sums[kRows][kGroups];
         GENSERVE_UNROLL
         for (int r = 0; r < kRows; r++) {
           GENSERVE_UNROLL
-          for (int g = 0; g < kGroups; g++) sums[r][g] = u32x16{} - (uint32_t)(kOffset * x_sum[r * x.blocks]);
+          for (int g = 0; g < kGroups; g++) sums[r][g] = (u32x16)broadcast(start[r * x.blocks]);
         }
         for (int step = 0; step < kInputs / kInputsOfStep; step++, w += 128) {
           GENSERVE_UNROLL
@@ -441,7 +424,7 @@ class Linear {
     q_ = reinterpret_cast<int8_t*>(values);
     normed_ = reinterpret_cast<float*>(values);
     scales_ = scratch.take<float>(num_scales);
-    sums_ = scratch.take<int32_t>(num_scales);
+    starts_ = scratch.take<int32_t>(num_scales);
 
     // Few inputs are rounded before the other threads are called: it takes less time than to wait for each other.
     const bool at_once = num_rows_ * sizes_.inputs <= 4096;
@@ -495,9 +478,10 @@ class Linear {
       return;
     }
     const int64_t block = padded / blocks;
+    const int offset = a_.weight_format == WeightFormat::kInt4Block ? kInt4Offset : kInt8Offset;
     for (int64_t b = 0; b < blocks; b++) {
-      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, q_ + row * padded,
-                   scales_ + row * blocks + b, sums_ + row * blocks + b);
+      round_inputs(normed, b * block, smaller(n, b * block + block), b * block + block, offset, q_ + row * padded,
+                   scales_ + row * blocks + b, starts_ + row * blocks + b);
     }
   }
 
@@ -518,7 +502,7 @@ class Linear {
                     (as_they_are ? in_.x.as<float>() : normed_) + from * sizes_.inputs,
                     sizes_.inputs,
                     scales_ + from * sizes_.blocks,
-                    sums_ + from * sizes_.blocks,
+                    starts_ + from * sizes_.blocks,
                     sizes_.blocks};
     const char* weights = in_.weight.as<char>() + panel * sizes_.panel_bytes;
     const float* scales = in_.scales.present() ? in_.scales.as<float>() + panel * sizes_.blocks * kPanel : nullptr;
@@ -563,7 +547,7 @@ class Linear {
   int8_t* q_ = nullptr;
   float* normed_ = nullptr;
   float* scales_ = nullptr;
-  int32_t* sums_ = nullptr;
+  int32_t* starts_ = nullptr;
 };
 
 }  // namespace genserve

@@ -39,8 +39,10 @@ struct LinearKernel {
   LinearAttributes attributes;
   LinearInputs constants;  // what the graph holds: seen and checked once
   size_t num_inputs;
+  int num_threads;
 
   bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
     attributes.in_features = ort::attribute(info, "in_features", int64_t{0});
     attributes.out_features = ort::attribute(info, "out_features", int64_t{0});
     attributes.gated = ort::attribute(info, "gated", int64_t{0}) != 0;
@@ -60,9 +62,9 @@ struct LinearKernel {
       return false;
     }
     Tensor y;
-    const int64_t shape[] = {inputs.x.shape[0], LinearSizes(attributes).outputs};
-    return ort::allocate_output(context, 0, shape, 2, y, error) &&
-           Linear(attributes, inputs, y.as<float>()).compute(ort::threads_of(context), error);
+    const Tensor like{nullptr, Type::kFloat32, 2, {inputs.x.shape[0], LinearSizes(attributes).outputs}};
+    return ort::allocate_output(context, 0, like, y, error) &&
+           Linear(attributes, inputs, y.as<float>()).compute(ort::threads_of(context, num_threads), error);
   }
 };
 
@@ -103,8 +105,10 @@ struct PagedAttentionKernel {
   AttentionAttributes attributes;
   AttentionInputs constants;
   size_t num_inputs;
+  int num_threads;
 
   bool create(const ort::KernelInfo* info, Error& error) {
+    num_threads = count_cores();
     attributes.num_heads = ort::attribute(info, "num_heads", int64_t{0});
     attributes.kv_num_heads = ort::attribute(info, "kv_num_heads", int64_t{0});
     attributes.do_rotary = ort::attribute(info, "do_rotary", int64_t{0});
@@ -123,14 +127,14 @@ struct PagedAttentionKernel {
       return false;
     }
     AttentionOutputs outputs{};
-    const int64_t shape[] = {inputs.query.shape[0], attributes.num_heads * attention.head_dim};
+    const Tensor like{nullptr, inputs.query.type, 2, {inputs.query.shape[0], attributes.num_heads * attention.head_dim}};
     const bool scales = inputs.key_scales.present();
-    return ort::allocate_output(context, 0, shape, 2, outputs.output, error) &&
-           ort::allocate_output(context, 1, inputs.key_cache.shape, 4, outputs.key_cache, error) &&
-           ort::allocate_output(context, 2, inputs.value_cache.shape, 4, outputs.value_cache, error) &&
-           (!scales || (ort::allocate_output(context, 3, inputs.key_scales.shape, 3, outputs.key_scales, error) &&
-                        ort::allocate_output(context, 4, inputs.value_scales.shape, 3, outputs.value_scales, error))) &&
-           attention.compute(inputs, outputs, ort::threads_of(context), error);
+    return ort::allocate_output(context, 0, like, outputs.output, error) &&
+           ort::allocate_output(context, 1, inputs.key_cache, outputs.key_cache, error) &&
+           ort::allocate_output(context, 2, inputs.value_cache, outputs.value_cache, error) &&
+           (!scales || (ort::allocate_output(context, 3, inputs.key_scales, outputs.key_scales, error) &&
+                        ort::allocate_output(context, 4, inputs.value_scales, outputs.value_scales, error))) &&
+           attention.compute(inputs, outputs, ort::threads_of(context, num_threads), error);
   }
 };
 

@@ -124,18 +124,19 @@ inline bool view(const Value* value, Tensor& tensor, Error& error) {
   return true;
 }
 
-// Memory for an output of this shape, in `tensor`.
-inline bool allocate_output(KernelContext* context, size_t index, const int64_t* shape, int rank, Tensor& tensor,
-                            Error& error) {
+// Memory for an output that is like `like`, which names no data yet.
+inline bool allocate_output(KernelContext* context, size_t index, const Tensor& like, Tensor& tensor, Error& error) {
   Value* value = nullptr;
-  return ok(Api::output(context, index, shape, (size_t)rank, &value), error) && view(value, tensor, error);
+  tensor = like;
+  return ok(Api::output(context, index, like.shape, (size_t)like.rank, &value), error) &&
+         ok(Api::data(value, &tensor.data), error);
 }
 
-// The threads of the session that a node runs in.
-inline Threads threads_of(KernelContext* context) {
+// The threads of the session that a node runs in, `count` with the caller.
+inline Threads threads_of(KernelContext* context, int count) {
   Threads threads;
   threads.host = context;
-  threads.count = count_cores();
+  threads.count = count;
   threads.parallel_for = [](void* host, size_t count, void (*work)(void*, size_t), void* job) {
     Status* failed = Api::parallel_for(static_cast<KernelContext*>(host), work, count, 0, job);
     if (failed == nullptr) return;

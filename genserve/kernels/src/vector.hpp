@@ -84,6 +84,24 @@ GENSERVE_INLINE f32x16 keep_first(f32x16 v, int64_t count) {
   return lane < (int32_t)(count < kLanes ? count : kLanes) ? v : f32x16{};
 }
 
+// Rows of a tile, three to a pointer: x86 reaches p, p + stride and p + 2 stride in one instruction, and so twelve
+// rows take four registers.
+template <class T, int kRows>
+struct RowPointers {
+  const T* thirds[(kRows + 2) / 3];
+  int64_t stride;
+
+  RowPointers(const T* first, int64_t stride) : stride(stride) {
+    GENSERVE_UNROLL
+    for (int i = 0; i < (kRows + 2) / 3; i++) thirds[i] = first + 3 * i * stride;
+  }
+  __attribute__((always_inline)) const T* at(int row) const { return thirds[row / 3] + row % 3 * stride; }
+  __attribute__((always_inline)) void advance(int64_t by) {
+    GENSERVE_UNROLL
+    for (int i = 0; i < (kRows + 2) / 3; i++) thirds[i] += by;
+  }
+};
+
 // ------------------------------------------------------------------------------------------- one lane at a time
 
 #if !defined(__FMA__) && !defined(__aarch64__)
