@@ -26,7 +26,7 @@ constexpr int kSegment = 512;       // keys that are added up before they are me
 constexpr int kQueryTile = 48;      // rows of query of a work item, if a group of heads is not larger
 constexpr int kTileGroups = kKeyTile / kGroup;
 constexpr int kSegmentGroups = kSegment / kGroup;
-constexpr int kFewRows = 3;
+constexpr int kFewRows = 3;         // rows of query that are read as fast as memory gives: they fetch keys ahead
 constexpr int kAhead = 2 * kTileGroups;  // groups between the one that is read and the one that is fetched
 
 // How many vectors of 16 lanes the registers hold, and how many rows of query are multiplied at a time.
