@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 from genserve.errors import GenserveError
+from genserve.kernels.build import LIBRARIES, library_name
 
 __all__ = ["instruction_set", "library_path"]
-
-LIBRARIES = Path(__file__).parent / "lib"
 
 # From the most wanted to the least.
 INSTRUCTION_SETS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
@@ -33,7 +32,8 @@ def library_path() -> Path:
     The environment variable GENSERVE_KERNELS names another one.
 
     Raises:
-        GenserveError: no kernels were built for this platform, or GENSERVE_KERNELS names none that runs here.
+        GenserveError: no kernels were built for this platform, or what was built cannot be loaded, or
+            GENSERVE_KERNELS names none that runs here.
     """
     return _path_of(instruction_set())
 
@@ -70,11 +70,13 @@ def _choose(wanted: str) -> str:
 
 def _path_of(name: str) -> Path:
     """Return where the library of an instruction set is, if it was built."""
-    suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
-    return LIBRARIES / f"libgenserve_{name}{suffix}"
+    return LIBRARIES / library_name(name)
 
 
 @functools.cache
 def _portable() -> ctypes.CDLL:
     """Load the library that runs on any processor of this architecture."""
-    return ctypes.CDLL(str(_path_of("portable")))
+    try:
+        return ctypes.CDLL(str(_path_of("portable")))
+    except OSError as error:  # built on another machine, or half of it is missing
+        raise GenserveError(f"genserve's kernels cannot be loaded: {error}", remedy=REBUILD) from error

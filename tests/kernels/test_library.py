@@ -82,6 +82,19 @@ def test_a_machine_for_which_nothing_is_built_says_what_to_do(
     kernels._choose.cache_clear()
 
 
+def test_a_library_that_cannot_be_loaded_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one of another architecture, in a folder that two machines share."""
+    (tmp_path / kernels.library_path().with_stem("libgenserve_portable").name).write_bytes(b"\x7fELF")
+    monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
+    kernels._choose.cache_clear()
+    kernels._portable.cache_clear()
+    with pytest.raises(GenserveError, match=r"kernels cannot be loaded: .* \(install a wheel of genserve"):
+        kernels.library_path()
+    kernels._choose.cache_clear()
+
+
 def test_an_unknown_machine_cannot_be_built_for(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
