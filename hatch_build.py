@@ -22,12 +22,13 @@ class KernelsBuildHook(BuildHookInterface[Any]):
         """Run before hatchling collects the files of a wheel; `version` is `standard` or `editable`."""
         build = _kernels_build()
         try:
-            build.build()
+            libraries = build.build()
         except build.BuildError as error:
             self.app.abort(str(error))
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{build.wheel_platform()}"
-        build_data["artifacts"].append("genserve/kernels/lib/*")  # else left out: git does not know them
+        # Else they are left out: git does not know them. Others may lie beside them, of other machines.
+        build_data["artifacts"] += [path.relative_to(ROOT).as_posix() for path in libraries]
 
 
 def _kernels_build() -> ModuleType:

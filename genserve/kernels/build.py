@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -86,7 +87,7 @@ def compile_command(cpu: str, *, compile_for: str) -> list[str]:
 
 
 def build(into: Path = LIBRARIES) -> list[Path]:
-    """Compile every library of this machine's architecture, two at a time or more.
+    """Compile every library of this machine's architecture, as many at a time as there are cores.
 
     Args:
         into: the folder of the libraries; it is made, and libraries in it are replaced.
@@ -95,7 +96,8 @@ def build(into: Path = LIBRARIES) -> list[Path]:
         The libraries' paths.
 
     Raises:
-        BuildError: the architecture is unknown, there is no compiler, or it fails.
+        BuildError: the architecture is unknown, there is no compiler, it fails, or the folder cannot be
+            written.
     """
     sets = INSTRUCTION_SETS.get(_machine())
     if sets is None:
@@ -104,9 +106,16 @@ def build(into: Path = LIBRARIES) -> list[Path]:
             "it runs on x86-64 and aarch64, under Linux, macOS and Windows"
         )
         raise BuildError(msg)
-    into.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [*pool.map(lambda name: _compile_library(name, sets[name], into), sets)]
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return [*pool.map(lambda name: _compile_library(name, sets[name], into), sets)]
+    except OSError as error:
+        msg = (
+            f"genserve's kernels could not be written ({error}): make {into} writable, and under Windows "
+            "stop what has loaded them"
+        )
+        raise BuildError(msg) from error
 
 
 def _compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
@@ -117,26 +126,36 @@ def _compile_library(instruction_set: str, cpu: str, into: Path) -> Path:
         command = compile_command(cpu, compile_for=_target()[0])
         command += ["-shared", "-fPIC", "-s", str(SOURCES / "operators.cpp"), "-o", str(made)]
         cache = {"ZIG_LOCAL_CACHE_DIR": scratch}
-        if not _home_is_writable():
+        if not _compiler_has_cache():
             cache["ZIG_GLOBAL_CACHE_DIR"] = scratch
         answer = subprocess.run(command, env=os.environ | cache, capture_output=True, text=True, check=False)
         if answer.returncode != 0:
-            missing = "No module named ziglang" in answer.stderr
-            reason = "the package ziglang is missing" if missing else answer.stderr.strip()[:2000]
+            reason, remedy = answer.stderr.strip()[:2000], "report this"
+            if "No module named ziglang" in reason:
+                reason = "the package ziglang is missing"
+                remedy = "install the compiler (pip install ziglang)"
             msg = (
-                f"genserve's kernels for {instruction_set} could not be compiled ({reason}): install the "
-                "compiler (pip install ziglang), or a wheel (pip install --only-binary genserve genserve)"
+                f"genserve's kernels for {instruction_set} could not be compiled ({reason}): {remedy}, or "
+                "install a wheel (pip install --only-binary genserve genserve)"
             )
             raise BuildError(msg)
-        path.unlink(missing_ok=True)
-        path.write_bytes(made.read_bytes())  # a new file: a process may have the old one loaded
+        # It takes the old one's place at once: a process may have that loaded, and another may load it now.
+        with tempfile.TemporaryDirectory(prefix=".", dir=into) as beside:
+            shutil.copyfile(made, Path(beside) / path.name).replace(path)
     return path
 
 
-def _home_is_writable() -> bool:
-    """Tell whether the compiler may keep its cache where it likes to, in the user's folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    nearest = next(path for path in (home, *home.parents) if path.exists())
+def _compiler_has_cache() -> bool:
+    """Tell whether the compiler can write where it keeps what it compiles for all programs.
+
+    That is ZIG_GLOBAL_CACHE_DIR, or a folder of the user's, who may have none.
+    """
+    if sys.platform == "win32" or "ZIG_GLOBAL_CACHE_DIR" in os.environ:
+        return True
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME")
+    if not home:
+        return False
+    nearest = next(path for path in (Path(home), *Path(home).parents) if path.exists())
     return os.access(nearest, os.W_OK)
 
 

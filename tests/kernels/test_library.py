@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -19,6 +20,10 @@ from genserve.errors import GenserveError
 from tests.kernels.linear_calls import instruction_sets, library
 
 ROOT = Path(__file__).parents[2]
+
+
+def has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 @pytest.fixture
@@ -115,6 +120,58 @@ def test_a_missing_compiler_is_told_in_a_sentence(
         build.build(tmp_path)
 
 
+def test_a_folder_that_cannot_be_written_is_told_in_a_sentence(build: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(build.BuildError, match=r"could not be written .*: make .*lib writable"):
+        build.build(tmp_path / "file" / "lib")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="every user has a folder there")
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOME": "{}"}, True),
+        ({"HOME": "{}/not/yet/made"}, True),
+        ({}, False),
+        ({"HOME": ""}, False),
+        ({"HOME": "{}/locked"}, False),
+        ({"HOME": "{}", "XDG_CACHE_HOME": "{}/locked/not/made"}, False),
+        ({"HOME": "{}/locked", "ZIG_GLOBAL_CACHE_DIR": "{}"}, True),
+    ],
+    ids=str,
+)
+def test_the_compiler_has_a_cache_where_the_user_has_a_folder(
+    environment: dict[str, str],
+    expected: bool,
+    build: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    if not expected and environment.get("HOME") and os.access(locked, os.W_OK):
+        pytest.skip("nothing is locked for root")
+    for name in ("HOME", "XDG_CACHE_HOME", "ZIG_GLOBAL_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    assert build._compiler_has_cache() is expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has("ziglang"), reason="ziglang is not installed")
+def test_a_user_without_a_folder_can_build(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = build.INSTRUCTION_SETS[build._machine()]
+    monkeypatch.setitem(build.INSTRUCTION_SETS, build._machine(), {"portable": sets["portable"]})
+    for name in ("HOME", "XDG_CACHE_HOME", "ZIG_GLOBAL_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (path,) = build.build(tmp_path)
+    assert ctypes.CDLL(str(path)).genserve_cpu_supports(b"portable")
+    assert [*tmp_path.iterdir()] == [path]
+
+
 @pytest.mark.parametrize(
     ("system", "machine", "tag", "file"),
     [
@@ -131,10 +188,6 @@ def test_names_by_platform(
     assert (build.wheel_platform(), build.library_name("avx2")) == (tag, file)
 
 
-def has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
@@ -146,9 +199,13 @@ def test_a_wheel_is_of_the_platform_and_has_the_libraries(build: ModuleType, tmp
         ".git", ".venv", "lib", "__pycache__", "tests", ".*_cache", ".hypothesis"
     )
     shutil.copytree(ROOT, source, ignore=ignored)
+    stray = source / "genserve/kernels/lib/libgenserve_of_another_machine.so"
+    stray.parent.mkdir()
+    stray.touch()
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith(f"-py3-none-{build.wheel_platform()}.whl")
-    names = {Path(name).name for name in zipfile.ZipFile(wheel).namelist()}
-    assert {build.library_name(name) for name in instruction_sets()} <= names
+    names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    libraries = {path.name for path in names if path.parent.name == "lib"}
+    assert libraries == {build.library_name(name) for name in build.INSTRUCTION_SETS[build._machine()]}
