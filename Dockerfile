@@ -27,7 +27,7 @@ RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)" && \
 COPY hatch_build.py pyproject.toml README.md LICENSE ./
 COPY genserve genserve
 # Of CUDA the image needs no more than the libraries that pip brings here; the driver is the host's.
-RUN pip install -c constraints.txt ".[$RUNTIME]"
+RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt pip install ".[$RUNTIME]"
 
 
 FROM ${PYTHON}

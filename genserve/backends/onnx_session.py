@@ -71,9 +71,16 @@ def register_kernels(options: Any) -> None:
     """Let a session's options know the operators of `genserve.kernels`, which run on the CPU.
 
     Raises:
-        GenserveError: there are no kernels for this machine.
+        GenserveError: there are no kernels for this machine, or this ONNX Runtime does not take them.
     """
-    options.register_custom_ops_library(str(library_path()))
+    path = library_path()
+    try:
+        options.register_custom_ops_library(str(path))
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise GenserveError(
+            f"ONNX Runtime does not take the kernels {path}: {runtime_message(error)}",
+            remedy="build them again (python genserve/kernels/build.py), or upgrade onnxruntime",
+        ) from error
     _log_instruction_set(instruction_set())
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from genserve.backends import onnx_session
-from genserve.backends.onnx_session import num_cores, onnxruntime_module
-from genserve.errors import MissingDependency
+from genserve.backends.onnx_session import num_cores, onnxruntime_module, register_kernels
+from genserve.errors import GenserveError, MissingDependency
 
 
 def test_where_the_system_tells_no_one_s_cores_all_of_them_are_counted(
@@ -44,3 +44,13 @@ def test_without_a_package_the_error_names_both_extras(monkeypatch: pytest.Monke
         onnxruntime_module()
     assert "genserve[cpu]" in caught.value.remedy
     assert "genserve[gpu]" in caught.value.remedy
+
+
+def test_kernels_that_cannot_be_loaded_are_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "libgenserve_avx2.so"
+    half.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(onnx_session, "library_path", lambda: half)
+    with pytest.raises(GenserveError, match=r"does not take the kernels .*build them again"):
+        register_kernels(onnxruntime_module().SessionOptions())
