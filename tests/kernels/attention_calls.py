@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve import kernels
+from tests.kernels.c_types import Error, Tensor, Threads, library
 from tests.kernels.reference_attention import PagedAttentionCall, write_cache
 
-__all__ = ["CACHES", "FAMILIES", "INPUTS", "Model", "bits", "make_call", "run", "usable_libraries"]
+__all__ = ["CACHES", "FAMILIES", "INPUTS", "Model", "bits", "make_call", "run"]
 
 # ------------------------------------------------------------------------------------- the plain C function
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 6),
-    )
 
 
 class Attributes(ctypes.Structure):
@@ -57,56 +46,9 @@ INPUTS = (
     "attention_metadata",
 )
 CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
-ELEMENT_TYPES = {"float32": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10, "float64": 11}
-
-
-def tensor(array: NDArray[Any] | None) -> Tensor:
-    if array is None:
-        return Tensor(None, 0, 0)
-    assert array.flags.c_contiguous
-    shape = (ctypes.c_int64 * 6)(*array.shape)
-    return Tensor(array.ctypes.data, ELEMENT_TYPES[array.dtype.name], array.ndim, shape)
-
-
-WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
-PARALLEL_FOR = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, WORK, ctypes.c_void_p)
-
-
-@PARALLEL_FOR
-def parallel_for(_host: int, count: int, work: Any, job: int) -> None:
-    """A thread for each part of the work."""
-    others = [threading.Thread(target=work, args=(job, index)) for index in range(1, count)]
-    for other in others:
-        other.start()
-    work(job, 0)
-    for other in others:
-        other.join()
-
-
-class Threads(ctypes.Structure):
-    _fields_ = (("parallel_for", PARALLEL_FOR), ("host", ctypes.c_void_p), ("count", ctypes.c_int))
-
-
-class Error(ctypes.Structure):
-    _fields_ = (("message", ctypes.c_char * 320),)
-
-
-@functools.cache
-def library(path: str = "") -> ctypes.CDLL:
-    """The kernels of this machine, or of another instruction set."""
-    return ctypes.CDLL(path or str(kernels.library_path()))
-
-
-def usable_libraries() -> list[str]:
-    """The paths of all libraries that run here."""
-    supports = library().genserve_cpu_supports
-    names = [name for name in kernels.INSTRUCTION_SETS if supports(name.encode())]
-    paths = [kernels.library_path().with_stem(f"libgenserve_{name}") for name in names]
-    return [str(path) for path in paths if path.exists()]
-
 
 def run(
-    call: PagedAttentionCall, *, threads: int = 2, lib: str = "", outputs: dict[str, Any] | None = None
+    call: PagedAttentionCall, *, threads: int = 2, isa: str = "", outputs: dict[str, Any] | None = None
 ) -> NDArray[Any]:
     """Run a call, which writes into its caches; `outputs` replaces what it is bound to.
 
@@ -116,7 +58,7 @@ def run(
     Raises:
         ValueError: the operator refused, with its words.
     """
-    inputs = (Tensor * len(INPUTS))(*(tensor(getattr(call, name, None)) for name in INPUTS))
+    inputs = (Tensor * len(INPUTS))(*(Tensor.of(getattr(call, name, None)) for name in INPUTS))
     width = call.num_heads * (call.query.shape[1] // max(call.num_heads + 2 * call.kv_num_heads, 1))
     output = np.full((len(call.query), width), np.nan, call.query.dtype)
     bound = {"output": output, "key_cache": call.key_cache, "value_cache": call.value_cache}
@@ -131,11 +73,11 @@ def run(
         call.qk_norm_epsilon,
     )
     error = Error()
-    good = library(lib).genserve_paged_attention(
+    good = library(isa).genserve_paged_attention(
         ctypes.byref(attributes),
         inputs,
-        (Tensor * len(bound))(*map(tensor, bound.values())),
-        ctypes.byref(Threads(parallel_for, None, threads)),
+        (Tensor * len(bound))(*map(Tensor.of, bound.values())),
+        ctypes.byref(Threads.of(threads)),
         ctypes.byref(error),
     )
     if not good:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve import kernels
 from genserve.kernels import packing
+from tests.kernels.c_types import Error, Tensor, Threads, library
 
 FORMATS = ("int8", "int8_block", "int4_block", "float32")
 NORMS = ("", "rms", "layer")
@@ -21,25 +19,6 @@ ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu")
 EPSILON = 1e-5
 
 Array = NDArray[Any]
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 6),
-    )
-
-    @staticmethod
-    def of(array: Array | None) -> Tensor:
-        tensor = Tensor()
-        if array is not None:
-            assert array.flags.c_contiguous
-            types = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
-            tensor.data, tensor.type = array.ctypes.data, types.get(array.dtype.name, 99)
-            tensor.rank, tensor.shape[: array.ndim] = array.ndim, array.shape
-        return tensor
 
 
 class Attributes(ctypes.Structure):
@@ -53,39 +32,6 @@ class Attributes(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
-
-
-Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
-ParallelFor = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, Work, ctypes.c_void_p)
-
-
-class Threads(ctypes.Structure):
-    _fields_ = (("parallel_for", ParallelFor), ("host", ctypes.c_void_p), ("count", ctypes.c_int))
-
-
-@ParallelFor
-def parallel_for(_host: int | None, count: int, work: Any, job: int | None) -> None:
-    """Call each in a thread of its own, as ONNX Runtime may."""
-    threads = [threading.Thread(target=work, args=(job, index)) for index in range(1, count)]
-    for thread in threads:
-        thread.start()
-    work(job, 0)
-    for thread in threads:
-        thread.join()
-
-
-@functools.cache
-def library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(
-        str(kernels.LIBRARIES / kernels.library_path().name.replace(kernels.instruction_set(), name))
-    )
-
-
-@functools.cache
-def instruction_sets() -> list[str]:
-    """Those that run here; AVX-VNNI, for one, is not in the processors that have AVX-512."""
-    names = [name for name in kernels.INSTRUCTION_SETS if kernels._path_of(name).exists()]
-    return [name for name in names if library("portable").genserve_cpu_supports(name.encode())]
 
 
 @dataclass(kw_only=True)
@@ -166,13 +112,16 @@ def compute(
     )
     y = np.full((len(x), layer.outputs), np.nan, np.float32)
     tensors = (Tensor * len(INPUTS))(*(Tensor.of(given.get(name)) for name in INPUTS))
-    error = ctypes.create_string_buffer(320)
-    pool = Threads(parallel_for if threads > 1 else ParallelFor(), None, threads)
-    call = library(isa or kernels.instruction_set()).genserve_linear
-    tensor = Tensor.of(y)
-    good = call(ctypes.byref(attributes), tensors, ctypes.byref(tensor), ctypes.byref(pool), error)
+    y_tensor, error = Tensor.of(y), Error()
+    good = library(isa).genserve_linear(
+        ctypes.byref(attributes),
+        tensors,
+        ctypes.byref(y_tensor),
+        ctypes.byref(Threads.of(threads)),
+        ctypes.byref(error),
+    )
     if not good:
-        raise LinearError(error.value.decode())
+        raise LinearError(error.message.decode())
     return y
 
 

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.kernels.attention_calls import FAMILIES, Model, bits, make_call, run, usable_libraries
+from tests.kernels.attention_calls import FAMILIES, Model, bits, make_call, run
+from tests.kernels.c_types import instruction_sets
 from tests.kernels.reference_attention import (
     PagedAttentionCall,
     new_keys_and_values,
@@ -94,7 +95,7 @@ def serve(
     *,
     seed: int = 0,
     threads: int = 1,
-    lib: str = "",
+    isa: str = "",
 ) -> list[NDArray[Any]]:
     """Run prompts, [tokens, columns] each, side by side through one cache.
 
@@ -117,7 +118,7 @@ def serve(
             past_seqlens=np.array([past[i] for i in waiting], np.int32),
             block_table=whole.block_table[waiting],
         )
-        rows = np.split(run(step, threads=threads, lib=lib), step.cumulative_sequence_length[1:-1])
+        rows = np.split(run(step, threads=threads, isa=isa), step.cumulative_sequence_length[1:-1])
         for i, output in zip(waiting, rows, strict=True):
             outputs[i].append(output)
             past[i] += len(output)
@@ -157,10 +158,9 @@ def test_bits_of_a_long_context_do_not_depend_on_how_it_is_split(family: str) ->
 def test_instruction_sets_give_equal_bits(family: str) -> None:
     model = FAMILIES[family]
     prompts = make_prompts(model, [3, 90, 530])
-    paths = [str(path) for path in usable_libraries()]
-    want = serve(model, prompts, [50, 300], lib=paths[0])
-    for path in paths[1:]:
-        for one, other in zip(want, serve(model, prompts, [50, 300], lib=path), strict=True):
+    want = serve(model, prompts, [50, 300], isa="portable")
+    for isa in instruction_sets():
+        for one, other in zip(want, serve(model, prompts, [50, 300], isa=isa), strict=True):
             np.testing.assert_array_equal(bits(other), bits(one))
 
 

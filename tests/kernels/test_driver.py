@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from genserve.kernels import build
-from tests.kernels.linear_calls import library
+from tests.kernels.c_types import library
 
 DRIVER = Path(__file__).parent / "driver.cpp"
 

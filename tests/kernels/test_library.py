@@ -17,7 +17,7 @@ import pytest
 
 from genserve import kernels
 from genserve.errors import GenserveError
-from tests.kernels.linear_calls import instruction_sets, library
+from tests.kernels.c_types import instruction_sets, library
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from genserve import kernels
 from genserve.kernels import packing
+from tests.kernels.c_types import instruction_sets
 from tests.kernels.linear_calls import (
     ACTIVATIONS,
     FORMATS,
@@ -19,7 +20,6 @@ from tests.kernels.linear_calls import (
     Layer,
     LinearError,
     compute,
-    instruction_sets,
     make_layer,
     reference,
 )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genserve.kernels.logits import SAMPLED_ROW, SAMPLING_RULE, sample_logits, scan_logits
-from tests.kernels.linear_calls import instruction_sets
+from tests.kernels.c_types import instruction_sets
 
 
 @settings(deadline=None, max_examples=100)
