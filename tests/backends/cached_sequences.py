@@ -1,34 +1,29 @@
-"""Cached sequences: token sequences in the KV cache of a logits model, run without an engine."""
+"""Cached sequences: token sequences by name in the KV cache of a logits model, run without an engine."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
+from genserve.generation.logits_model import LogitsModel
+from tests.export.rows import BlockPool, Row
 
 __all__ = ["CachedSequences"]
 
-_VOID = 2**30   # what stands in a block table behind the last block; no model has such a block
-
 
 class CachedSequences:
-    """Sequences by name, in blocks of a model's cache that are taken and freed in a random order.
-
-    Attributes:
-        histories: the tokens of each sequence, all of which are in the cache.
-    """
+    """Sequences that grow, shrink and are copied, in blocks of a model's cache that lie in a random order."""
 
     def __init__(self, model: LogitsModel, *, seed: int = 0) -> None:
-        self.histories: dict[Hashable, list[int]] = {}
-        self._model = model
-        self._tables: dict[Hashable, list[int]] = {}
-        self._rng = random.Random(seed)
-        self._free = list(range(model.num_blocks))
+        self._pool = BlockPool(model, seed=seed)
+        self._rows: dict[Hashable, Row] = {}
+
+    def history(self, name: Hashable) -> list[int]:
+        """The tokens of a sequence, all of which are in the cache."""
+        return self._row(name).ids.tolist()
 
     def forward(
         self, new: Mapping[Hashable, Sequence[int]], *, wanted: Sequence[int] | str = "last"
@@ -42,58 +37,35 @@ class CachedSequences:
         Returns:
             The row behind each wanted token, and before it the tokens up to this one.
         """
-        histories, starts = [], [0]
-        computed = [len(self.histories.get(name, ())) for name in new]
-        for name, token_ids in new.items():
-            history = self.histories.setdefault(name, [])
-            for token_id in token_ids:
-                history.append(token_id)
-                histories.append(list(history))
-            self._take(name)
-            starts.append(len(histories))
+        rows = [self._row(name) for name in new]
+        lengths = [len(token_ids) for token_ids in new.values()]
+        histories = []
+        for row, token_ids in zip(rows, new.values(), strict=True):
+            row.ids = np.concatenate([row.ids, np.array(token_ids, np.int64)])
+            histories += [row.ids[: end + 1].tolist() for end in range(row.num_computed, len(row.ids))]
         if wanted == "all":
             wanted = range(len(histories))
         elif wanted == "last":
-            wanted = [start - 1 for start in starts[1:]]
-        tables = [self._tables[name] for name in new]
-        table = np.full((len(new), max(map(len, tables)) + 1), _VOID, dtype=np.int32)
-        for row, blocks in zip(table, tables, strict=True):
-            row[: len(blocks)] = blocks
-        batch = ForwardBatch(
-            token_ids=np.array([history[-1] for history in histories]),
-            positions=np.array([len(history) - 1 for history in histories]),
-            query_start_loc=np.array(starts, dtype=np.int32),
-            num_computed_tokens=np.array(computed, dtype=np.int32),
-            block_table=table,
-            logits_indices=np.array(wanted, dtype=np.int64),
-        )
-        logits = on_host(self._model.forward(batch))
-        assert logits.shape == (len(wanted), self._model.vocab_size)
-        assert logits.dtype == np.float32
-        return [(histories[index], row.copy()) for index, row in zip(wanted, logits, strict=True)]
+            wanted = (np.cumsum(lengths) - 1).tolist()
+        logits = self._pool.logits(rows, lengths=lengths, wanted=wanted)
+        return [(histories[index], row) for index, row in zip(wanted, logits, strict=True)]
 
     def shorten(self, name: Hashable, length: int) -> None:
         """Forget the tokens of a sequence from the `length`-th on, as those of a draft that was wrong."""
-        del self.histories[name][length:]
-        self._give_back(name)
+        row = self._row(name)
+        row.ids = row.ids[:length]
+        self._pool.shorten(row, length)
 
     def copy(self, source: Hashable, *targets: Hashable, length: int) -> None:
         """Begin sequences with the first tokens of another: the first in copies of its blocks, the second in
         copies of these, and so on.
         """
         pairs = []
-        for before, target in pairwise((source, *targets)):
-            self.histories[target] = self.histories[source][:length]
-            self._take(target)
-            pairs += zip(self._tables[before], self._tables[target], strict=False)
-        self._model.copy_blocks(pairs)
+        for before, target in pairwise(map(self._row, (source, *targets))):
+            target.ids, target.num_computed = before.ids[:length], length
+            self._pool.take(target, length)
+            pairs += zip(before.blocks, target.blocks, strict=False)
+        self._pool.model.copy_blocks(pairs)
 
-    def _take(self, name: Hashable) -> None:
-        table = self._tables.setdefault(name, [])
-        while len(table) * self._model.block_size < len(self.histories[name]):
-            table.append(self._free.pop(self._rng.randrange(len(self._free))))
-
-    def _give_back(self, name: Hashable) -> None:
-        table, num_kept = self._tables[name], -(-len(self.histories[name]) // self._model.block_size)
-        self._free += table[num_kept:]
-        del table[num_kept:]
+    def _row(self, name: Hashable) -> Row:
+        return self._rows.setdefault(name, Row(np.zeros(0, np.int64)))

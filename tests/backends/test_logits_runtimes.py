@@ -129,7 +129,7 @@ def test_logits_are_given_behind_the_tokens_that_are_asked_for(logits, reference
     assert_equal_to_reference(sequences.forward(prompts, wanted=[0, 7, 19, 21, 42]), reference)
     sequences.forward({"c": random_ids(4, 5), "b": random_ids(5, 1)}, wanted=[0])
     rows = sequences.forward({"b": [7], "c": [8], "a": [9]}, wanted=[1])
-    assert rows[0][0] == sequences.histories["c"]
+    assert rows[0][0] == sequences.history("c")
     assert_equal_to_reference(rows, reference)
 
 

@@ -13,6 +13,8 @@ from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
 
 __all__ = ["BlockPool", "Row", "forward_batch", "logits_of"]
 
+VOID = 2**30    # what stands in a block table behind the last block; no model has such a block
+
 
 @dataclass(slots=True)
 class Row:
@@ -38,15 +40,21 @@ class BlockPool:
 
     def forward(self, rows: Sequence[Row], *, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
         """Run so many of the next tokens of each row in one forward: logits [length, vocab] of each."""
+        logits = self.logits(rows, lengths=lengths, wanted=range(sum(lengths)))
+        return np.split(logits, np.cumsum(lengths)[:-1])
+
+    def logits(
+        self, rows: Sequence[Row], *, lengths: Sequence[int], wanted: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Run them, and ask for the logits of some of all these tokens: [len(wanted), vocab]."""
         for row, length in zip(rows, lengths, strict=True):
-            needed = -(-(row.num_computed + length) // self.model.block_size)
-            while len(row.blocks) < needed:
-                row.blocks.append(self.free.pop())
-        batch = forward_batch(rows, lengths)
-        logits = on_host(self.model.forward(batch)).copy()
+            self.take(row, row.num_computed + length)
+        logits = on_host(self.model.forward(forward_batch(rows, lengths, wanted))).copy()
+        assert logits.shape == (len(wanted), self.model.vocab_size)
+        assert logits.dtype == np.float32
         for row, length in zip(rows, lengths, strict=True):
             row.num_computed += length
-        return np.split(logits, batch.query_start_loc[1:-1])
+        return logits
 
     def run(self, rows: Sequence[Row], *, length: int) -> list[NDArray[np.float32]]:
         """Run all tokens of the rows, at most `length` of each at a time: logits [tokens, vocab] of each."""
@@ -62,14 +70,27 @@ class BlockPool:
     def end(self, rows: Sequence[Row]) -> None:
         """Give the blocks of rows back; what is in them stays."""
         for row in rows:
-            self.free += row.blocks[::-1]
-            row.blocks, row.num_computed = [], 0
+            self.shorten(row, 0)
+
+    def take(self, row: Row, length: int) -> None:
+        """Give a row the blocks that its first `length` tokens need."""
+        while len(row.blocks) * self.model.block_size < length:
+            row.blocks.append(self.free.pop())
+
+    def shorten(self, row: Row, length: int) -> None:
+        """Have only the first `length` tokens of a row computed, and no block that these do not need."""
+        row.num_computed = min(row.num_computed, length)
+        num_kept = -(-length // self.model.block_size)
+        self.free += row.blocks[num_kept:][::-1]
+        del row.blocks[num_kept:]
 
 
-def forward_batch(rows: Sequence[Row], lengths: Sequence[int]) -> ForwardBatch:
-    """The next tokens of each row, with the logits of all of them asked for."""
+def forward_batch(
+    rows: Sequence[Row], lengths: Sequence[int], wanted: Sequence[int] | None = None
+) -> ForwardBatch:
+    """The next tokens of each row, with the logits of those that are wanted asked for; None: of all."""
     pieces = [slice(row.num_computed, row.num_computed + n) for row, n in zip(rows, lengths, strict=True)]
-    block_table = np.full((len(rows), max(len(row.blocks) for row in rows)), -1, np.int32)
+    block_table = np.full((len(rows), max(len(row.blocks) for row in rows) + 1), VOID, np.int32)
     for line, row in zip(block_table, rows, strict=True):
         line[: len(row.blocks)] = row.blocks
     return ForwardBatch(
@@ -78,7 +99,7 @@ def forward_batch(rows: Sequence[Row], lengths: Sequence[int]) -> ForwardBatch:
         query_start_loc=np.cumsum([0, *lengths], dtype=np.int32),
         num_computed_tokens=np.array([row.num_computed for row in rows], np.int32),
         block_table=block_table,
-        logits_indices=np.arange(sum(lengths)),
+        logits_indices=np.array(range(sum(lengths)) if wanted is None else wanted, np.int64),
     )
 
 
