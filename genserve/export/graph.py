@@ -17,7 +17,6 @@ MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 
 Dims = Sequence[int | str]
-_Place = Mapping[str, str | int]  # of a weight in the data file
 
 _ALIGNMENT = 4096  # bytes: a weight can be mapped into memory where it lies
 _OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
@@ -36,7 +35,6 @@ class Graph:
         self._data = (folder / DATA_FILE).open("wb")
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []
-        self._places: dict[str, tuple[np.dtype[Any], _Place]] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._values: list[onnx.ValueInfoProto] = []
@@ -81,24 +79,14 @@ class Graph:
     def weight(self, name: str, value: NDArray[Any]) -> str:
         """Add a weight as it is; its bytes go to the data file at once."""
         self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
-        place: _Place = {"location": DATA_FILE, "offset": self._data.tell(), "length": value.nbytes}
+        self._weights.append(_pointer(name, value, offset=self._data.tell()))
         self._data.write(np.ascontiguousarray(value).data)
-        self._places[name] = (value.dtype, place)
-        return self.view(name, name, value.shape)
-
-    def view(self, name: str, weight: str, shape: Sequence[int]) -> str:
-        """Name the bytes of a weight again, in another shape."""
-        dtype, place = self._places[weight]
-        self._weights.append(_pointer(name, dtype, shape, place))
         return name
 
     def save(self, *, metadata: Mapping[str, str]) -> None:
         """Write the graph file, with what it says of itself; nothing can be added afterwards."""
-        # ONNX Runtime warns of a name that nobody reads, such as that of a weight which has views alone.
-        read = {name for node in self._nodes for name in node.input}
-        weights = [weight for weight in self._weights if weight.name in read]
         graph = helper.make_graph(
-            self._nodes, "genserve", self._inputs, self._outputs, weights, value_info=self._values
+            self._nodes, "genserve", self._inputs, self._outputs, self._weights, value_info=self._values
         )
         opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
         model = helper.make_model(
@@ -113,11 +101,11 @@ def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProt
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims)
 
 
-def _pointer(
-    name: str, dtype: np.dtype[Any], shape: Sequence[int], place: _Place
-) -> onnx.TensorProto:
-    tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(dtype), dims=shape)
+def _pointer(name: str, value: NDArray[Any], *, offset: int) -> TensorProto:
+    """Say that the bytes of a weight are in the data file, from `offset` on."""
+    data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
+    tensor = TensorProto(name=name, data_type=data_type, dims=value.shape)
     tensor.data_location = TensorProto.EXTERNAL
-    for key, value in place.items():
-        tensor.external_data.add(key=key, value=str(value))
+    for key, place in {"location": DATA_FILE, "offset": offset, "length": value.nbytes}.items():
+        tensor.external_data.add(key=key, value=str(place))
     return tensor
