@@ -194,6 +194,15 @@ def test_float16_holds_its_largest_number_instead_of_infinity() -> None:
     assert (run(call) == 65504).all()
 
 
+@pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_changes_no_token_before_it(cache_type: str, bad: float) -> None:
+    model = Model(num_heads=2, kv_num_heads=1, head_dim=16, cache_type=cache_type)
+    good, spoiled = (make_call(model, [(3, 6)]) for _ in range(2))
+    spoiled.query[5] = bad
+    np.testing.assert_array_equal(bits(run(spoiled)[:5]), bits(run(good)[:5]))
+
+
 def test_int8_cache_is_near_the_exact_one() -> None:
     """A scale for each token and head: 127 steps, so about 0.5 % of a normal distribution's width."""
     exact = make_call(Model(cache_type="float32", head_dim=64), [(900, 4), (30, 60)])

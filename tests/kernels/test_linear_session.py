@@ -88,6 +88,25 @@ def test_weights_may_be_inputs_of_the_graph() -> None:
     np.testing.assert_array_equal(got, compute(layer, x))
 
 
+@pytest.mark.parametrize("name", ["scales", "norm_weight", "bias"])
+def test_one_of_the_weights_may_be_an_input_of_the_graph(name: str) -> None:
+    rng = np.random.default_rng(0)
+    layer = make_layer(rng, in_features=64, out_features=40, norm="rms")
+    model = onnx.load_model_from_string(model_of([layer]))
+    [constant] = [tensor for tensor in model.graph.initializer if tensor.name == f"{name}_0"]
+    model.graph.initializer.remove(constant)
+    model.graph.input.append(helper.make_tensor_value_info(f"{name}_0", FLOAT, [None] * len(constant.dims)))
+    x = rng.standard_normal((5, 64), dtype=np.float32)
+    got = run(session_of(model.SerializeToString()), x=x, **{f"{name}_0": layer.inputs[name]})
+    np.testing.assert_array_equal(got, compute(layer, x))
+
+
+def test_a_number_may_be_written_as_an_integer() -> None:
+    layer = make_layer(np.random.default_rng(0), in_features=64, out_features=40, softcap=5.0)
+    x = np.full((3, 64), 100, np.float32)
+    np.testing.assert_array_equal(run(session_of(model_of([layer], softcap=5)), x=x), compute(layer, x))
+
+
 def test_attributes_may_be_left_out() -> None:
     layer = make_layer(np.random.default_rng(0), in_features=64, out_features=40)
     x = np.ones((3, 64), np.float32)
@@ -126,7 +145,9 @@ CORRUPT: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown norm": ({"norm": "batch"}, 'norm is "batch", which is not known'),
     "an unknown activation": ({"activation": "x" * 500}, "activation is a word of 500 letters"),
     "another width": ({"in_features": 65}, "weight has shape"),
-    "another height": ({"out_features": 1 << 40}, "weight has shape"),
+    "another height": ({"out_features": 1 << 30}, "weight has shape"),
+    "more than any width": ({"in_features": 2**63 - 1}, "make no layer"),
+    "more than any height": ({"out_features": 2**63 - 1}, "make no layer"),
     "no width": ({"in_features": None}, "make no layer"),
     "less than nothing": ({"in_features": -(1 << 60)}, "make no layer"),
     "another format": ({"weight_format": "int4_block"}, "weight has shape"),

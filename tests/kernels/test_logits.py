@@ -156,6 +156,15 @@ def test_a_row_that_is_not_finite_is_told_and_no_draw_is_made_of_it(place: int, 
     assert np.isfinite(sampled["best"]).tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.0), ("top_p", -1.0), ("log_min_p", 1.0)])
+def test_of_rules_that_leave_nothing_the_best_token_is_left(name: str, value: float) -> None:
+    logits = np.random.default_rng(0).standard_normal((2, 5000), dtype=np.float32)
+    rules = rules_of(2, np.random.default_rng(0))
+    rules["temperature"], rules["top_k"], rules["top_p"], rules["log_min_p"] = 1.0, 0, 1.0, -np.inf
+    rules[name] = value
+    np.testing.assert_array_equal(sample_logits(logits, rules)["token_id"], logits.argmax(axis=1))
+
+
 @pytest.mark.parametrize("rules", [np.zeros(2, SAMPLING_RULE), np.zeros(6, SAMPLING_RULE)[::2], np.zeros(3)])
 def test_rules_of_another_layout_are_refused(rules: np.ndarray) -> None:
     with pytest.raises(ValueError, match="rules are"):

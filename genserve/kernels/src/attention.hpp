@@ -341,16 +341,27 @@ inline float round_head(const float* x, int64_t padded, int8_t* to) {
   return largest / 127.0f;
 }
 
+// Makes a head's numbers finite. Tokens before this one multiply its value by a weight of zero, and zero times NaN or
+// infinity would be NaN. Of what is not a number, the key tells those that see it.
+inline float* finite(float* x, int64_t padded) {
+  const f32x16 most = broadcast(__FLT_MAX__);
+  for (int64_t d = 0; d < padded; d += kLanes) {
+    const f32x16 v = load(x + d);
+    store(x + d, v == v ? min(most, max(-most, v)) : f32x16{});
+  }
+  return x;
+}
+
 // Writes the key and the value of a token's head to its place in the cache.
 template <class T>
 inline void write_token(const PagedAttention& a, const Cache<T>& cache, int64_t sequence, int64_t head,
-                        int64_t position, const float* key, const float* value, T* rounded) {
+                        int64_t position, const float* key, float* value, T* rounded) {
   const int64_t dim = a.head_dim, place = position % kGroup;
   const int64_t group = a.group_of(sequence, head, position);
   const float key_scale = round_head(key, a.padded_dim(), rounded);
   T* keys = cache.keys + group * cache.group_size + place;
   for (int64_t d = 0; d < dim; d++) keys[d * kGroup] = rounded[d];
-  const float value_scale = round_head(value, a.padded_dim(), rounded);
+  const float value_scale = round_head(finite(value, a.padded_dim()), a.padded_dim(), rounded);
   memcpy(cache.values + group * cache.group_size + place * dim, rounded, (size_t)dim * sizeof(T));
   if constexpr (kHasScales<T>) {
     cache.key_scales[group * kGroup + place] = key_scale;

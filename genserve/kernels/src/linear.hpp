@@ -79,12 +79,13 @@ struct LinearSizes {
 
 // Whether weights and attributes fit each other.
 inline bool check_weights(const LinearAttributes& a, const LinearInputs& in, Error& error) {
-  const LinearSizes sizes(a);
   const Type f32 = Type::kFloat32;
-  if (a.in_features < 1 || a.out_features < 1 || (a.gated && a.out_features % 2 != 0)) {
+  const auto is_size = [](int64_t n) { return n >= 1 && n <= INT32_MAX; };
+  if (!is_size(a.in_features) || !is_size(a.out_features) || (a.gated && a.out_features % 2 != 0)) {
     return error.set("in_features %lld and out_features %lld make no layer", (long long)a.in_features,
                      (long long)a.out_features);
   }
+  const LinearSizes sizes(a);
   bool good = true;
   switch (a.weight_format) {
     case WeightFormat::kInt8:

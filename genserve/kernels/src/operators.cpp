@@ -52,7 +52,14 @@ struct LinearKernel {
            ort::attribute(info, "norm", kNorms, attributes.norm, error) &&
            ort::attribute(info, "activation", kActivations, attributes.activation, error) &&
            ort::constant_inputs(info, begin(constants), kNumLinearInputs, num_inputs, error) &&
-           (!constants.weight.present() || check_weights(attributes, constants, error));
+           (!weights_are_constant() || check_weights(attributes, constants, error));
+  }
+
+  // Whether all are here that a layer must have; others may be inputs of the graph.
+  bool weights_are_constant() const {
+    return constants.weight.present() &&
+           (constants.scales.present() || attributes.weight_format == WeightFormat::kFloat32) &&
+           (constants.norm_weight.present() || attributes.norm != Norm::kRms);
   }
 
   bool compute(ort::KernelContext* context, Error& error) const {
@@ -157,15 +164,17 @@ struct PagedAttentionOperator {
 
 using namespace genserve;
 
+// Made when the library is loaded, and not when it is registered: several sessions may do that at a time.
+static const ort::CustomOp linear =
+    ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
+static const PagedAttentionOperator attention[] = {
+    {Type::kFloat32, Type::kFloat32}, {Type::kFloat32, Type::kFloat16}, {Type::kFloat32, Type::kInt8},
+    {Type::kFloat16, Type::kFloat32}, {Type::kFloat16, Type::kFloat16}, {Type::kFloat16, Type::kInt8},
+};
+
 // Called by SessionOptions.register_custom_ops_library.
 GENSERVE_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   if (!ort::Api::open(base)) return ort::Api::refuse(base);
-  static const ort::CustomOp linear =
-      ort::make_operator<LinearKernel>("Linear", kLinearInputs, kNumLinearInputs, kLinearOutputs, 1);
-  static const PagedAttentionOperator attention[] = {
-      {Type::kFloat32, Type::kFloat32}, {Type::kFloat32, Type::kFloat16}, {Type::kFloat32, Type::kInt8},
-      {Type::kFloat16, Type::kFloat32}, {Type::kFloat16, Type::kFloat16}, {Type::kFloat16, Type::kInt8},
-  };
   ort::Domain* domain = nullptr;
   if (ort::Status* failed = ort::Api::create_domain("genserve", &domain)) return failed;
   if (ort::Status* failed = ort::Api::add_to_domain(domain, &linear)) return failed;

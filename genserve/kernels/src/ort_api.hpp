@@ -240,10 +240,12 @@ inline int64_t attribute(const KernelInfo* info, const char* name, int64_t fallb
   Error ignored;
   return ok(Api::attribute(info, name, &value), ignored) ? value : fallback;
 }
-inline float attribute(const KernelInfo* info, const char* name, float fallback) {
+inline float attribute(const KernelInfo* info, const char* name, float fallback) {  // a whole number may be an int
   float value = 0;
+  int64_t whole = 0;
   Error ignored;
-  return ok(Api::attribute(info, name, &value), ignored) ? value : fallback;
+  if (ok(Api::attribute(info, name, &value), ignored)) return value;
+  return ok(Api::attribute(info, name, &whole), ignored) ? (float)whole : fallback;
 }
 
 // An attribute that is one of some words, as their number; the first word where the node has none.

@@ -104,12 +104,12 @@ struct ScaledRow {
 
   // The level above which tokens have the share `top_p` of what all of them weigh. It is nearly always near the best.
   float top_p_level(double top_p, double* sums, Candidates& candidates) const {
-    const double wanted = top_p * weigh(-__builtin_inff(), sums);
-    for (float near = -8.0f; candidates.mass() < wanted && near >= -128.0f; near *= 2) {
+    const double wanted = top_p > 0 ? top_p * weigh(-__builtin_inff(), sums) : __DBL_MIN__;  // the best stays
+    for (float nearby = -8.0f; candidates.mass() < wanted && nearby >= -128.0f; nearby *= 2) {
       candidates.clear();
       for (int64_t at = 0; at < size; at += kLanes) {
-        if (!reaches(at / kPart, near)) continue;
-        const f32x16 scaled = scaled_at(at), weight = weights(scaled, at, near);
+        if (!reaches(at / kPart, nearby)) continue;
+        const f32x16 scaled = scaled_at(at), weight = weights(scaled, at, nearby);
         for (uint32_t hits = bits(weight > 0.0f); hits != 0; hits &= hits - 1) {
           const int lane = __builtin_ctz(hits);
           candidates.add(scaled[lane], weight[lane]);
@@ -161,7 +161,7 @@ inline SampledRow sample_row(const float* row, int64_t size, const SamplingRule&
   } else if (rule.top_p < 1.0) {
     sampled.level = scaled.top_p_level(rule.top_p, sums, candidates);
   }
-  if (rule.log_min_p > sampled.level) sampled.level = rule.log_min_p;
+  if (rule.log_min_p > sampled.level) sampled.level = rule.log_min_p < 0 ? rule.log_min_p : 0.0f;  // the best stays
   sampled.token_id = scaled.draw(rule.uniform, sampled.level, sums);
   return sampled;
 }

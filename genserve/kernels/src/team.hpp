@@ -60,7 +60,7 @@ inline void wait_a_moment(int turn) {
 #endif
 }
 
-// The cores that this process may use.
+// The cores that this process may use, at least one.
 inline int count_cores() {
 #if defined(_WIN32)
   SYSTEM_INFO info;
@@ -68,9 +68,11 @@ inline int count_cores() {
   return (int)info.dwNumberOfProcessors;
 #elif defined(__linux__)
   cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
-#else
-  return (int)sysconf(_SC_NPROCESSORS_ONLN);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+#if !defined(_WIN32)
+  const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  return cores < 1 ? 1 : (int)cores;
 #endif
 }
 
