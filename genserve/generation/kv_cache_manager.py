@@ -3,8 +3,9 @@
     block pool     ref_count > 0: some requests hold it
                    ref_count = 0: in the free queue, the least recently used first; what it holds stays
                                   cached until the block is given to somebody else
-    prefix cache   key of a block -> block; the key is a digest of the salt and of all tokens up to the
+    prefix cache   key of a full block -> block; the key is a digest of the salt and of all tokens up to the
                    block's end, so that equal keys mean equal keys and values
+                   key of a block -> the blocks behind it that are not full, with the tokens that they have
 
 A block is cached as soon as it is full and computed, also while its request runs, and is never written again.
 The last block of a request that leaves is cached with as many tokens as it has; who goes on behind just these
@@ -14,14 +15,18 @@ takes it over and writes on.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, takewhile
+from operator import itemgetter
 
 from genserve.generation.request import Request
 
 __all__ = ["BlockTable", "KVCacheManager"]
+
+_of_tokens = itemgetter(0)
 
 
 class BlockTable:
@@ -63,9 +68,12 @@ class KVCacheManager:
         self.copies: list[tuple[int, int]] = []
         self._prefix_cache = prefix_cache
         self._ref_counts = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks    # of those in the prefix cache
+        self._keys: list[bytes | None] = [None] * num_blocks    # of the full ones in the prefix cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}
+        # Of those that are cached and not full: the key of the block before, and the tokens.
+        self._parts: dict[int, tuple[bytes, list[int]]] = {}
+        self._parts_behind: dict[bytes, list[tuple[list[int], int]]] = {}   # by that key, tokens in order
         self._tables: dict[Request, BlockTable] = {}
 
     @property
@@ -183,21 +191,12 @@ class KVCacheManager:
         """Return how many tokens a request that waits would not have to compute."""
         return self._cached_prefix(request, self.table(request))[1]
 
-    def next_key(self, request: Request) -> bytes | None:
-        """Return the key of the block that a request computes next, or would; None: it is not to be full.
-
-        Of one that waits: behind what is cached now.
-        """
-        if not self._shares(request):
+    def key_at(self, request: Request, num_computed_tokens: int) -> bytes | None:
+        """Return the key of the block that is computed behind so many tokens; None: it is not to be full."""
+        place = num_computed_tokens // self.block_size
+        if not self._shares(request) or (place + 1) * self.block_size > len(request.token_ids):
             return None
-        table = self.table(request)
-        num_computed = request.num_computed_tokens
-        if not table.block_ids:
-            _, num_computed = self._cached_prefix(request, table)
-        place = num_computed // self.block_size
-        if (place + 1) * self.block_size > len(request.token_ids):
-            return None
-        return self._key(request, table, place)
+        return self._key(request, self.table(request), place)
 
     def longest(self, num_sequences: int, *, max_length: int) -> int:
         """Return how many tokens each of so many sequences may have, so that they can always run together."""
@@ -213,12 +212,19 @@ class KVCacheManager:
         assert sorted(self._free) == free, "the free queue has not just the blocks that nobody holds"
         keys = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert {block: key for key, block in self._cached.items()} == keys, "keys and blocks disagree"
+        parts = {
+            block: (parent, tokens)
+            for parent, behind in self._parts_behind.items()
+            for tokens, block in behind
+        }
+        assert parts == self._parts, "blocks that are not full are lost, or found by other tokens"
+        assert all(behind == sorted(behind) and behind for behind in self._parts_behind.values())
         for request, table in self._tables.items():
             assert len(set(table.block_ids)) == len(table.block_ids), "a request has a block twice"
             num_held = len(table.block_ids) * self.block_size
             assert request.num_computed_tokens <= num_held, "computed tokens lie in no block"
             for block in table.block_ids[request.num_computed_tokens // self.block_size :]:
-                assert self._keys[block] is None, "a block that is still written is in the prefix cache"
+                assert not self._is_cached(block), "a block that is still written is in the prefix cache"
 
     def _shares(self, request: Request) -> bool:
         return self._prefix_cache or request.always_shares
@@ -243,20 +249,41 @@ class KVCacheManager:
             if not self._ref_counts[block_ids[-1]]:
                 return block_ids, num_tokens - 1
             return block_ids[:-1], num_cached - size
-        parent = self._parent(request, table, len(block_ids))
-        for end in range(min(num_tokens, num_cached + size - 1), num_cached, -1):
-            block = self._cached.get(_key(parent, request.token_ids[num_cached:end]))
-            if block is not None and not self._ref_counts[block] and num_tokens > num_cached + 1:
-                return [*block_ids, block], min(end, num_tokens - 1)
+        if num_cached < num_tokens - 1:
+            parent = self._parent(request, table, len(block_ids))
+            found = self._longest_part(parent, request.token_ids[num_cached : num_cached + size])
+            if found is not None:
+                tokens, block = found
+                return [*block_ids, block], min(num_cached + len(tokens), num_tokens - 1)
         return block_ids, num_cached
+
+    def _longest_part(self, parent: bytes, token_ids: list[int]) -> tuple[list[int], int] | None:
+        """Return the most tokens that these begin with and a block behind the parent has, and that block."""
+        behind = self._parts_behind.get(parent)
+        while behind and token_ids:
+            place = bisect_right(behind, token_ids, key=_of_tokens)
+            if not place:
+                return None
+            tokens, block = behind[place - 1]
+            if token_ids[: len(tokens)] == tokens:
+                return tokens, block
+            # It comes behind what is looked for, with which it begins too.
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, token_ids, strict=False))
+            token_ids = [token_id for token_id, _ in same]
+        return None
 
     def _cache_last_block(self, request: Request) -> None:
         """Cache the last block of a request that leaves, with the tokens that it has."""
         table, num_computed = self._tables[request], request.num_computed_tokens
         place, num_last = divmod(num_computed, self.block_size)
         if num_last and self._shares(request) and self._ref_counts[table.block_ids[place]] == 1:
-            last = request.token_ids[num_computed - num_last : num_computed]
-            self._cache(table.block_ids[place], _key(self._parent(request, table, place), last))
+            parent = self._parent(request, table, place)
+            tokens = request.token_ids[num_computed - num_last : num_computed]
+            behind = self._parts_behind.setdefault(parent, [])
+            at = bisect_left(behind, tokens, key=_of_tokens)
+            if at == len(behind) or behind[at][0] != tokens:
+                behind.insert(at, (tokens, table.block_ids[place]))
+                self._parts[table.block_ids[place]] = parent, tokens
 
     def _key(self, request: Request, table: BlockTable, place: int) -> bytes:
         """Return the key of a block that the request's tokens fill."""
@@ -278,11 +305,20 @@ class KVCacheManager:
             self._cached[key] = block
             self._keys[block] = key
 
+    def _is_cached(self, block: int) -> bool:
+        return self._keys[block] is not None or block in self._parts
+
     def _forget(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
             del self._cached[key]
             self._keys[block] = None
+        elif block in self._parts:
+            parent, tokens = self._parts.pop(block)
+            behind = self._parts_behind[parent]
+            del behind[bisect_left(behind, tokens, key=_of_tokens)]
+            if not behind:
+                del self._parts_behind[parent]
 
     def _take(self, block: int) -> None:
         if not self._ref_counts[block]:
@@ -302,7 +338,7 @@ class KVCacheManager:
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self._free[block] = None
-                if self._keys[block] is None:
+                if not self._is_cached(block):
                     self._free.move_to_end(block, last=False)
 
 

@@ -233,7 +233,11 @@ class Scheduler:
         where the step has two that it does not finish, and shorter ones of its priority do not wait for it.
         """
         lengths = sorted(map(_num_pending, prompts))
-        computing = {self._kv.next_key(request) for lead in prompts for request in lead.group} - {None}
+        computing = {
+            self._kv.key_at(request, request.num_computed_tokens)
+            for lead in prompts
+            for request in lead.group
+        }
         lowest = None
         for lead in list(islice(self._waiting, self._max_num_seqs)):
             if lowest is not None and lead.priority > lowest:
@@ -241,10 +245,12 @@ class Scheduler:
             if lead.num_seqs > num_places or not self._kv.num_free_blocks:
                 output.full = True
                 return
-            key = self._kv.next_key(lead)
-            if key in computing:
+            group = lead.group
+            num_cached = [self._kv.num_cached_tokens(request) for request in group]
+            key = self._kv.key_at(group[0], num_cached[0])
+            if key is not None and key in computing:
                 continue
-            length = sum(len(r.token_ids) - self._kv.num_cached_tokens(r) for r in lead.group)
+            length = sum(len(request.token_ids) for request in group) - sum(num_cached)
             if length > 1 and _num_unfinished(sorted([*lengths, length]), budget) > _NUM_UNFINISHED:
                 lowest = lead.priority
                 continue
@@ -258,8 +264,7 @@ class Scheduler:
             self._schedule_decode(output, prompts, lead)
             if length > 1:
                 insort(lengths, length)
-            if key is not None:
-                computing.add(key)
+            computing.add(key)
 
     def _begin(self, lead: Request) -> bool:
         """Give a group its blocks, beside one more for each that runs; False if there are too few."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genserve.generation.kv_cache_manager import KVCacheManager
@@ -55,6 +56,23 @@ def test_a_last_block_is_taken_over_by_who_goes_on_behind_it():
     assert second.num_computed_tokens == 6
     assert kv.table(second).block_ids == block_ids
     assert begin(kv, 1, 2, 3, 4, 5, 6, 7).num_computed_tokens == 4, "it is taken"
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=3), max_size=8), st.data())
+def test_of_several_last_blocks_the_one_with_the_most_of_the_tokens_is_found(
+    before: list[list[int]], data: st.DataObject
+):
+    kv = manager(40)
+    sequences = [begin(kv, *[7] * SIZE, *token_ids) for token_ids in before]    # none goes on from another
+    for sequence in sequences:
+        compute(kv, sequence)
+    for sequence in sequences:
+        kv.free(sequence)
+        kv.check_integrity()
+    wanted = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=3))
+    known = [n for n in range(len(wanted) + 1) if wanted[:n] in before]
+    found = min(max(known, default=0), len(wanted) - 1)
+    assert kv.num_cached_tokens(sequence_of([*[7] * SIZE, *wanted])) == (SIZE if before else 0) + found
 
 
 def test_the_same_tokens_again_leave_the_last_one_to_be_computed():
