@@ -6,6 +6,7 @@ __all__ = ["StepTimes"]
 
 _NEWEST = 0.2       # the weight of what was seen last
 _GUESS = 15         # more tokens than that double a step, before anything was measured
+_FORGIVEN = 0.002   # of what drafted tokens take, with each step without them: or one slow step ends drafting
 _FEW_TOKENS = 8     # of a chunk: fewer cost little each, and say nothing of what many do
 
 
@@ -35,6 +36,7 @@ class StepTimes:
         decode_s = self.decode_s(num_decodes)
         if not num_prompt_tokens and not num_drafted:
             self._decode_s[num_decodes] = _moved(self._decode_s.get(num_decodes, 0.0), seconds)
+            self._drafted_token_s *= 1 - _FORGIVEN
         elif decode_s is None:
             return
         elif num_drafted:
