@@ -150,7 +150,7 @@ class Scheduler:
         output = SchedulerOutput()
         prompts: list[Request] = []
         self._schedule_running(output, prompts)
-        num_places = self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running)
+        num_places = max(0, self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running))
         budget = self._prompt_budget(output, num_prompts=len(prompts) + min(len(self._waiting), num_places))
         if self._waiting and not output.num_preempted:
             self._admit(output, prompts, budget=budget, num_places=num_places)
@@ -270,7 +270,7 @@ class Scheduler:
         """Give a group its blocks, beside one more for each that runs; False if there are too few."""
         group = lead.group
         for place, request in enumerate(group):
-            if not self._kv.begin(request, num_spare=len(self._running)):
+            if not self._kv.begin(request, num_spare=self.num_running):
                 for begun in group[:place]:
                     self._kv.free(begun)
                     begun.num_computed_tokens = 0

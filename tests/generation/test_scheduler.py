@@ -6,7 +6,9 @@ import random
 from itertools import pairwise
 
 from genserve.generation.engine import Engine
+from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import FloatArray, ForwardBatch
+from genserve.generation.scheduler import Scheduler
 from genserve.generation.token_sequence import TokenSequence
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
@@ -122,3 +124,19 @@ def test_a_third_long_prompt_waits_and_a_short_one_behind_it_does_not():
     assert short.finished
     assert longs[2].num_computed_tokens == 0
     assert min(s.num_computed_tokens for s in longs[:2]) > 0
+
+
+def test_a_prompt_goes_on_where_more_places_are_kept_than_there_are():
+    scheduler = Scheduler(KVCacheManager(num_blocks=100, block_size=16), max_num_seqs=4)
+    stream, prompt, waiting = (sequence_of([i] * n, max_length=999) for i, n in enumerate((3, 600, 2)))
+    scheduler.add(stream)
+    scheduler.schedule()
+    stream.num_computed_tokens = 3
+    stream.append(1)
+    scheduler.add(prompt)
+    scheduler.schedule()
+    scheduler.add(waiting)
+    output = scheduler.schedule(num_held=4)
+    assert output is not None
+    assert output.requests == [stream, prompt]
+    assert min(output.num_tokens) > 0
