@@ -110,26 +110,28 @@ class OnnxLogits(CachedLogits):
 
     def forward(self, batch: ForwardBatch) -> LogitsArray:
         """See `LogitsModel.forward`."""
+        num_rows = len(batch.logits_indices)
+        # Some operators do not take arrays without rows: where nobody wants any, the first is computed.
+        logits_indices = batch.logits_indices if num_rows else np.zeros(1, np.int64)
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": batch.token_ids,
             "position_ids": batch.positions,
             "cumulative_sequence_length": batch.query_start_loc,
             "past_seqlens": batch.num_computed_tokens,
             "block_table": batch.block_table,
-            "logits_indices": batch.logits_indices,
+            "logits_indices": logits_indices,
         }
         if not self._memory.is_host:
             inputs["attention_metadata"] = _attention_metadata(batch)
         for name, array in inputs.items():
             self._bind(name, array)
-        num_rows = len(batch.logits_indices)
         if num_rows > len(self._logits):
             self._logits = self._memory.logits(num_rows, self.vocab_size)
-        logits = self._logits[:num_rows]
+        logits = self._logits[: len(logits_indices)]
         self._binding.bind_output("logits", *self._place(logits))
         self._memory.settle()
         self._session.run_with_iobinding(self._binding)
-        return logits
+        return logits[:num_rows]
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         """Bind an input where it lies; for a graph on a device, this copies what it holds now."""

@@ -63,8 +63,8 @@ class LogitsModel(Protocol):
         """Run the tokens, and write their keys and values into the blocks of their sequences.
 
         Returns:
-            [R, vocab_size] float32: the logits behind the tokens that are asked for, at least one; a view of
-            a buffer that the next forward overwrites.
+            [R, vocab_size] float32: the logits behind the tokens that are asked for, none in a chunk of a
+            prompt; a view of a buffer that the next forward overwrites.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -46,8 +46,7 @@ class ModelRunner:
         """Run a step.
 
         Returns:
-            The logits, and for each request how many of their rows are its own, in this order. Where nobody
-            wants any there is one row, which is nobody's.
+            The logits, and for each request how many of their rows are its own, in this order.
         """
         if self._kv.copies:
             self._model.copy_blocks(self._kv.copies)
@@ -101,8 +100,7 @@ class ModelRunner:
         self._token_ids[:num_tokens] = token_ids
         self._positions[:num_tokens] = positions
         self._starts[: num_seqs + 1] = starts
-        indices = np.array(rows or [num_tokens - 1], dtype=np.int64)
-        return self._batch(num_tokens, num_seqs, indices), num_rows
+        return self._batch(num_tokens, num_seqs, np.array(rows, dtype=np.int64)), num_rows
 
     def _batch(self, num_tokens: int, num_seqs: int, logits_indices: TokenArray) -> ForwardBatch:
         return ForwardBatch(

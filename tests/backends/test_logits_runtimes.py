@@ -127,6 +127,7 @@ def test_logits_are_given_behind_the_tokens_that_are_asked_for(logits, reference
     sequences = CachedSequences(logits)
     prompts = {"a": random_ids(1, 20), "b": random_ids(2, 3), "c": random_ids(3, 20)}
     assert_equal_to_reference(sequences.forward(prompts, wanted=[0, 7, 19, 21, 42]), reference)
+    assert sequences.forward({"a": random_ids(6, 3), "d": random_ids(7, 9)}, wanted=[]) == []
     sequences.forward({"c": random_ids(4, 5), "b": random_ids(5, 1)}, wanted=[0])
     rows = sequences.forward({"b": [7], "c": [8], "a": [9]}, wanted=[1])
     assert rows[0][0] == sequences.history("c")

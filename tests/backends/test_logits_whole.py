@@ -48,6 +48,8 @@ def test_only_sequences_whose_logits_are_wanted_are_run():
     [(_, row)] = sequences.forward({"chunk": [1] * 20, "other": [3, 4]}, wanted=[21])
     assert row.tolist() == [4, 4, 4]
     assert shapes == [(1, 2)]
+    sequences.forward({"chunk": [1] * 5}, wanted=[])
+    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize(

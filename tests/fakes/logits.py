@@ -97,7 +97,6 @@ class PagedLogits:
         assert min(counts) >= 1
         assert batch.block_table.shape[0] == len(batch.num_computed_tokens) == len(counts)
         assert len(batch.token_ids) == len(batch.positions) == sum(counts)
-        assert len(batch.logits_indices) >= 1
         assert np.all(np.diff(batch.logits_indices) > 0)
         assert all(n + m <= self.max_length for n, m in zip(batch.num_computed_tokens, counts, strict=True))
 
