@@ -58,7 +58,7 @@ class Metrics:
         )
         self.preemptions = Counter(
             "genserve_num_preemptions",
-            "Times that a request had to leave its slot for want of memory.",
+            "Times that a request had to give back its blocks of the KV cache, and wait again.",
             model,
             registry=self.registry,
         )
@@ -81,10 +81,10 @@ class Metrics:
             registry=self.registry,
         )
         self.running = Gauge(
-            "genserve_num_requests_running", "Requests that hold a slot.", model, registry=self.registry
+            "genserve_num_requests_running", "Requests that run.", model, registry=self.registry
         )
         self.waiting = Gauge(
-            "genserve_num_requests_waiting", "Requests that wait for a slot.", model, registry=self.registry
+            "genserve_num_requests_waiting", "Requests that wait for a place.", model, registry=self.registry
         )
         self.waiting_tokens = Gauge(
             "genserve_num_prompt_tokens_waiting",
@@ -107,7 +107,7 @@ class Metrics:
         )
         self.step_seconds = Histogram(
             "genserve_step_seconds",
-            "Duration of one step: plan, forward, pick, commit.",
+            "Duration of one step: schedule, run, process.",
             ("model", "kind"),
             buckets=_PER_TOKEN_S,
             registry=self.registry,
@@ -193,7 +193,7 @@ class GenerationMetrics:
             self._accepted_tokens.inc(accepted)
 
     def occupancy(self, *, running: int, waiting: int, waiting_tokens: int, cache_usage: float) -> None:
-        """Report who holds a slot and who waits for one, and the share of the cache that the former hold."""
+        """Report how many run and wait, and the share of the cache that those hold that run."""
         self._cache_usage.set(cache_usage)
         self._running.set(running)
         self._waiting.set(waiting)

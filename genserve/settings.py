@@ -29,7 +29,7 @@ class ServerSettings:
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     rate_limit: bool = False                # instances share the resources that their groups name
     rate_limit_resources: tuple[str, ...] = ()      # "NAME:COUNT" or "NAME:COUNT:DEVICE"
-    max_queue: int = 256                    # requests that may wait for a slot, per generation model
+    max_queue: int = 256                    # requests that may wait for their first step, per model
     max_queue_tokens: int | None = None     # of their prompts; None: 4 times what the KV cache holds; 0: any
     max_queue_wait_s: float = 10.0          # that a request may wait for its first step; 0: for ever
 

@@ -44,7 +44,7 @@ class Stream:
         return join_deltas(self._read)
 
     def close(self) -> None:
-        """Stop the answer and free its slot. A second call does nothing."""
+        """Stop the answer, and free what it holds. A second call does nothing."""
         self._deltas.close()
 
     def __iter__(self) -> Self:

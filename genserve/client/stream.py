@@ -35,7 +35,7 @@ class AsyncStream:
         return join_deltas(self._read)
 
     async def close(self) -> None:
-        """Stop the answer: the server frees its slot. A second call does nothing."""
+        """Stop the answer: the server frees what it holds. A second call does nothing."""
         await self._deltas.aclose()
 
     def __aiter__(self) -> Self:

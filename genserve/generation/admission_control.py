@@ -23,7 +23,7 @@ _MEASUREMENT_LASTS_S = 60.0
 class QueueLimits:
     """How much may wait for an engine, and for how long."""
 
-    max_requests: int                   # beside those in slots
+    max_requests: int                   # beside those that run
     max_tokens: int | None = None       # of the prompts that wait for their first step; None: any number
     max_wait_s: float | None = None     # for the first step; None: for ever
 
@@ -43,13 +43,13 @@ class AdmissionControl:
     Its caller holds a lock; times are those of the engine's clock.
 
     Throughput is measured only while the engine is *full*, that is, from the moment a request finds no free
-    slot or memory until the queue is empty: step time divided by the number of slots that were taken. Free
-    slots are about to take what waits, so that this is no reason to refuse anybody, and light load does not
+    place or blocks until the queue is empty: step time divided by the number of places that were taken. Free
+    places are about to be taken by what waits, so that nobody is refused for it, and light load does not
     show how fast the engine can be.
 
     Attributes:
         limits: what is held to.
-        num_accepted: slots that those need who have not ended, so many beams for a beam search.
+        num_accepted: places that those need who have not ended, so many beams for a beam search.
         num_tokens: of the prompts that wait for their first step.
     """
 
@@ -59,7 +59,7 @@ class AdmissionControl:
         self.num_tokens = 0
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
-        # Slots, by priority.
+        # Places, by priority.
         self._preparing: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()
         self._full = False
@@ -166,8 +166,8 @@ class AdmissionControl:
 
         Args:
             seconds: that it took.
-            num_begun: slots of those that had their first step, as `wait` counted them.
-            full: the first of those that waited found no slot or no memory.
+            num_begun: places of those that had their first step, as `wait` counted them.
+            full: the first of those that waited found no place, or too few blocks.
             num_waiting: how many waited.
             now_s: when it ended.
         """
@@ -182,7 +182,7 @@ class AdmissionControl:
     def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
         seconds = self._seconds_per_place(now_s)
         num_waiting = self._waiting.total()
-        # Where memory is short, free slots are no help.
+        # Where blocks are short, free places are no help.
         num_free = 0 if self._full else self._max_num_seqs - (self.num_accepted - num_waiting)
         if seconds is None or num_waiting + self.num_preparing <= num_free:
             return 0.0

@@ -65,7 +65,7 @@ class LogitsStage:
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that wait for a slot."""
+        """Inferences that wait for a place in the forward."""
         return max(0, self._loop.num_accepted - self._loop.num_running)
 
     def submit(self, inference: Inference) -> None:
@@ -73,7 +73,7 @@ class LogitsStage:
 
         Raises:
             InvalidRequest: a row is empty or has ids outside the vocabulary.
-            ContextLengthExceeded: a row is longer than a slot.
+            ContextLengthExceeded: a row is longer than a sequence can be.
             Overloaded: as many as may wait are waiting.
         """
         rows = _Rows(inference, output=self._names.logits)

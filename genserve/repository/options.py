@@ -35,7 +35,7 @@ class RepositoryOptions:
     cache_bytes: int = 0                    # of the response cache; 0: there is none
     load_threads: int = 4                   # models that load at the same time
     exit_timeout_s: float = 30.0            # an unload waits so long for requests, and for the code
-    max_queue: int = 256                    # requests that may wait for a slot of a generation model
+    max_queue: int = 256                    # requests that may wait for their first step, per model
     max_queue_tokens: int | None = 0        # of their prompts; None: 4 times what the KV cache holds; 0: any
     max_queue_wait_s: float = 0.0           # that a request may wait for its first step; 0: for ever
     histogram_latencies: bool = False       # the time to the first response is measured

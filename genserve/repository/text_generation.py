@@ -82,7 +82,7 @@ class TextGeneration:
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that are being prepared or wait for a slot."""
+        """Inferences that are being prepared, or wait for a place in the forward."""
         loop = self.ensemble.loop
         return loop.num_preparing + max(0, loop.num_accepted - loop.num_running)
 
@@ -164,7 +164,7 @@ class _Answer:
         self._loop.submit(*self._texts, outbox=self, reservation=reservation)
 
     def cancel_sequences(self) -> None:
-        """Free the slots."""
+        """Have the engine drop the sequences."""
         for sequence in self._texts:
             self._loop.cancel(sequence)
 

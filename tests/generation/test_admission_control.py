@@ -14,13 +14,13 @@ from genserve.generation.admission_control import AdmissionControl, QueueLimits
 from genserve.metrics import Metrics
 
 
-def control(*, num_slots: int = 2, **limits: float | None) -> AdmissionControl:
+def control(*, num_places: int = 2, **limits: float | None) -> AdmissionControl:
     wanted = QueueLimits(**({"max_requests": 1000} | limits))  # type: ignore[arg-type]
-    return AdmissionControl(max_num_seqs=num_slots, limits=wanted, metrics=Metrics().for_model("test"))
+    return AdmissionControl(max_num_seqs=num_places, limits=wanted, metrics=Metrics().for_model("test"))
 
 
 def busy(admission: AdmissionControl) -> AdmissionControl:
-    """Fill its two slots."""
+    """Fill its two places."""
     admission.accept(2)
     return admission
 
@@ -47,42 +47,42 @@ def step(
 class Request:
     """What the simulated loop knows of one request."""
 
-    num_slots: int
+    num_places: int
     num_tokens: int
     priority: int
     num_steps: int      # that it runs for
 
 
 class SimulatedLoop:
-    """A line and slots, as the engine has them; each step takes the time that it is told."""
+    """A line and places, as the engine has them; each step takes the time that it is told."""
 
-    def __init__(self, *, num_slots: int, **limits: float | None) -> None:
-        self.admission = control(num_slots=num_slots, **limits)
+    def __init__(self, *, num_places: int, **limits: float | None) -> None:
+        self.admission = control(num_places=num_places, **limits)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preparing: list[tuple[int, int]] = []      # places and priority
         self.now_s = 0.0
-        self._num_slots = num_slots
+        self._num_places = num_places
 
     @property
     def num_free(self) -> int:
-        return self._num_slots - sum(request.num_slots for request in self.running)
+        return self._num_places - sum(request.num_places for request in self.running)
 
     def refusal(self, request: Request) -> Overloaded | None:
         """Submit a request; returns why it was refused."""
         sizes = {"num_tokens": request.num_tokens, "priority": request.priority}
         try:
-            self.admission.check(request.num_slots, now_s=self.now_s, **sizes)
+            self.admission.check(request.num_places, now_s=self.now_s, **sizes)
         except Overloaded as error:
             return error
-        self.admission.accept(request.num_slots)
-        self.admission.wait(request.num_slots, **sizes)
+        self.admission.accept(request.num_places)
+        self.admission.wait(request.num_places, **sizes)
         place = sum(other.priority <= request.priority for other in self.waiting)
         self.waiting.insert(place, request)
         return None
 
-    def submit(self, *, num_steps: int = 1, num_slots: int = 1, priority: int = 0) -> None:
-        request = Request(num_slots=num_slots, num_tokens=1, priority=priority, num_steps=num_steps)
+    def submit(self, *, num_steps: int = 1, num_places: int = 1, priority: int = 0) -> None:
+        request = Request(num_places=num_places, num_tokens=1, priority=priority, num_steps=num_steps)
         refused = self.refusal(request)
         assert refused is None, refused
 
@@ -95,16 +95,16 @@ class SimulatedLoop:
         self.admission.release(count, priority=priority)
 
     def begin(self, request: Request) -> None:
-        self.admission.begin(request.num_slots, num_tokens=request.num_tokens, priority=request.priority)
+        self.admission.begin(request.num_places, num_tokens=request.num_tokens, priority=request.priority)
 
     def leave_line(self) -> None:
         request = self.waiting.pop()
         self.begin(request)
-        self.admission.leave(request.num_slots)
+        self.admission.leave(request.num_places)
 
     def step(self, seconds: float) -> None:
         begun = []
-        while self.waiting and self.waiting[0].num_slots <= self.num_free:
+        while self.waiting and self.waiting[0].num_places <= self.num_free:
             begun.append(self.waiting.popleft())
             self.running.append(begun[-1])
         if not self.running:
@@ -113,7 +113,7 @@ class SimulatedLoop:
         step(
             self.admission,
             seconds,
-            num_begun=sum(request.num_slots for request in begun),
+            num_begun=sum(request.num_places for request in begun),
             full=bool(self.waiting),
             num_waiting=len(self.waiting),
             now_s=self.now_s,
@@ -123,13 +123,13 @@ class SimulatedLoop:
         for request in self.running:
             request.num_steps -= 1
             if not request.num_steps:
-                self.admission.leave(request.num_slots)
+                self.admission.leave(request.num_places)
         self.running = [request for request in self.running if request.num_steps]
 
 
 def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
-    """Serve a line, one in each step; two long answers are left, which hold both slots."""
-    loop = SimulatedLoop(num_slots=2, **limits)
+    """Serve a line, one in each step; two long answers are left, which hold both places."""
+    loop = SimulatedLoop(num_places=2, **limits)
     for num_steps in (1, *[2] * 10, 99, 99):
         loop.submit(num_steps=num_steps)
     while loop.waiting:
@@ -174,16 +174,16 @@ def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_kno
     admission = control(max_wait_s=0.001)
     for _ in range(50):
         join(admission)
-    step(admission, 60.0)   # one is not enough for two slots
+    step(admission, 60.0)   # one is not enough for two places
     join(admission)
 
 
-def test_a_line_that_free_slots_are_about_to_take_refuses_nobody() -> None:
-    admission = control(num_slots=4, max_wait_s=3)
+def test_a_line_that_free_places_are_about_to_take_refuses_nobody() -> None:
+    admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     step(admission, 2.0, full=False, num_waiting=0)
     for _ in range(5):
-        join(admission)     # the fifth has nobody in front of it but those that the slots take
+        join(admission)     # the fifth has nobody in front of it but those that the places take
     with pytest.raises(Overloaded, match="would wait about 4 s"):
         join(admission)
 
@@ -192,7 +192,7 @@ def test_those_that_begin_together_count_until_nobody_waits() -> None:
     admission = busy(control(max_wait_s=10))
     for _ in range(4):
         step(admission, 8.0, num_begun=0, num_waiting=9)
-        step(admission, 1.0, num_begun=3, full=False, num_waiting=9)    # of four free slots
+        step(admission, 1.0, num_begun=3, full=False, num_waiting=9)    # of four free places
         step(admission, 1.0, num_begun=1, num_waiting=8)
     for _ in range(4):
         join(admission)     # the fourth waits for 10 s
@@ -200,8 +200,8 @@ def test_those_that_begin_together_count_until_nobody_waits() -> None:
         join(admission)
 
 
-def test_where_memory_is_short_free_slots_are_no_help() -> None:
-    admission = control(num_slots=4, max_wait_s=3)
+def test_where_blocks_are_short_free_places_are_no_help() -> None:
+    admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
     with pytest.raises(Overloaded, match="would wait about 4 s"):
@@ -241,7 +241,7 @@ def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
 
 
 def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> None:
-    admission = control(max_requests=0, num_slots=1)
+    admission = control(max_requests=0, num_places=1)
     join(admission)
     with pytest.raises(Overloaded, match="the limit is 1") as refused:
         join(admission)
@@ -249,7 +249,7 @@ def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> No
 
 
 def test_a_line_that_everybody_has_left_is_forgotten() -> None:
-    admission = control(num_slots=4, max_wait_s=3)
+    admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
     admission.begin(1, num_tokens=1, priority=0)
@@ -258,14 +258,14 @@ def test_a_line_that_everybody_has_left_is_forgotten() -> None:
         join(admission)
 
 
-@given(data=st.data(), num_slots=st.integers(1, 4))
+@given(data=st.data(), num_places=st.integers(1, 4))
 def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_returns_to_zero(
-    data: st.DataObject, num_slots: int
+    data: st.DataObject, num_places: int
 ) -> None:
-    loop = SimulatedLoop(num_slots=num_slots, max_requests=20, max_tokens=50, max_wait_s=10)
+    loop = SimulatedLoop(num_places=num_places, max_requests=20, max_tokens=50, max_wait_s=10)
     requests = st.builds(
         Request,
-        num_slots=st.integers(1, num_slots),
+        num_places=st.integers(1, num_places),
         num_tokens=st.integers(1, 20),
         priority=st.integers(0, 2),
         num_steps=st.integers(1, 4),
@@ -295,7 +295,7 @@ def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_retur
 
 def one_slot_after_slow_answers() -> SimulatedLoop:
     """Serve a burst of answers of 20 s, one after the other."""
-    loop = SimulatedLoop(num_slots=1, max_wait_s=10)
+    loop = SimulatedLoop(num_places=1, max_wait_s=10)
     for _ in range(8):
         loop.submit()
     for _ in range(8):
@@ -308,7 +308,7 @@ def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_no
     told = []
     for _ in range(30):
         for _ in range(2):  # one runs, and one waits
-            told.append(loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1)))
+            told.append(loop.refusal(Request(num_places=1, num_tokens=1, priority=0, num_steps=1)))
         loop.step(0.1)
     assert told[0] is None
     assert not any(told[-20:])
@@ -319,7 +319,7 @@ def test_one_may_always_wait_behind_what_runs_for_long() -> None:
     loop.submit(num_steps=9)
     loop.step(0.1)
     loop.submit()
-    behind = loop.refusal(Request(num_slots=1, num_tokens=1, priority=0, num_steps=1))
+    behind = loop.refusal(Request(num_places=1, num_tokens=1, priority=0, num_steps=1))
     assert behind is not None
     assert "would wait" in behind.message
 
@@ -334,7 +334,7 @@ def test_what_was_measured_long_ago_refuses_nobody() -> None:
 
 
 def test_places_of_what_is_being_prepared_are_taken() -> None:
-    admission = control(num_slots=1, max_requests=1)
+    admission = control(num_places=1, max_requests=1)
     admission.reserve(1, priority=0)
     join(admission)
     with pytest.raises(Overloaded, match="2 requests are running or waiting; the limit is 2"):

@@ -189,7 +189,7 @@ class Schedule:
             self.arrive()
             self.leave()
             self.step()
-        self.clock.now_s += 10  # no slot is held for a loop any more
+        self.clock.now_s += 10  # no place is kept for a loop any more
         while self.step():
             self.clock.now_s += 10
         assert not self.running
