@@ -180,7 +180,7 @@ class GenerationEnsemble:
     def close(self) -> None:
         """End all requests, the engine's thread, and the process of the chat template.
 
-        What is still to be prepared finds the loop closed.
+        What is still to be prepared finds the engine closed.
         """
         self.loop.close()
         self._workers.shutdown(wait=False)

@@ -50,7 +50,7 @@ class _Submission:
 
 @dataclass(slots=True, kw_only=True)
 class _Ticket:
-    """What the loop knows of a token sequence that has not ended."""
+    """What the thread knows of a token sequence that has not ended."""
 
     sequence: TokenSequence
     submission: _Submission
@@ -82,7 +82,7 @@ class Reservation:
         self._thread = thread
 
     def check(self) -> None:
-        """Raise what `EngineThread.submit` would for a loop that has ended, or a wait that was too long.
+        """Raise what `EngineThread.submit` would for an engine that was closed, or a wait that was too long.
 
         To be called when a thread is free, before it prepares the prompts.
         """
@@ -216,7 +216,7 @@ class EngineThread:
             reservation: of the request; it is given back whether they are accepted or not.
 
         Raises:
-            Closed: the loop was closed.
+            Closed: `close` was called.
             ModelNotReady: its thread has died.
             Overloaded: as much as may wait is waiting, or they would wait too long.
 
@@ -316,7 +316,7 @@ class EngineThread:
             self._end_all(failure)
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to do; False once the loop closes."""
+        """Wait until there is something to do; False once it closes."""
         with self._changed:
             while not (self._tickets or self._unanswered or self._num_arriving or self._closing):
                 self._cancelled.clear()
@@ -361,7 +361,7 @@ class EngineThread:
             self._take_arrivals()
 
     def _wait_for_change(self, seconds: float, *, num_awaited: int = 1) -> None:
-        """Wait until so many have arrived, one is cancelled, the loop closes, or the time is over."""
+        """Wait until so many have arrived, one is cancelled, the thread is to end, or the time is over."""
         with self._changed:
             self._num_awaited = num_awaited
             self._changed.wait_for(
