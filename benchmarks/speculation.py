@@ -88,13 +88,13 @@ def _figures(answers: Answers) -> Figures:
 def _ask(llm: LLM, prompts: list[str], options: argparse.Namespace) -> Answers:
     settings = {"max_tokens": options.new_tokens, "temperature": options.temperature, "seed": 0}
     with ThreadPoolExecutor(len(prompts)) as threads:
-        started_s, steps = time.perf_counter(), llm._model.loop.num_steps
+        started_s, steps = time.perf_counter(), llm._model.engine.num_steps
         done = list(threads.map(lambda prompt: llm.chat(prompt, **settings), prompts))
         seconds = time.perf_counter() - started_s
     return Answers(
         texts=[d.text for d in done],
         num_tokens=sum(d.usage.completion_tokens for d in done),
-        num_steps=llm._model.loop.num_steps - steps,
+        num_steps=llm._model.engine.num_steps - steps,
         seconds=seconds,
     )
 

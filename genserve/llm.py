@@ -158,7 +158,7 @@ class LLM:
 
     def _stream(self, sequence: TokenSequence) -> Stream:
         try:
-            return Stream(_Deltas(ThreadStream(self._model.loop, sequence)))
+            return Stream(_Deltas(ThreadStream(self._model.engine, sequence)))
         except Closed:  # by another thread, since the call began
             raise _closed() from None
 

@@ -42,7 +42,7 @@ def test_a_text_alone_is_one_turn_of_the_user(llm):
 def test_a_stream_left_early_frees_its_slot(llm):
     with llm.chat_stream("hi", max_tokens=200, ignore_eos=True) as stream:
         next(stream)
-    while llm._model.loop.num_accepted:
+    while llm._model.engine.num_accepted:
         pass
 
 
@@ -100,7 +100,7 @@ def test_a_call_of_another_thread_ends_with_an_error_when_the_llm_is_closed(tiny
     with ThreadPoolExecutor() as pool:
         # More tokens than the tiny model makes before `close` comes; then Closed is all that can end it.
         running = pool.submit(llm.complete, ["hi"] * 8, n=8, max_tokens=200, ignore_eos=True)
-        while not llm._model.loop.num_accepted:
+        while not llm._model.engine.num_accepted:
             pass
         llm.close()
         with pytest.raises(Closed, match="this LLM was closed"):

@@ -40,7 +40,7 @@ class GenserveEngine:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         sequence = self._model.prepare(prompt, params)
         self._numbers[sequence] = number
-        self._model.loop.submit(sequence, outbox=self)
+        self._model.engine.submit(sequence, outbox=self)
         return sequence.num_prompt_tokens
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:

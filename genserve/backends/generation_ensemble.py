@@ -41,7 +41,7 @@ class GenerationEnsemble:
     Attributes:
         name: of the ensemble in the repository.
         tokenizer: its tokenizer stage.
-        loop: the engine over its logits and decoder stages.
+        engine: over its logits and decoder stages.
         plugins: of its decoder stage.
         max_length: tokens of prompt and answer together.
         max_num_seqs: requests that run together; more wait.
@@ -56,7 +56,7 @@ class GenerationEnsemble:
         *,
         name: str,
         tokenizer: Tokenizer,
-        loop: EngineThread,
+        engine: EngineThread,
         plugins: Plugins,
         max_length: int,
         max_num_seqs: int,
@@ -67,7 +67,7 @@ class GenerationEnsemble:
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
-        self.loop = loop
+        self.engine = engine
         self.plugins = plugins
         self.max_length = max_length
         self.max_num_seqs = max_num_seqs
@@ -109,11 +109,11 @@ class GenerationEnsemble:
     def prepare_choices(
         self, prompt: Prompt, params: SamplingParams, *, num_choices: int, arrived_s: float | None = None
     ) -> list[TokenSequence]:
-        """Turn a prompt into so many token sequences, ready to submit to `loop`.
+        """Turn a prompt into so many token sequences, ready to submit to `engine`.
 
         Takes time in proportion to the prompt: keep it off an event loop. Where there is a seed, the
         choices have it and the ones after it, so that they differ. `max_time_ms` begins at `arrived_s` by the
-        clock of `loop`; None: now.
+        clock of `engine`; None: now.
 
         Raises:
             InvalidRequest: an empty prompt, bad text or messages, ids outside the vocabulary;
@@ -123,10 +123,10 @@ class GenerationEnsemble:
             ModelFailed: the chat template, the tokenizer or a plug-in is at fault.
         """
         width = self._beam_width(params, num_choices=num_choices)
-        max_length = self.loop.longest(width) if width > 1 else self.max_length
+        max_length = self.engine.longest(width) if width > 1 else self.max_length
         deadline_s = None
         if params.max_time_ms is not None:
-            deadline_s = (self.loop.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000
+            deadline_s = (self.engine.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000
         field, whole = self._encode(prompt)
         token_ids = self._truncated(whole, params, max_length=max_length)
         thinks = self._begins_thought(
@@ -182,7 +182,7 @@ class GenerationEnsemble:
 
         What is still to be prepared finds the engine closed.
         """
-        self.loop.close()
+        self.engine.close()
         self._workers.shutdown(wait=False)
         self._compilers.shutdown(wait=False)
         self.tokenizer.close()
@@ -253,7 +253,7 @@ class GenerationEnsemble:
         except ModelFailed as error:
             raise ModelFailed(f"model {self.name!r}: {error.message}", remedy=error.remedy) from error
         finally:
-            if not self.loop.alive:  # `close` came before: nobody else ends what this has started
+            if not self.engine.alive:  # `close` came before: nobody else ends what this has started
                 self.tokenizer.close()
 
     def _spellings(self, word: str) -> list[list[int]]:

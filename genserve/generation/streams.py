@@ -26,14 +26,14 @@ class ThreadStream:
     Close it, or use it as a context manager: a stream left early goes on occupying its blocks.
     """
 
-    def __init__(self, loop: EngineThread, sequence: TokenSequence) -> None:
+    def __init__(self, engine: EngineThread, sequence: TokenSequence) -> None:
         """Submit the sequence; raises what `EngineThread.submit` raises."""
-        self._loop = loop
+        self._engine = engine
         self._sequence = sequence
         # Bounded by the longest answer: one delta per token at the most.
         self._arrived: SimpleQueue[Delta | GenserveError] = SimpleQueue()
         self._ended = False
-        loop.submit(sequence, outbox=self)
+        engine.submit(sequence, outbox=self)
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Take over outputs; the `Outbox` protocol."""
@@ -57,7 +57,7 @@ class ThreadStream:
         """Stop the request if it still runs; a second call does nothing."""
         if not self._ended:
             self._ended = True
-            self._loop.cancel(self._sequence)
+            self._engine.cancel(self._sequence)
 
     def __enter__(self) -> Self:
         return self
@@ -74,11 +74,11 @@ class EventLoopOutbox:
         self._streams: dict[TokenSequence, AsyncStream] = {}
 
     def open(
-        self, loop: EngineThread, *sequences: TokenSequence, reservation: Reservation | None = None
+        self, engine: EngineThread, *sequences: TokenSequence, reservation: Reservation | None = None
     ) -> AsyncStream:
         """Submit the choices of a request and return their stream; see `EngineThread.submit`."""
-        loop.submit(*sequences, outbox=self, reservation=reservation)
-        stream = AsyncStream(loop, sequences, outbox=self)
+        engine.submit(*sequences, outbox=self, reservation=reservation)
+        stream = AsyncStream(engine, sequences, outbox=self)
         self._streams.update(dict.fromkeys(sequences, stream))
         return stream
 
@@ -108,9 +108,9 @@ class AsyncStream:
     """
 
     def __init__(
-        self, loop: EngineThread, sequences: Sequence[TokenSequence], *, outbox: EventLoopOutbox
+        self, engine: EngineThread, sequences: Sequence[TokenSequence], *, outbox: EventLoopOutbox
     ) -> None:
-        self._loop = loop
+        self._engine = engine
         self._outbox = outbox
         # Those that have not ended, and their numbers.
         self._choices = {sequence: choice for choice, sequence in enumerate(sequences)}
@@ -173,7 +173,7 @@ class AsyncStream:
         """Stop what still runs of the request; a second call does nothing."""
         for sequence in self._choices:
             self._outbox.forget(sequence)
-            self._loop.cancel(sequence)
+            self._engine.cancel(sequence)
         self._choices.clear()
 
     async def __aenter__(self) -> Self:

@@ -354,7 +354,7 @@ class ModelControl:
             while old:
                 served = old.pop()
                 if isinstance(served.runner, TextGeneration):  # most of its requests do not come by `served`
-                    served.runner.ensemble.loop.drain(timeout_s=max(0.0, until_s - time.monotonic()))
+                    served.runner.ensemble.engine.drain(timeout_s=max(0.0, until_s - time.monotonic()))
                 served.close(timeout_s=max(0.0, until_s - time.monotonic()))
             if not self._closed:
                 gc.collect()  # a model's weights are often in a cycle with it

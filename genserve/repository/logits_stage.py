@@ -33,7 +33,7 @@ class LogitsStage:
 
     def __init__(
         self,
-        loop: EngineThread,
+        engine: EngineThread,
         *,
         names: LogitsNames,
         vocab_size: int,
@@ -44,14 +44,14 @@ class LogitsStage:
         """Answer by an engine.
 
         Args:
-            loop: of the engine.
+            engine: that runs it.
             names: how the config calls its tensors.
             vocab_size: length of a row of logits.
             max_length: tokens of a row of ids.
             statistics: to count executions in.
             close: ends the engine; None: it is an ensemble's, which ends it.
         """
-        self._loop = loop
+        self._engine = engine
         self._names = names
         self._statistics = statistics
         self._close = close
@@ -61,12 +61,12 @@ class LogitsStage:
     @property
     def ready(self) -> bool:
         """Whether the engine runs."""
-        return self._loop.alive
+        return self._engine.alive
 
     @property
     def num_waiting(self) -> int:
         """Inferences that wait for a place in the forward."""
-        return max(0, self._loop.num_accepted - self._loop.num_running)
+        return max(0, self._engine.num_accepted - self._engine.num_running)
 
     def submit(self, inference: Inference) -> None:
         """Hand each row to the engine.
@@ -88,11 +88,11 @@ class LogitsStage:
         ]
         inference.started_ns = inference.submitted_ns
         inference.when_ended(self._statistics.executed_alone)
-        self._loop.submit_logits(requests)
+        self._engine.submit_logits(requests)
 
         def cancel() -> None:
             for request in requests:
-                self._loop.cancel(request)
+                self._engine.cancel(request)
             inference.fail_cancelled()
 
         inference.when_cancelled(cancel)

@@ -59,15 +59,15 @@ def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics:
     placement = logits_placement(entry, strict_placement=options.strict_placement)
     names, logits = _logits_names(entry), load_logits(entry, placement=placement)
     _warm_up(logits, entry, placement=placement)
-    loop = _start(logits, decode=_nothing, entry=entry, stage=entry, options=options, metrics=metrics)
+    engine = _start(logits, decode=_nothing, entry=entry, stage=entry, options=options, metrics=metrics)
     statistics = ModelStatistics()
     runner = LogitsStage(
-        loop,
+        engine,
         names=names,
         vocab_size=logits.vocab_size,
         max_length=logits.max_length,
         statistics=statistics,
-        close=loop.close,
+        close=engine.close,
     )
     load_s = time.monotonic() - started_s
     return _served(entry, runner, statistics, load_s=load_s, options=options, placement=placement)
@@ -99,7 +99,7 @@ def load_generation(
     of_text, of_logits = ModelStatistics(), ModelStatistics()
     generation = TextGeneration(ensemble, statistics=of_text, names=_text_names(entry, stages))
     logits = LogitsStage(
-        ensemble.loop,
+        ensemble.engine,
         names=names,
         vocab_size=ensemble.vocab_size,
         max_length=ensemble.max_length,
@@ -138,7 +138,7 @@ class _Inside:
 
     @property
     def ready(self) -> bool:
-        return self._ensemble.loop.alive
+        return self._ensemble.engine.alive
 
     @property
     def num_waiting(self) -> int:
@@ -173,7 +173,7 @@ def _ensemble(
         decoding = load_decoding(file, name=decoder.name)
         logits = load_logits(stages["logits"], placement=placement)
         _warm_up(logits, stages["logits"], placement=placement)
-        loop = _start(
+        engine = _start(
             logits,
             decode=decoding.decode,
             entry=entry,
@@ -188,7 +188,7 @@ def _ensemble(
     return GenerationEnsemble(
         name=entry.name,
         tokenizer=tokenizer,
-        loop=loop,
+        engine=engine,
         plugins=decoding.plugins,
         max_length=logits.max_length,
         max_num_seqs=logits.max_num_seqs,
@@ -211,9 +211,8 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
     assert entry.config is not None  # or it would have an error
     for batch in warmup_batches(entry.config, entry.path):
         for _ in range(batch.count):
-            engine = Engine(logits, decode=_nothing, prefix_cache=False)
-            loop = EngineThread(
-                engine,
+            engine = EngineThread(
+                Engine(logits, decode=_nothing, prefix_cache=False),
                 name=f"warmup-{entry.name}",
                 max_num_seqs=logits.max_num_seqs,
                 limits=QueueLimits(max_requests=len(batch.requests)),
@@ -221,12 +220,12 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
             )
             statistics = ModelStatistics()
             stage = LogitsStage(
-                loop,
+                engine,
                 names=_logits_names(entry),
                 vocab_size=logits.vocab_size,
                 max_length=logits.max_length,
                 statistics=statistics,
-                close=loop.close,
+                close=engine.close,
             )
             options = RepositoryOptions()  # of metrics that nobody reads
             served = _served(entry, stage, statistics, load_s=0.0, options=options, placement=placement)

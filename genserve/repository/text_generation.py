@@ -78,13 +78,13 @@ class TextGeneration:
     @property
     def ready(self) -> bool:
         """Whether its engine runs."""
-        return self.ensemble.loop.alive
+        return self.ensemble.engine.alive
 
     @property
     def num_waiting(self) -> int:
         """Inferences that are being prepared, or wait for a place in the forward."""
-        loop = self.ensemble.loop
-        return loop.num_preparing + max(0, loop.num_accepted - loop.num_running)
+        engine = self.ensemble.engine
+        return engine.num_preparing + max(0, engine.num_accepted - engine.num_running)
 
     def submit(self, inference: Inference) -> None:
         """Have the request prepared on a thread of the model, and hand it to the engine.
@@ -96,7 +96,7 @@ class TextGeneration:
         inference.inputs = {
             self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
         }
-        reservation = self.ensemble.loop.reserve(inference.batch_size)
+        reservation = self.ensemble.engine.reserve(inference.batch_size)
         try:
             self.ensemble.run_soon(
                 partial(self._prepare, inference, reservation),
@@ -152,7 +152,7 @@ class _Answer:
         streaming: bool,
     ) -> None:
         self._inference = inference
-        self._loop = ensemble.loop
+        self._engine = ensemble.engine
         self._output = output
         self._streaming = streaming
         self._texts = dict.fromkeys(sequences, "")
@@ -161,12 +161,12 @@ class _Answer:
     def submit(self, reservation: Reservation) -> None:
         """Hand the sequences to the engine, which takes all of them or none."""
         self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
-        self._loop.submit(*self._texts, outbox=self, reservation=reservation)
+        self._engine.submit(*self._texts, outbox=self, reservation=reservation)
 
     def cancel_sequences(self) -> None:
         """Have the engine drop the sequences."""
         for sequence in self._texts:
-            self._loop.cancel(sequence)
+            self._engine.cancel(sequence)
 
     def cancel(self) -> None:
         """End the inference as cancelled."""

@@ -106,10 +106,10 @@ class Services:
         if params.best_of > n:
             n, params = params.best_of, replace(params, logprobs=True)
         name = "best_of" if params.best_of > 1 else "n"
-        _check_count(len(prompts), n=n, name=name, limit=ensemble.loop.capacity)
+        _check_count(len(prompts), n=n, name=name, limit=ensemble.engine.capacity)
         try:
             # Before its text costs anything.
-            with ensemble.loop.reserve(len(prompts) * n, priority=params.priority) as reservation:
+            with ensemble.engine.reserve(len(prompts) * n, priority=params.priority) as reservation:
                 prepare = partial(_prepare, ensemble, prompts, params, n=n, reservation=reservation)
                 future = ensemble.run_soon(prepare, compiles=params.structured_outputs is not None)
                 sequences = await asyncio.wrap_future(future)
@@ -117,7 +117,7 @@ class Services:
                 prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
                 if self._outbox is None:
                     self._outbox = EventLoopOutbox(asyncio.get_running_loop())
-                stream = self._outbox.open(ensemble.loop, *sequences, reservation=reservation)
+                stream = self._outbox.open(ensemble.engine, *sequences, reservation=reservation)
         except Closed:
             if self.repository.get(model) is ensemble:
                 raise

@@ -110,9 +110,9 @@ def test_the_time_of_a_request_begins_when_it_came_and_is_that_of_all_its_choice
     params = SamplingParams(max_time_ms=1500)
     sequences = ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
     assert [sequence.deadline_s for sequence in sequences] == [8.5, 8.5]
-    before_s = ensemble.loop.now_s
+    before_s = ensemble.engine.now_s
     sequence = ensemble.prepare("x", params)
-    assert before_s + 1.5 <= sequence.deadline_s <= ensemble.loop.now_s + 1.5
+    assert before_s + 1.5 <= sequence.deadline_s <= ensemble.engine.now_s + 1.5
     assert ensemble.prepare("x", SamplingParams()).deadline_s is None
 
 

@@ -148,7 +148,7 @@ def test_a_contradiction_names_its_field(client, tiny_server, change, param):
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(**({"model": "tiny", "prompt": PROMPT} | change))
     assert raised.value.param == param
-    assert tiny_server.model.loop.num_accepted == 0
+    assert tiny_server.model.engine.num_accepted == 0
 
 
 def test_best_of_returns_the_likeliest_of_those_that_n_returns(client):

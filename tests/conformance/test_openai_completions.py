@@ -28,7 +28,7 @@ def token_ids(tiny_server, text: str) -> list[int]:
 
 
 def wait_until_idle(tiny_server) -> None:
-    while tiny_server.model.loop.num_accepted:
+    while tiny_server.model.engine.num_accepted:
         pass
 
 
@@ -79,12 +79,12 @@ def test_choices_of_one_seed_differ_and_come_again(client):
 
 def test_choices_share_what_is_cached_of_their_prompt(client, tiny_server):
     prompt = "a prompt that nobody sent before " * 3
-    before = tiny_server.model.loop.num_steps
+    before = tiny_server.model.engine.num_steps
     wait_until_idle(tiny_server)
     answer = client.completions.create(**OPTIONS, prompt=prompt, n=4)
     assert len({choice.text for choice in answer.choices}) == 1
     # Side by side: far fewer steps than one answer after the other takes.
-    assert tiny_server.model.loop.num_steps - before < 2 * 12
+    assert tiny_server.model.engine.num_steps - before < 2 * 12
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -327,7 +327,7 @@ def test_a_bad_request_names_its_field(client, tiny_server, change, param):
         client.completions.create(**(OPTIONS | {"prompt": "hello"} | change))
     assert raised.value.param == param
     assert raised.value.body["message"]
-    assert tiny_server.model.loop.num_accepted == 0
+    assert tiny_server.model.engine.num_accepted == 0
 
 
 def test_an_unknown_model_is_not_found(client):

@@ -47,7 +47,7 @@ def test_a_stream_closed_early_frees_its_slot(client, tiny_server):
     stream = client.chat.completions.create(**(OPTIONS | {"max_tokens": 200}), stream=True)
     next(stream)
     stream.close()
-    while tiny_server.model.loop.num_accepted:
+    while tiny_server.model.engine.num_accepted:
         pass
 
 

@@ -90,7 +90,7 @@ def test_with_eight_others_in_the_batch_each_answer_is_the_same(fp32, expected):
         for i in range(8)
     ]
     answers = answers_together(fp32, PROMPTS)
-    assert fp32._model.loop.num_running == len(strangers)
+    assert fp32._model.engine.num_running == len(strangers)
     for stream in strangers:
         stream.close()
     assert answers == expected

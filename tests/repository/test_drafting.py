@@ -54,7 +54,7 @@ def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
             for prompt in PROMPTS:
                 found = speculative.generate(prompt, max_tokens=60, **options)
                 assert found.text == plain.generate(prompt, max_tokens=60, **options).text
-        assert speculative._model.loop.num_steps < plain._model.loop.num_steps
+        assert speculative._model.engine.num_steps < plain._model.engine.num_steps
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_what_tensors_ask_of_the_answer_is_what_options_ask(
     [answer] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length, **tensors)
     ensemble = repository.get("tiny")
     sequence = ensemble.prepare("hello", sampling_params({"max_tokens": 24, **options}))
-    expected = Stream(ThreadStream(ensemble.loop, sequence)).final().text
+    expected = Stream(ThreadStream(ensemble.engine, sequence)).final().text
     assert of(answer, "text_output")[0, 0].decode() == expected
     [plain] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length)
     assert of(plain, "text_output")[0, 0].decode() != expected
@@ -214,7 +214,7 @@ def test_the_decoder_stage_says_whom_to_ask(repository: Repository) -> None:
 def test_a_plain_loop_computes_one_token_a_step_and_shares_steps(repository: Repository) -> None:
     prompts = [[3, 4, 5, 6], [7, 8, 9], [10, 11], [12, 13, 14, 15, 16]]
     expected = [greedy_ids(repository, prompt, count=12) for prompt in prompts]
-    loop = repository.get("tiny").loop
+    loop = repository.get("tiny").engine
     before = loop.num_steps
     answers: dict[int, list[int]] = {}
 
@@ -364,7 +364,7 @@ def test_a_reload_lets_streams_end_that_came_to_the_engine_directly(
     repository.start(["tiny"])
     old = repository.get("tiny")
     sequence = old.prepare("hello", sampling_params({"max_tokens": 4, "ignore_eos": True}))
-    with ThreadStream(old.loop, sequence) as stream:
+    with ThreadStream(old.engine, sequence) as stream:
         config = root / "tiny_decoder" / "config.pbtxt"
         config.write_text(config.read_text() + "# changed\n")
         repository.load("tiny")

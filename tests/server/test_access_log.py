@@ -142,7 +142,7 @@ def test_what_is_refused_is_a_warning_with_its_id_and_its_code(generating, metho
 
 def test_a_client_that_leaves_and_one_that_finds_no_room_are_in_the_log(generating, monkeypatch):
     slow_down(generating.server, monkeypatch)
-    loop = generating.server.model.loop
+    loop = generating.server.model.engine
     clients = []
     for number in range(generating.server.model.max_num_seqs):
         client = socket.create_connection(("127.0.0.1", generating.server.port))

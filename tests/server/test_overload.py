@@ -78,9 +78,9 @@ class Gated:
         self.gate = repository.parent / "gate"
         self.gate.unlink(missing_ok=True)
         self.live = LiveServer(repository, **settings)
-        self.loop = self.live.model.loop
+        self.engine = self.live.model.engine
         self.holder = self.send("/generate_stream", TGI)
-        wait_until(lambda: self.loop.num_running == 1)
+        wait_until(lambda: self.engine.num_running == 1)
 
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
         client = socket.create_connection(("127.0.0.1", self.live.port))
@@ -145,7 +145,7 @@ def test_a_full_queue_refuses_on_every_route_with_a_time_to_come_back(
     with httpx2.Client(base_url=full.live.url) as http:
         answer = http.post(path, json=body)
     check_refusal(path, answer.status_code, answer.headers, answer.content)
-    assert full.loop.num_accepted == 1
+    assert full.engine.num_accepted == 1
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
@@ -153,7 +153,7 @@ def test_a_request_that_waits_too_long_is_refused_before_its_first_byte(
     impatient: Gated, path: str, body: dict[str, Any]
 ) -> None:
     with impatient.send(path, body) as client:
-        wait_until(lambda: impatient.loop.num_accepted == 2)
+        wait_until(lambda: impatient.engine.num_accepted == 2)
         impatient.open_gate()
         status, headers, told = answer_of(client)
     check_refusal(path, status, headers, told)
@@ -169,7 +169,7 @@ def test_what_is_being_prepared_takes_its_place_on_every_route(
         LiveServer(repository, max_queue=0) as server,
         httpx2.Client(base_url=server.url, timeout=100) as http,
     ):
-        loop = server.model.loop
+        loop = server.model.engine
         with loop.reserve(1):
             assert {http.post(path, json=body).status_code for path, body in ROUTES} == {429}
         for path, body in ROUTES:
@@ -179,7 +179,7 @@ def test_what_is_being_prepared_takes_its_place_on_every_route(
 
 def test_a_stream_that_runs_goes_on_while_others_are_refused(impatient: Gated) -> None:
     with impatient.send("/generate", TGI) as client:
-        wait_until(lambda: impatient.loop.num_accepted == 2)
+        wait_until(lambda: impatient.engine.num_accepted == 2)
         impatient.open_gate()
         assert answer_of(client)[0] == 429
     with impatient.holder.makefile("rb") as file:
@@ -194,10 +194,10 @@ def test_a_client_that_leaves_the_queue_gives_its_place_back(repository: Path) -
     server = Gated(repository)
     try:
         client = server.send("/v1/chat/completions", CHAT | {"stream": True})
-        wait_until(lambda: server.loop.num_accepted == 2)
+        wait_until(lambda: server.engine.num_accepted == 2)
         client.close()
         server.open_gate()
-        wait_until(lambda: server.loop.num_accepted == 0)
+        wait_until(lambda: server.engine.num_accepted == 0)
         registry = server.live.server.services.metrics.registry
         ended = {"model": "tiny", "ending": "cancelled"}
         assert registry.get_sample_value("genserve_requests_total", ended) == 1
@@ -209,14 +209,14 @@ def test_prompts_that_wait_are_bounded_in_tokens_and_shown_as_metrics(repository
     server = Gated(repository, max_queue_tokens=40)     # the first one counts until its step is over
     try:
         waiting = server.send("/generate", TGI | {"inputs": "x" * 25})
-        wait_until(lambda: server.loop.num_accepted == 2)
+        wait_until(lambda: server.engine.num_accepted == 2)
         with httpx2.Client(base_url=server.live.url) as http:
             answer = http.post("/generate", json=TGI | {"inputs": "y" * 10})
             check_refusal("/generate", answer.status_code, answer.headers, answer.content)
             assert "tokens are waiting" in answer.json()["error"]
             waiting.close()
             server.open_gate()
-            wait_until(lambda: server.loop.num_accepted == 0)
+            wait_until(lambda: server.engine.num_accepted == 0)
             text = http.get("/metrics").text
         assert 'genserve_admission_rejections_total{model="tiny",reason="max_queue_tokens"} 1.0' in text
         assert 'genserve_num_prompt_tokens_waiting{model="tiny"} 0.0' in text

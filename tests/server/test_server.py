@@ -45,7 +45,7 @@ LONG_CHAT = {
 
 def slow_down(server: LiveServer, monkeypatch) -> None:
     """Make each step of the tiny model take a while, as a real one would."""
-    model = server.model.loop._engine._runner._model
+    model = server.model.engine._engine._runner._model
     forward = model.forward
 
     def slow(batch):
@@ -68,7 +68,7 @@ def test_a_client_that_leaves_frees_its_slot_within_two_steps(
     tiny_server, monkeypatch, path, body, reads_first
 ):
     slow_down(tiny_server, monkeypatch)
-    loop = tiny_server.model.loop
+    loop = tiny_server.model.engine
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as client:
         client.sendall(request_bytes(path, body))
         if reads_first:
@@ -111,7 +111,7 @@ def test_a_running_stream_ends_normally_while_the_server_drains(tiny_repository,
     with LiveServer(tiny_repository) as server:
         slow_down(server, monkeypatch)
         answer = read_in_thread(server, LONG_CHAT | {"stream": True, "max_tokens": 60})
-        wait_until(lambda: server.model.loop.num_running == 1)
+        wait_until(lambda: server.model.engine.num_running == 1)
         server.stop()
         text = answer()
     assert '"finish_reason": "length"' in text
@@ -122,7 +122,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(tiny_reposito
     with LiveServer(tiny_repository, drain_s=0.2) as server:
         slow_down(server, monkeypatch)
         answer = read_in_thread(server, LONG_CHAT | {"stream": True})
-        wait_until(lambda: server.model.loop.num_running == 1)
+        wait_until(lambda: server.model.engine.num_running == 1)
         server.stop()
         text = answer()
     assert '"error": {"message"' in text

@@ -46,7 +46,7 @@ def test_a_request_for_a_model_that_was_replaced_meanwhile_goes_to_the_next(
     config = root / "tiny_decoder" / "config.pbtxt"
     config.write_text(config.read_text() + "# changed\n")
     repository.load("tiny")
-    old.loop.close()
+    old.engine.close()
     settings = ServerSettings(model_repository=(root,))
     services = Services(settings=settings, repository=repository, metrics=Metrics())
 
@@ -146,5 +146,5 @@ def test_long_prompts_that_come_together_take_places_while_they_are_prepared(
     with LiveServer(repository, max_queue=0) as server, ThreadPoolExecutor(20) as pool:
         statuses = list(pool.map(ask, range(20)))
         assert rejections(server, "tiny", "max_queue") == statuses.count(429)
-        assert server.model.loop.num_preparing == 0
+        assert server.model.engine.num_preparing == 0
     assert set(statuses) == {400, 429}  # the context is shorter
