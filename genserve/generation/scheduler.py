@@ -152,10 +152,13 @@ class Scheduler:
         self._schedule_running(output, prompts)
         num_places = max(0, self._max_num_seqs - num_held - sum(lead.num_seqs for lead in self._running))
         budget = self._prompt_budget(output, num_prompts=len(prompts) + min(len(self._waiting), num_places))
+        num_sharing = 0
         if self._waiting and not output.num_preempted:
-            self._admit(output, prompts, budget=budget, num_places=num_places)
+            num_sharing = self._admit(output, prompts, budget=budget, num_places=num_places)
         if prompts:
-            budget = min(budget, self.max_num_batched_tokens - output.num_decodes)  # some have just begun
+            # Some have begun, of which some need one token alone, and some wait for what others compute.
+            num_others = min(len(self._waiting) - num_sharing, num_places - len(output.begun))
+            budget = self._prompt_budget(output, num_prompts=len(prompts) + max(0, num_others))
             self._schedule_prompts(output, prompts, budget=budget)
         elif self._speculation is not None and output.num_decodes:
             self._add_drafts(output, self._speculation)
@@ -226,11 +229,14 @@ class Scheduler:
 
     def _admit(
         self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int
-    ) -> None:
+    ) -> int:
         """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.
 
         One that begins with a block that another is about to compute waits for that; a long prompt waits
         where the step has two that it does not finish, and shorter ones of its priority do not wait for it.
+
+        Returns:
+            How many wait for a block that another computes.
         """
         lengths = sorted(map(_num_pending, prompts))
         computing = {
@@ -239,16 +245,18 @@ class Scheduler:
             for request in lead.group
         }
         lowest = None
+        num_sharing = 0
         for lead in list(islice(self._waiting, self._max_num_seqs)):
             if lowest is not None and lead.priority > lowest:
-                return
+                return num_sharing
             if lead.num_seqs > num_places or not self._kv.num_free_blocks:
                 output.full = True
-                return
+                return num_sharing
             group = lead.group
             num_cached = [self._kv.num_cached_tokens(request) for request in group]
             key = self._kv.key_at(group[0], num_cached[0])
             if key is not None and key in computing:
+                num_sharing += 1
                 continue
             length = sum(len(request.token_ids) for request in group) - sum(num_cached)
             if length > 1 and _num_unfinished(sorted([*lengths, length]), budget) > _NUM_UNFINISHED:
@@ -256,7 +264,7 @@ class Scheduler:
                 continue
             if not self._begin(lead):
                 output.full = True
-                return
+                return num_sharing
             num_places -= lead.num_seqs
             self._waiting.remove(lead)
             insort(self._running, lead, key=self._places.__getitem__)
@@ -265,6 +273,7 @@ class Scheduler:
             if length > 1:
                 insort(lengths, length)
             computing.add(key)
+        return num_sharing
 
     def _begin(self, lead: Request) -> bool:
         """Give a group its blocks, beside one more for each that runs; False if there are too few."""

@@ -74,6 +74,17 @@ def test_a_long_prompt_keeps_the_gaps_of_streams_under_twice_what_they_were_and_
     assert taken_s < 2.2 * alone_s
 
 
+def test_answers_that_wait_for_the_same_prompt_lengthen_a_step_as_one_does():
+    run = Run()
+    streams = [run.add(20, max_tokens=1000, start=i) for i in range(8)]
+    run.steps(60)
+    undisturbed_s = max(run.longest_gap(s, since_s=run.clock.now_s / 2) for s in streams)
+    began_s = run.clock.now_s
+    answers = [run.add(1008, max_tokens=1, start=9) for _ in range(8)]
+    run.until_first_token(answers[0])
+    assert all(run.longest_gap(s, since_s=began_s) < 2 * undisturbed_s * 1.05 for s in streams)
+
+
 def test_a_short_prompt_overtakes_a_long_one_that_came_before():
     run = Run()
     long, short = run.add(3000, max_tokens=1), run.add(30, max_tokens=1, start=5)
