@@ -24,14 +24,11 @@ class KVCache:
 
     Attributes:
         buffers: by the name of the input: numpy arrays or torch tensors.
-        num_blocks: how many blocks there are.
-        block_size: tokens of a block.
     """
 
     def __init__(self, buffers: Mapping[str, Any]) -> None:
         """Take over the buffers."""
         self.buffers = buffers
-        self.num_blocks, self.block_size = next(iter(buffers.values())).shape[:2]
 
     @property
     def nbytes(self) -> int:

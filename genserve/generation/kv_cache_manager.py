@@ -77,11 +77,6 @@ class KVCacheManager:
         self._tables: dict[Request, BlockTable] = {}
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-        return len(self._ref_counts)
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds; what they cache is lost when they are needed."""
         return len(self._free)
