@@ -25,7 +25,7 @@ from genserve.generation.step_times import StepTimes
 __all__ = ["Scheduler", "SchedulerOutput"]
 
 _PROMPT_SHARE = 0.9         # of the tokens that double a step
-_LEAST_PROMPT_TOKENS = 16   # of a step beside requests that generate, for each prompt
+_LEAST_PROMPT_TOKENS = 8    # of a step beside requests that generate, for each prompt
 _LONGEST_SHARE = 4          # the longest prompt gets one token in so many
 _NUM_UNFINISHED = 2         # prompts that a step leaves unfinished, if more of them can begin
 _NUM_SCORED_ROWS = 64       # rows of logits of a step that prompts want for their own sake
