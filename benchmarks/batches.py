@@ -24,14 +24,6 @@ def forward_batch(
         past: of each sequence, how many tokens it has in the KV cache.
         length: tokens that a sequence may come to have; it decides which blocks are whose.
     """
-    counts = [len(tokens) for tokens in token_ids]
     width = -(-length // model.block_size)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    return ForwardBatch(
-        token_ids=np.concatenate([np.asarray(tokens, np.int64) for tokens in token_ids]),
-        positions=np.concatenate([np.arange(p, p + n) for p, n in zip(past, counts, strict=True)]),
-        query_start_loc=starts.astype(np.int32),
-        num_computed_tokens=np.asarray(past, np.int32),
-        block_table=np.arange(len(counts) * width, dtype=np.int32).reshape(len(counts), width),
-        logits_indices=starts[1:] - 1,
-    )
+    block_table = np.arange(len(token_ids) * width).reshape(len(token_ids), width)
+    return ForwardBatch.of(token_ids, num_computed_tokens=past, block_table=block_table)

@@ -10,9 +10,12 @@ from genserve.backends.kv_cache import KVCache, TokenShapes, token_bytes
 from genserve.backends.logits_memory import LogitsMemory
 from genserve.errors import RepositoryError
 
-__all__ = ["CachedLogits", "resolve_max_length"]
+__all__ = ["EXPORT_AGAIN", "CachedLogits", "resolve_max_length"]
 
 logger = logging.getLogger(__name__)
+
+# The remedy for a file of `genserve export` that this genserve does not run.
+EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
 
 
 class CachedLogits:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.cached_logits import CachedLogits, resolve_max_length
+from genserve.backends.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
 from genserve.backends.kv_cache import TokenShapes
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.onnx_session import (
@@ -42,7 +42,6 @@ _INPUTS = (
 )
 _OPERATORS = "1"    # the version of `genserve.kernels` that graphs are written for, and its layouts
 _MAKE_IT = "make it with `genserve export`"
-_EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
 _CPU = "CPUExecutionProvider"
 _MARK = 3   # no key or value is this in all of its numbers
@@ -144,14 +143,7 @@ class OnnxLogits(CachedLogits):
         """
         for buffer in self.cache.buffers.values():
             buffer[0] = _MARK
-        one = ForwardBatch(
-            token_ids=np.zeros(1, np.int64),
-            positions=np.zeros(1, np.int64),
-            query_start_loc=np.array([0, 1], np.int32),
-            num_computed_tokens=np.zeros(1, np.int32),
-            block_table=np.zeros((1, 1), np.int32),
-            logits_indices=np.zeros(1, np.int64),
-        )
+        one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
         try:
             self.forward(one)
         except Exception as error:  # onnxruntime's exceptions share no base class
@@ -193,12 +185,12 @@ def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> i
         raise RepositoryError(
             f"{path} has no KV cache in blocks: it has no input {', '.join(sorted(missing))}; an older "
             "genserve has exported it, or another program",
-            remedy=_EXPORT_AGAIN,
+            remedy=EXPORT_AGAIN,
         )
     metadata = session.get_modelmeta().custom_metadata_map
     if metadata.get("genserve.operators") != _OPERATORS:
         raise RepositoryError(
-            f"{path} is written for other operators than this genserve has", remedy=_EXPORT_AGAIN
+            f"{path} is written for other operators than this genserve has", remedy=EXPORT_AGAIN
         )
     text = metadata.get("genserve.context_length", "")
     if not text.isdecimal():
@@ -217,7 +209,7 @@ def _token_shapes(session: Any, path: Path) -> TokenShapes:
             if not in_place or not all(isinstance(size, int) for size in shape):
                 raise RepositoryError(
                     f"{path} has a KV cache that cannot be kept in place: {past.name} is {past.shape}",
-                    remedy=_EXPORT_AGAIN,
+                    remedy=EXPORT_AGAIN,
                 )
             shapes[past.name] = (tuple(shape), cache_dtype(past, path))
     return shapes
@@ -257,7 +249,7 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
         )
     except Exception as error:  # onnxruntime's exceptions share no base class
         raise _refusal(path, providers[0], str(error)) or RepositoryError(
-            f"{path} cannot be loaded: {runtime_message(error)}", remedy=_EXPORT_AGAIN
+            f"{path} cannot be loaded: {runtime_message(error)}", remedy=EXPORT_AGAIN
         ) from error
     if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
         raise _not_started(path, providers[0])

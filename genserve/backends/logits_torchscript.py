@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.cached_logits import CachedLogits, resolve_max_length
+from genserve.backends.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
 from genserve.backends.logits_memory import HostMemory, LogitsMemory
 from genserve.backends.packed_tokens import part_of
 from genserve.backends.torch_module import torch_library
@@ -18,7 +18,6 @@ from genserve.generation.logits_model import ForwardBatch, LogitsArray
 
 __all__ = ["TorchLogits"]
 
-_EXPORT_AGAIN = "export it again with `genserve export --overwrite`"
 _CACHE_TYPES = {"fp32": np.float32, "fp16": np.float16}     # by the precision of the export
 
 
@@ -71,14 +70,7 @@ class TorchLogits(CachedLogits):
             kv_cache_bytes=kv_cache_bytes,
         )
         self._past_key_values = [torch.as_tensor(buffer) for buffer in self.cache.buffers.values()]
-        one = ForwardBatch(
-            token_ids=np.zeros(1, np.int64),
-            positions=np.zeros(1, np.int64),
-            query_start_loc=np.array([0, 1], np.int32),
-            num_computed_tokens=np.zeros(1, np.int32),
-            block_table=np.zeros((1, 1), np.int32),
-            logits_indices=np.zeros(1, np.int64),
-        )
+        one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
         for _ in range(2):  # the first two runs compile, which a request should not wait for
             self.forward(one)
 
@@ -123,11 +115,11 @@ def _load(path: Path, torch: Any, *, device: Any) -> tuple[Any, dict[str, str]]:
             module = torch.jit.load(str(path), map_location=device, _extra_files=files).eval()
         metadata = json.loads(files["genserve.json"] or "{}")
     except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors
-        raise RepositoryError(f"{path} cannot be loaded: {error}", remedy=_EXPORT_AGAIN) from error
+        raise RepositoryError(f"{path} cannot be loaded: {error}", remedy=EXPORT_AGAIN) from error
     arguments = [argument.name for argument in module.forward.schema.arguments]
     if metadata and "block_table" not in arguments:
         raise RepositoryError(
-            f"{path} has no KV cache in blocks: an older genserve has exported it", remedy=_EXPORT_AGAIN
+            f"{path} has no KV cache in blocks: an older genserve has exported it", remedy=EXPORT_AGAIN
         )
     return module, metadata
 

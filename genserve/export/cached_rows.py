@@ -21,15 +21,12 @@ def forward_rows(
     Returns:
         [len(logits_indices), vocab_size]: the logits behind those of the rows * length tokens.
     """
-    num_rows, length = token_ids.shape
+    num_rows = len(token_ids)
     blocks_per_row = -(-model.max_length // model.block_size)
-    computed = np.array(past, np.int32)
-    batch = ForwardBatch(
-        token_ids=np.ascontiguousarray(token_ids).reshape(-1),
-        positions=(computed[:, None] + np.arange(length)).reshape(-1),
-        query_start_loc=np.arange(0, (num_rows + 1) * length, length, dtype=np.int32),
-        num_computed_tokens=computed,
-        block_table=np.arange(num_rows * blocks_per_row, dtype=np.int32).reshape(num_rows, -1),
-        logits_indices=np.array(logits_indices, np.int64),
+    batch = ForwardBatch.of(
+        token_ids,
+        num_computed_tokens=past,
+        block_table=np.arange(num_rows * blocks_per_row).reshape(num_rows, -1),
+        logits_indices=logits_indices,
     )
     return on_host(model.forward(batch)).copy()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.generation.token_sequence import TokenSequence
 
@@ -74,14 +72,7 @@ class DraftModel:
                 self.drop(next(iter(self._cached)))
             cached.blocks.append(self._free_blocks.pop())
         [row] = self._model.forward(
-            ForwardBatch(
-                token_ids=np.array(token_ids, dtype=np.int64),
-                positions=np.arange(num_computed, len(cached.token_ids)),
-                query_start_loc=np.array([0, len(token_ids)], dtype=np.int32),
-                num_computed_tokens=np.array([num_computed], dtype=np.int32),
-                block_table=np.array([cached.blocks], dtype=np.int32),
-                logits_indices=np.array([len(token_ids) - 1]),
-            )
+            ForwardBatch.of([token_ids], num_computed_tokens=[num_computed], block_table=[cached.blocks])
         )
         return int(row[: self._vocab_size].argmax())
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["FloatArray", "ForwardBatch", "IndexArray", "LogitsArray", "LogitsModel", "TokenArray", "on_host"]
 
@@ -34,6 +34,36 @@ class ForwardBatch:
     num_computed_tokens: IndexArray     # [B]: how many tokens of each are in the KV cache already
     block_table: IndexArray             # [B, max_blocks]: block ids in order, and void behind the last
     logits_indices: TokenArray          # [R]: the tokens behind which logits are wanted, ascending
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[Sequence[int] | TokenArray] | TokenArray,
+        *,
+        num_computed_tokens: ArrayLike,
+        block_table: ArrayLike,
+        logits_indices: ArrayLike | None = None,
+    ) -> Self:
+        """Return the forward of the next tokens of some sequences.
+
+        Args:
+            token_ids: of each of B sequences, at least one.
+            num_computed_tokens: [B].
+            block_table: [B, max_blocks].
+            logits_indices: [R]; None: the last token of each.
+        """
+        counts = [len(tokens) for tokens in token_ids]
+        starts = np.cumsum([0, *counts])
+        computed = np.asarray(num_computed_tokens, dtype=np.int32)
+        wanted = starts[1:] - 1 if logits_indices is None else logits_indices
+        return cls(
+            token_ids=np.concatenate(token_ids, dtype=np.int64),
+            positions=np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts),
+            query_start_loc=starts.astype(np.int32),
+            num_computed_tokens=computed,
+            block_table=np.asarray(block_table, dtype=np.int32),
+            logits_indices=np.asarray(wanted, dtype=np.int64),
+        )
 
 
 class LogitsModel(Protocol):

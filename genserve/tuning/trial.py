@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel, TokenArray
+from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel
 from genserve.repository.index import ModelEntry
 from genserve.repository.logits_placement import logits_placement
 from genserve.repository.logits_runtime import load_logits
@@ -85,29 +85,17 @@ def _fill(model: LogitsModel, table: IndexArray, *, num_filled: int, num_tokens:
     """Give the sequences behind the first ones the same tokens: memory never written is read too fast."""
     if num_filled == 0:
         token_ids = np.random.default_rng(0).integers(model.vocab_size, size=(1, num_tokens))
-        model.forward(_batch(token_ids, table[:1], num_computed=0))
+        model.forward(ForwardBatch.of(token_ids, num_computed_tokens=[0], block_table=table[:1]))
     for blocks in table[max(1, num_filled) :].tolist():
         model.copy_blocks(list(zip(table[0].tolist(), blocks, strict=True)))
-
-
-def _batch(token_ids: TokenArray, table: IndexArray, *, num_computed: int) -> ForwardBatch:
-    """Return the forward of tokens [B, n], n of each sequence, with the logits behind the last of each."""
-    num_seqs, width = token_ids.shape
-    return ForwardBatch(
-        token_ids=token_ids.reshape(-1),
-        positions=np.tile(np.arange(num_computed, num_computed + width), num_seqs),
-        query_start_loc=np.arange(0, (num_seqs + 1) * width, width, dtype=np.int32),
-        num_computed_tokens=np.full(num_seqs, num_computed, dtype=np.int32),
-        block_table=table,
-        logits_indices=np.arange(1, num_seqs + 1) * width - 1,
-    )
 
 
 def _sample(
     model: LogitsModel, setting: Setting, table: IndexArray, *, context: int, token_bytes: int
 ) -> Sample:
     """Time decode steps, each at the same positions."""
-    batch = _batch(np.zeros((len(table), 1), dtype=np.int64), table, num_computed=context)
+    computed = [context] * len(table)
+    batch = ForwardBatch.of([[0]] * len(table), num_computed_tokens=computed, block_table=table)
     model.forward(batch)
     cpu_started_s = time.thread_time()
     steps_s = tuple(_step_s(model, batch) for _ in range(_NUM_STEPS))
