@@ -58,11 +58,11 @@ class SchedulerOutput:
     num_preempted: int = 0
     full: bool = False
 
-    def add(self, request: Request, num_tokens: int, draft: Sequence[int] = ()) -> None:
+    def add(self, request: Request, num_tokens: int) -> None:
         """Compute so many more tokens of a request."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
-        self.drafts.append(draft)
+        self.drafts.append(())
 
 
 class Scheduler:
@@ -101,11 +101,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Leads that wait for blocks and a place in the forward."""
         return len(self._waiting)
-
-    @property
-    def running(self) -> Sequence[Request]:
-        """Leads that have both."""
-        return self._running
 
     @property
     def num_running(self) -> int:
