@@ -18,8 +18,8 @@ from pathlib import Path
 from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
-from genserve.repository.logits_placement import logits_placement
-from genserve.repository.logits_runtime import LoadedLogits, load_logits
+from genserve.textmodel.logits_placement import logits_placement
+from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
 
 __all__ = ["bare_forward_loop"]
 

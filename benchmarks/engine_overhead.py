@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from genserve.generation.engine import Engine, StepResult
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.logits_model import FloatArray, ForwardBatch
-from genserve.generation.token_sequence import TokenSequence
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams
 
 NUM_STEPS = 400
 MAX_LENGTH = 1024

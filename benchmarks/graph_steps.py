@@ -13,8 +13,8 @@ import onnxruntime
 from batches import TOKEN_ID
 from numpy.typing import NDArray
 
-from genserve.backends.logits_onnx import cache_dtype
 from genserve.backends.onnx_session import SPIN_US, num_cores, register_kernels
+from genserve.textmodel.runtimes.onnx_logits import cache_dtype
 
 __all__ = ["GraphSteps", "model_path", "open_session"]
 

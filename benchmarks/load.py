@@ -1,4 +1,4 @@
-"""Load: `genserve.client.load`, in a process of its own.
+"""Load: `genserve.cli.load_generator`, in a process of its own.
 
     python benchmarks/load.py --port 8000 --model smollm2 --concurrency 32 --requests 64
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from genserve.client.load import APIS, Load, Measured, run
+from genserve.cli.load_generator import APIS, Load, LoadResult, run
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--no-keep-alive", dest="keep_alive", action="store_false")
     parser.add_argument("--extra", type=json.loads, default={}, help="more fields of the body, as JSON")
     measured = run(Load(**vars(parser.parse_args())))
-    print(json.dumps({name: getattr(measured, name) for name in Measured.__slots__}))
+    print(json.dumps({name: getattr(measured, name) for name in LoadResult.__slots__}))
 
 
 if __name__ == "__main__":

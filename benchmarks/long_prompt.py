@@ -20,7 +20,7 @@ from report import markdown
 from servers import genserve_server
 
 from genserve import AsyncClient
-from genserve.client.load import random_prompts
+from genserve.cli.load_generator import random_prompts
 
 SETTLED_S = 2.0     # the streams have their prompts behind them
 UNDISTURBED_S = 2.0

@@ -24,7 +24,7 @@ from report import Figures, markdown, median, ratio
 from targets import Measured, Target, Work, genserve
 
 from genserve.backends.onnx_session import num_cores
-from genserve.client.load import percentile
+from genserve.cli.load_generator import percentile
 
 HEADINGS = (
     *("clients", "tokens/s", "of capacity", "tokens/CPU s", "of capacity", "refused"),
@@ -75,7 +75,7 @@ def _work(options: argparse.Namespace, *, clients: int, number: int) -> Work:
 
 
 def overload_figures(measured: Measured) -> Figures:
-    """Summarise the fields of `genserve.client.load.Measured`; times in milliseconds."""
+    """Summarise the fields of `genserve.cli.load_generator.LoadResult`; times in milliseconds."""
     first_s, refused_s = measured["first_text_s"], measured["refused_s"]
     # A text is a token. Answers of more clients than slots do not end together: those that are cut off would
     # be missing on one side of the comparison alone.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams
 
 __all__ = ["plain_pick"]
 

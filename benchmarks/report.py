@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from genserve.client.load import percentile
+from genserve.cli.load_generator import percentile
 
 __all__ = ["Figures", "markdown", "median", "prefix_figures", "ratio", "serving_figures"]
 
@@ -14,7 +14,7 @@ Figures: TypeAlias = Mapping[str, float]    # of one target in one round, by nam
 
 
 def serving_figures(measured: Mapping[str, Any], *, concurrency: int) -> Figures:
-    """Summarise the fields of `genserve.client.load.Measured`: tokens per second, and times in milliseconds.
+    """Summarise the fields of `genserve.cli.load_generator.LoadResult`: tokens per second, and milliseconds.
 
     `together_p50_ms` is the time to the first token of those requests that were sent at the beginning, all at
     once; each of the others was sent when one before it ended.

@@ -21,7 +21,7 @@ from statistics import median
 from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
-from genserve.repository.logits_runtime import LoadedLogits, load_logits
+from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
 

@@ -26,14 +26,14 @@ from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
 from genserve.export.texts import CALIBRATION
-from genserve.generation.pick import pick
-from genserve.generation.sampler import pick_rows
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.batch_sampler import pick
+from genserve.generation.engine_request import TokenSequence
 from genserve.repository.index import scan
-from genserve.repository.logits_placement import logits_placement
-from genserve.repository.logits_runtime import LoadedLogits, load_logits
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampler import sample_rows
+from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.logits_placement import logits_placement
+from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
 
 DRAWN = {"temperature": 0.8}
 NUCLEUS = {**DRAWN, "top_k": 50, "top_p": 0.9}
@@ -144,7 +144,7 @@ def _compare(
     for _ in range(options.rounds + 1):
         np.copyto(ours, logits)
         started_s = time.thread_time()
-        picks = pick(ours, sequences, picker=pick_rows)
+        picks = pick(ours, sequences, picker=sample_rows)
         ours_s = time.thread_time() - started_s
         theirs = torch.from_numpy(logits).clone()
         histories = [sequence.token_ids for sequence in sequences]
@@ -167,7 +167,7 @@ def _beside_steps(method: str, model: Model, *, options: argparse.Namespace) -> 
         logits = model.step()
         step_s = time.perf_counter() - started_s
         started_s = time.thread_time()
-        picks = pick(logits, sequences, picker=pick_rows)
+        picks = pick(logits, sequences, picker=sample_rows)
         pick_s = time.thread_time() - started_s
         rounds.append({"step_ms": step_s * 1e3, "pick_ms": pick_s * 1e3})
         for sequence, picked in zip(sequences, picks, strict=True):

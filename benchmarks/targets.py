@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeAlias
 from servers import free_port, genserve_server, running
 
 from genserve.backends.onnx_session import num_cores
-from genserve.client.load import random_prompts
+from genserve.cli.load_generator import random_prompts
 from genserve.repository.index import scan
 
 __all__ = ["PEERS", "Measured", "Target", "Work", "bare_loop", "genserve"]
 
-Measured: TypeAlias = Mapping[str, Any]     # the fields of `genserve.client.load.Measured`
+Measured: TypeAlias = Mapping[str, Any]     # the fields of `genserve.cli.load_generator.LoadResult`
 
 HERE = Path(__file__).parent
 SLOTS = 32

@@ -12,10 +12,11 @@ from genserve.version import __version__
 
 if TYPE_CHECKING:
     from genserve.client import AsyncClient, Client
+    from genserve.completion import Completion, Delta, FinishReason, Usage
     from genserve.errors import GenserveError
     from genserve.llm import LLM
-    from genserve.request import Chat, Completion, Delta, FinishReason, Message, Usage
-    from genserve.sampling.params import SamplingParams
+    from genserve.prompt import Chat, Message
+    from genserve.sampling.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -37,14 +38,16 @@ _HOME = {
     "AsyncClient": "genserve.client",
     "Client": "genserve.client",
     "GenserveError": "genserve.errors",
-    "SamplingParams": "genserve.sampling.params",
+    "SamplingParams": "genserve.sampling.sampling_params",
+    "Chat": "genserve.prompt",
+    "Message": "genserve.prompt",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'genserve' has no attribute {name!r}")
-    return getattr(import_module(_HOME.get(name, "genserve.request")), name)
+    return getattr(import_module(_HOME.get(name, "genserve.completion")), name)
 
 
 def __dir__() -> list[str]:

@@ -8,23 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
+from genserve.completion import Completion, Delta, Stream, likeliest
 from genserve.errors import Closed, InvalidRequest
-from genserve.generation.streams import ThreadStream
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.delta_streams import DeltaStream
+from genserve.generation.engine_request import TokenSequence
+from genserve.prompt import COMPLETION_TOKENS, Messages, Prompt, Prompts, read_chat, read_prompts
 from genserve.repository.repository import Repository
-from genserve.request import (
-    COMPLETION_TOKENS,
-    Completion,
-    Delta,
-    Messages,
-    Prompt,
-    Prompts,
-    likeliest,
-    read_chat,
-    read_prompts,
-)
-from genserve.sampling.params import SamplingOptions, SamplingParams, sampling_params
-from genserve.stream import Stream
+from genserve.sampling.sampling_params import SamplingOptions, SamplingParams, sampling_params
 
 __all__ = ["LLM"]
 
@@ -158,7 +148,7 @@ class LLM:
 
     def _stream(self, sequence: TokenSequence) -> Stream:
         try:
-            return Stream(_Deltas(ThreadStream(self._model.engine, sequence)))
+            return Stream(_Deltas(DeltaStream(self._model.engine, sequence)))
         except Closed:  # by another thread, since the call began
             raise _closed() from None
 
@@ -173,7 +163,7 @@ class LLM:
 class _Deltas:
     """The deltas of an engine's stream; that the engine has closed says that the LLM has."""
 
-    def __init__(self, stream: ThreadStream) -> None:
+    def __init__(self, stream: DeltaStream) -> None:
         self._stream = stream
 
     def __next__(self) -> Delta:

@@ -43,7 +43,7 @@ _MAX_ALIKE = 100
 _STRETCH_S = 10
 
 
-class Answer(Protocol):
+class LoggedAnswer(Protocol):
     """An answer that is generated: `TokenSequence`."""
 
     @property
@@ -76,7 +76,7 @@ class LoggedRequest:
     started_s: float = field(default_factory=time.monotonic)
     model: str = ""
     prompt_tokens: int = 0
-    answers: Sequence[Answer] = ()
+    answers: Sequence[LoggedAnswer] = ()
     error: GenserveError | None = None
 
     def ending(self) -> str:

@@ -17,8 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import orjson
 
-from genserve.data_type import DataType
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 
 __all__ = ["Span", "Trace", "TraceFile"]
 

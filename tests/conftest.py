@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genserve.export import export_model, pull
-from genserve.export.progress import SilentProgress
+from genserve.export.export_options import SilentProgress
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export import tiny_models
 from tests.live import LiveServer

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.server.serve import Server
 from genserve.server.server_info import ServerInfo
 from genserve.settings import ServerSettings
+from genserve.textmodel.text_model import TextModel
 
 
 class LiveServer:
@@ -34,7 +34,7 @@ class LiveServer:
         self.grpc_url = self.info.grpc_address
 
     @property
-    def model(self) -> GenerationEnsemble:
+    def model(self) -> TextModel:
         return self.server.services.repository.get()
 
     @property

@@ -1,11 +1,11 @@
 import os
 import threading
 
-from genserve.bell import Bell
+from genserve.wakeup import Wakeup
 
 
 def test_a_ring_ends_one_wait_whether_it_comes_before_or_after() -> None:
-    bell, answer = Bell(), Bell()
+    bell, answer = Wakeup(), Wakeup()
     bell.ring()
     bell.ring()
     assert bell.wait()
@@ -24,7 +24,7 @@ def test_a_ring_ends_one_wait_whether_it_comes_before_or_after() -> None:
 
 
 def test_a_bell_that_is_dropped_leaves_no_files_open() -> None:
-    bell = Bell()
+    bell = Wakeup()
     hears, rings = os.dup(bell._hears), os.dup(bell._rings)
     del bell
     os.close(rings)

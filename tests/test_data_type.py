@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.data_type import DataType
+from genserve.tensor import DataType
 
 
 @pytest.mark.parametrize(

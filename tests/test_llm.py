@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from genserve import LLM
+from genserve.completion import FinishReason
 from genserve.errors import Closed, GenserveError, InvalidRequest, ModelNotFound, RepositoryError
-from genserve.request import FinishReason
 from tests.live import children
 
 

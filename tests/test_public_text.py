@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genserve.errors import ConfigError, InvalidRequest, Overloaded
-from genserve.public_text import add_repositories, public_error, public_text
+from genserve.redaction import redact_repositories, redacted_error, redacted_text
 
 
 @pytest.mark.parametrize(
@@ -31,17 +31,17 @@ from genserve.public_text import add_repositories, public_error, public_text
 )
 def test_paths_are_told_as_from_the_repository_or_by_their_last_part(tmp_path: Path, text, told) -> None:
     root = tmp_path / "models"
-    add_repositories([root])
+    redact_repositories([root])
     tmp = tempfile.gettempdir()
     names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name}
-    assert public_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == told.format(**names)
+    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == told.format(**names)
 
 
 def test_a_repository_that_is_a_link_is_known_by_both_of_its_names(tmp_path: Path) -> None:
     (tmp_path / "my models").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "my models")
-    add_repositories([tmp_path / "link"])
-    assert public_text(f"{tmp_path}/link/m/1 {tmp_path}/my models/m/2") == "m/1 m/2"
+    redact_repositories([tmp_path / "link"])
+    assert redacted_text(f"{tmp_path}/link/m/1 {tmp_path}/my models/m/2") == "m/1 m/2"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_repository_that_is_a_link_is_known_by_both_of_its_names(tmp_path: Pat
     ],
 )
 def test_what_is_no_path_of_the_server_stays(text: str) -> None:
-    assert public_text(text) == text
+    assert redacted_text(text) == text
 
 
 def test_of_a_traceback_the_exception_is_left() -> None:
@@ -63,15 +63,15 @@ def test_of_a_traceback_the_exception_is_left() -> None:
         'It failed.\nTraceback of TorchScript, the code (most recent call last):\n  File "/a.py", line 5\n'
         "    def forward(self, x):\n           ~~~ <--- HERE\n\nRuntimeError: shapes (2x3)\n"
     )
-    assert public_text(torch) == "It failed.\nRuntimeError: shapes (2x3)\n"
+    assert redacted_text(torch) == "It failed.\nRuntimeError: shapes (2x3)\n"
     python = 'message: Traceback (most recent call last):\n  File "/a.py", line 5, in f\n    x()\nKeyError: 1'
-    assert public_text(python) == "message: KeyError: 1"
+    assert redacted_text(python) == "message: KeyError: 1"
 
 
 def test_an_error_keeps_its_kind_and_the_log_has_all_of_it(caplog) -> None:
     error = ConfigError("no name", where="/srv/m/config.pbtxt:1:1", remedy="see /etc/x")
     with caplog.at_level(logging.DEBUG, logger="genserve"):
-        told = public_error(error)
+        told = redacted_error(error)
     assert type(told) is ConfigError
     assert (told.message, told.remedy) == ("config.pbtxt:1:1: no name", "see x")
     assert told.status is error.status
@@ -81,4 +81,4 @@ def test_an_error_keeps_its_kind_and_the_log_has_all_of_it(caplog) -> None:
 
 def test_an_error_without_paths_is_told_as_it_is() -> None:
     for error in (InvalidRequest("no", field="n"), Overloaded("full", retry_after_s=3)):
-        assert public_error(error) is error
+        assert redacted_error(error) is error

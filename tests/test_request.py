@@ -2,16 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from genserve.completion import Delta, join_deltas
 from genserve.errors import InvalidRequest, StreamBroken
-from genserve.request import (
-    MAX_CHAT_MESSAGES,
-    Chat,
-    Delta,
-    Message,
-    join_deltas,
-    read_chat,
-    read_messages,
-)
+from genserve.prompt import MAX_CHAT_MESSAGES, Chat, Message, read_chat, read_messages
 
 
 @pytest.mark.parametrize(

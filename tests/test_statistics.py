@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.statistics import LatencyHistogram
+from genserve.inference_statistics import LatencyHistogram
 
 
 @given(

@@ -16,8 +16,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
-from genserve.data_type import DataType
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 from genserve.tracing import Trace, TraceFile
 from tests.live import LiveServer
 from tests.server.live_kserve import copy_models

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from closed_loop import answer_standard_input
 
 from genserve.repository.repository import Repository
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from genserve.generation.engine_request import TokenSequence
     from genserve.generation.engine_thread import RequestOutput
-    from genserve.generation.token_sequence import TokenSequence
 
 
 class GenserveEngine:

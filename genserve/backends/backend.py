@@ -1,17 +1,29 @@
-"""Backend: what the server asks of whoever runs models of one kind."""
+"""Backend: the interface of a backend, and what the built-in ones share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from genserve.config.model_config import ModelConfig
+from genserve.config.parameter_rules import byte_size
+from genserve.errors import RepositoryError, Status
+from genserve.generation_metrics import Metrics
 from genserve.inference import Door, Inference
-from genserve.metrics import Metrics
 
-__all__ = ["Backend", "ModelSource", "Placement"]
+__all__ = [
+    "Backend",
+    "ModelSource",
+    "PerDevice",
+    "Placement",
+    "boolean_parameter",
+    "bytes_parameter",
+    "integer_parameter",
+    "model_file",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +99,97 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of everything; nothing is executed any more."""
+
+
+def model_file(folder: Path, *, filename: str, default: str, model: str) -> Path:
+    """Return the file, or the folder, that a version of a model is loaded from.
+
+    Args:
+        folder: of the version.
+        filename: `default_model_filename` of the config; empty: the backend's default.
+        default: what the backend looks for.
+        model: its name, for the error.
+
+    Raises:
+        RepositoryError: there is none; in Triton's words.
+    """
+    path = folder / (filename or default)
+    if not path.exists():
+        raise RepositoryError(
+            f"unable to find '{path}' for model instance '{model}'",
+            status=Status.UNAVAILABLE,
+            remedy="put the file there, or name it by `default_model_filename` in config.pbtxt",
+        )
+    return path
+
+
+T = TypeVar("T")
+
+
+class PerDevice(Generic[T]):
+    """Opens a thing once on each device, when the first instance there starts. Safe from any thread."""
+
+    def __init__(self, open_on: Callable[[Placement], T]) -> None:
+        self._open_on = open_on
+        self._opening = threading.Lock()
+        self._things: dict[tuple[str, int], T] = {}
+
+    def of(self, placement: Placement) -> T:
+        """Return the thing of the device of an instance; raises what opening it raises."""
+        device = (placement.kind, placement.device_id if placement.kind == "GPU" else 0)
+        with self._opening:
+            if device not in self._things:
+                self._things[device] = self._open_on(placement)
+            return self._things[device]
+
+
+_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+def boolean_parameter(parameters: Mapping[str, str], key: str, *, default: bool) -> bool:
+    """Return a parameter that is written true, on, 1, false, off or 0, in any case of letters.
+
+    Raises:
+        RepositoryError: it is written in another way; in Triton's words.
+    """
+    if key not in parameters:
+        return default
+    value = _BOOLEANS.get(parameters[key].lower())
+    if value is None:
+        raise RepositoryError(
+            f"failed to convert '{parameters[key]}' to boolean",
+            remedy=f"write true or false for the parameter {key} in config.pbtxt",
+        )
+    return value
+
+
+def bytes_parameter(parameters: Mapping[str, str], key: str) -> int | None:
+    """Return a parameter that is an amount of memory, such as 2GiB; None if it is not there.
+
+    Raises:
+        RepositoryError: it is something else.
+    """
+    if key not in parameters:
+        return None
+    value = byte_size(parameters[key])
+    if value is None:
+        raise RepositoryError(
+            f"failed to convert '{parameters[key]}' to bytes",
+            remedy=f"write an amount such as 2GiB for the parameter {key} in config.pbtxt",
+        )
+    return value
+
+
+def integer_parameter(parameters: Mapping[str, str], key: str, *, default: int) -> int:
+    """Return a parameter that is a whole number.
+
+    Raises:
+        RepositoryError: it is not; in Triton's words.
+    """
+    try:
+        return int(parameters.get(key, default))
+    except ValueError as error:
+        raise RepositoryError(
+            f"failed to convert '{parameters[key]}' to integral number",
+            remedy=f"write a whole number for the parameter {key} in config.pbtxt",
+        ) from error

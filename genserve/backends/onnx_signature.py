@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from genserve.config.model_config import Control, ModelConfig, TensorSpec
-from genserve.data_type import DataType
 from genserve.errors import RepositoryError
+from genserve.tensor import DataType
 
 __all__ = ["GraphTensor", "OnnxSignature", "says_all"]
 

@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.batches import Batches
-from genserve.backends.model_file import model_file
-from genserve.backends.onnx_providers import choose_providers
-from genserve.backends.onnx_session import onnxruntime_module, open_session, open_to_look, runtime_message
+from genserve.backends.backend import ModelSource, PerDevice, Placement, model_file
+from genserve.backends.batch_runner import Batches
+from genserve.backends.onnx_session import (
+    choose_providers,
+    onnxruntime_module,
+    open_for_inspection,
+    open_session,
+    runtime_message,
+)
 from genserve.backends.onnx_signature import GraphTensor, OnnxSignature, says_all
-from genserve.backends.per_device import PerDevice
-from genserve.backends.strings import string_tensor, texts
+from genserve.backends.string_tensors import string_tensor, texts
 from genserve.config.model_config import ModelConfig
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 
 __all__ = ["OnnxGraph", "OnnxRuntimeBackend", "OnnxVersion", "open_graph"]
 
@@ -143,7 +145,7 @@ class OnnxRuntimeBackend:
             default=DEFAULT_FILE,
             model=message.name or path.name,
         )
-        signature = OnnxSignature(open_to_look(file))
+        signature = OnnxSignature(open_for_inspection(file))
         signature.complete(message, default_max_batch_size=default_max_batch_size)
 
     @classmethod

@@ -1,24 +1,353 @@
-"""PyTorch backend: TorchScript modules, one for all instances on a device."""
+"""PyTorch backend: TorchScript modules, loaded once per device and run on tensors by name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.batches import Batches
-from genserve.backends.model_file import model_file
-from genserve.backends.parameters import integer_parameter
-from genserve.backends.per_device import PerDevice
-from genserve.backends.torch_module import TorchModule, torch_library
-from genserve.config.model_config import ModelConfig
-from genserve.inference import Inference
+import numpy as np
 
-__all__ = ["PyTorchBackend", "TorchVersion", "open_module", "set_threads"]
+from genserve.backends.backend import (
+    ModelSource,
+    PerDevice,
+    Placement,
+    boolean_parameter,
+    integer_parameter,
+    model_file,
+)
+from genserve.backends.batch_runner import Batches
+from genserve.backends.libraries import importing
+from genserve.backends.string_tensors import string_tensor, texts
+from genserve.config.model_config import ModelConfig
+from genserve.errors import InferenceError, MissingDependency, RepositoryError, Status
+from genserve.inference import Inference
+from genserve.tensor import DataType, Tensor
+
+__all__ = [
+    "PyTorchBackend",
+    "TorchModule",
+    "TorchVersion",
+    "argument_indexes",
+    "open_module",
+    "output_indexes",
+    "set_threads",
+    "torch_library",
+]
+
 
 logger = logging.getLogger(__name__)
+
+
+def argument_indexes(config: ModelConfig, arguments: Sequence[str]) -> dict[str, int]:
+    """Return the position of each input, computed inputs, controls and states included.
+
+    If all inputs have the names of arguments, these say it. Else, if all end in `__<index>`, the index does.
+    Else they are in the order of the config. Controls and states are always called `<name>__<index>`.
+
+    Args:
+        config: of the model.
+        arguments: names of `forward`'s arguments, without `self`.
+
+    Raises:
+        RepositoryError: the inputs are not the arguments, or a state or control has no index; in Triton's
+            words where it has any.
+
+    Source: Triton's pytorch_backend, naming convention of inputs.
+    """
+    computed = [name for batch_input in config.batch_inputs for name in batch_input.target_names]
+    names = [*(spec.name for spec in config.inputs), *computed]
+    indexes = _indexes(names, known=arguments, what="input", config=config)
+    if config.sequence_batching is not None:
+        for control in config.sequence_batching.controls:
+            indexes[control.name] = _control_index(control.name)
+        for state in config.sequence_batching.states:
+            indexes[state.input_name] = _state_index(state.input_name, config)
+    _check_arguments(indexes, arguments, config)
+    return indexes
+
+
+def output_indexes(config: ModelConfig) -> dict[str, int]:
+    """Return the position of each output, states included: by `__<index>`, else in the config's order.
+
+    Raises:
+        RepositoryError: a state has no index; in Triton's words.
+    """
+    indexes = _indexes([spec.name for spec in config.outputs], known=(), what="output", config=config)
+    if config.sequence_batching is not None:
+        for state in config.sequence_batching.states:
+            indexes[state.output_name] = _state_index(state.output_name, config)
+    return indexes
+
+
+def _indexes(names: Sequence[str], *, known: Sequence[str], what: str, config: ModelConfig) -> dict[str, int]:
+    if known and all(name in known for name in names):
+        return {name: known.index(name) for name in names}
+    indexes = {name: index for name in names if (index := _index(name)) is not None}
+    if len(indexes) == len(names):
+        return indexes
+    if config.sequence_batching is not None and config.sequence_batching.states:
+        raise RepositoryError(
+            f"PyTorch model '{config.name}' is using sequence batching with state but not all inputs and "
+            "outputs follow the <name>__<index> naming convention. "
+        )
+    if len(names) > 1:
+        logger.warning(
+            "model %s: its %ss are neither called as the module's, nor <name>__<index>: "
+            "they are taken in the order of config.pbtxt",
+            config.name,
+            what,
+        )
+    return {name: index for index, name in enumerate(names)}
+
+
+def _index(name: str) -> int | None:
+    digits = name.partition("__")[2]
+    return int(digits) if digits.isdecimal() else None
+
+
+def _control_index(name: str) -> int:
+    index = _index(name)
+    if index is None:
+        raise RepositoryError(f"input '{name}' does not follow <name>__<index> naming convention.")
+    return index
+
+
+def _state_index(name: str, config: ModelConfig) -> int:
+    index = _index(name)
+    if index is None:
+        raise RepositoryError(
+            f"PyTorch model '{config.name}' is using sequence batching with state but state '{name}' "
+            "does not follow the <name>__<index> naming convention. "
+        )
+    return index
+
+
+def _check_arguments(indexes: dict[str, int], arguments: Sequence[str], config: ModelConfig) -> None:
+    remedy = f"`forward` takes {', '.join(arguments) or 'nothing'}"
+    if len(indexes) != len(arguments):
+        raise RepositoryError(
+            f"unable to load model '{config.name}', configuration expects {len(indexes)} inputs, "
+            f"model provides {len(arguments)}",
+            remedy=remedy,
+        )
+    if sorted(indexes.values()) != list(range(len(arguments))):
+        raise RepositoryError(
+            f"inputs of model '{config.name}' have the indexes "
+            f"{', '.join(f'{index} ({name})' for name, index in indexes.items())}; "
+            f"each of 0 to {len(arguments) - 1} is needed once",
+            remedy=remedy,
+        )
+
+
+def torch_library() -> ModuleType:
+    """Import torch.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        with importing("torch"):
+            import torch
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            "serving a TorchScript model needs PyTorch", remedy="pip install torch"
+        ) from error
+    return torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Modes:
+    """How torch runs a module; the parameters of the config that say so."""
+
+    inference: bool
+    optimized: bool
+    cudnn: bool
+    cache_cleaning: bool
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> _Modes:
+        return cls(
+            inference=boolean_parameter(parameters, "INFERENCE_MODE", default=True),
+            optimized=not boolean_parameter(parameters, "DISABLE_OPTIMIZED_EXECUTION", default=False),
+            cudnn=not boolean_parameter(parameters, "DISABLE_CUDNN", default=False),
+            cache_cleaning=boolean_parameter(parameters, "ENABLE_CACHE_CLEANING", default=False),
+        )
+
+
+class TorchModule:
+    """A TorchScript module on one device. Several threads may run it at a time."""
+
+    def __init__(self, path: Path, *, config: ModelConfig, device: str | None) -> None:
+        """Load it.
+
+        Args:
+            path: the file.
+            config: which inputs and outputs it has.
+            device: "cpu", "cuda:0"; None: the module places its weights itself, and its inputs.
+
+        Raises:
+            RepositoryError: the file cannot be loaded, or does not fit the config; in Triton's words.
+        """
+        self._torch = torch = torch_library()
+        self._modes = _Modes.of(config.parameters)
+        self._device = device or "cpu"
+        self._module = _load(path, torch, device=device, model=config.name)
+        arguments = _arguments(self._module)
+        self._takes_dict = [kind for _, kind in arguments] == ["DictType"]
+        self._arguments = (
+            {} if self._takes_dict else argument_indexes(config, [name for name, _ in arguments])
+        )
+        self._outputs = output_indexes(config)
+        _check_strings(config)
+        # In a request's own memory nothing may be written.
+        self._copies_inputs = any(kind.endswith("_") for kind in _operations(self._module.inlined_graph))
+        self._own_memory = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*self._module.parameters(), *self._module.buffers())
+        }
+        self._data_types = _data_types(torch)
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Sequence[str]) -> dict[str, Tensor]:
+        """Run it. Inputs are read where they are; outputs are views of torch's own memory.
+
+        Raises:
+            InferenceError: the module fails, or does not give such an output; in Triton's words.
+        """
+        with ExitStack() as stack:
+            self._enter_modes(stack)
+            try:
+                results = self._call({name: self._to_torch(tensor) for name, tensor in inputs.items()})
+            except InferenceError:
+                raise
+            except Exception as error:  # whatever the module raises
+                raise InferenceError(f"PyTorch execute failure: {error}", status=Status.INTERNAL) from error
+            if self._modes.cache_cleaning and self._device != "cpu":
+                self._torch.cuda.empty_cache()
+            return {name: self._from_torch(name, self._result(name, results)) for name in outputs}
+
+    def _enter_modes(self, stack: ExitStack) -> None:
+        torch, modes = self._torch, self._modes
+        stack.enter_context(torch.inference_mode() if modes.inference else torch.no_grad())
+        if not modes.optimized:
+            stack.enter_context(torch.jit.optimized_execution(modes.optimized))
+        if not modes.cudnn:
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+
+    def _call(self, inputs: Mapping[str, Any]) -> Sequence[Any]:
+        if self._takes_dict:
+            result = self._module(dict(inputs))
+        else:
+            order = sorted(inputs, key=self._arguments.__getitem__)
+            result = self._module(*(inputs[name] for name in order))
+        if isinstance(result, tuple):
+            return result
+        several = isinstance(result, list) and result and not isinstance(result[0], str)
+        return result if several else (result,)
+
+    def _to_torch(self, tensor: Tensor) -> Any:
+        if tensor.data_type is DataType.BYTES:
+            return texts(tensor)
+        torch, data = self._torch, tensor.data
+        # By DLPack and not by `from_numpy`, which warns of memory that is read-only, as that of a body is.
+        value = data if isinstance(data, torch.Tensor) else torch.from_dlpack(data)
+        if tensor.data_type is DataType.BF16 and isinstance(data, np.ndarray):
+            value = value.view(torch.bfloat16)
+        if self._device != "cpu":
+            return value.to(self._device)
+        return value.clone() if self._copies_inputs else value
+
+    def _result(self, name: str, results: Sequence[Any]) -> Any:
+        index = self._outputs[name]
+        if index >= len(results):
+            raise InferenceError(
+                f"The output {name} in the model configuration refers to an output index which doesn't "
+                f"exist. This model has {len(results)} outputs"
+            )
+        return results[index]
+
+    def _from_torch(self, name: str, value: Any) -> Tensor:
+        if isinstance(value, list) and all(isinstance(element, str) for element in value):
+            return string_tensor(name, value, shape=(len(value),))
+        if not isinstance(value, self._torch.Tensor):
+            raise InferenceError(f"output '{name}' must be of type Tensor or List[str].")
+        if value.dim() == 0:
+            raise InferenceError(
+                f"output '{name}' is a scalar which is not supported.", remedy="return it with a dimension"
+            )
+        value = value.detach().contiguous()
+        if value.untyped_storage().data_ptr() in self._own_memory:
+            value = value.clone()       # the next run may change it before this answer is sent
+        data_type = self._data_types.get(value.dtype)
+        if data_type is None:
+            raise InferenceError(f"output '{name}' is of {value.dtype}, which KServe lacks")
+        in_numpy = value.device.type == "cpu" and data_type is not DataType.BF16
+        return Tensor(name, value.numpy() if in_numpy else value, data_type=data_type)
+
+
+def _load(path: Path, torch: ModuleType, *, device: str | None, model: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            # torch recommends torch.export to those who write models; those who serve them get what they get.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return torch.jit.load(str(path), map_location=device).eval()
+    except Exception as error:  # torch raises RuntimeError, ValueError, pickle's errors
+        raise RepositoryError(
+            f"failed to load model '{model}': {error}",
+            status=Status.INTERNAL,
+            remedy=f"write {path.name} by torch.jit.save of a scripted or traced module",
+        ) from error
+
+
+def _arguments(module: Any) -> list[tuple[str, str]]:
+    """Return name and kind of each argument of `forward`."""
+    arguments = [(argument.name, argument.type) for argument in module.forward.schema.arguments]
+    arguments = [(name, type_) for name, type_ in arguments if type_.kind() != "ClassType"]     # self
+    for _, type_ in arguments:
+        allowed = ("TensorType", "ListType") if len(arguments) > 1 else ("TensorType", "ListType", "DictType")
+        if type_.kind() not in allowed:
+            raise RepositoryError(
+                f"An input of type '{type_.annotation_str}' was detected in the model. Only a single input "
+                "of type Dict(str, Tensor) or input(s) of type Tensor are supported."
+            )
+    return [(name, type_.kind()) for name, type_ in arguments]
+
+
+def _check_strings(config: ModelConfig) -> None:
+    specs = [(spec, "input") for spec in config.inputs] + [(spec, "output") for spec in config.outputs]
+    for spec, what in specs:
+        dims = spec.dims if spec.reshape is None else spec.reshape
+        if spec.data_type == "TYPE_STRING" and len(dims) + (config.max_batch_size > 0) > 1:
+            raise RepositoryError(
+                f"Triton only supports 1 dimensional List of String as {what} for '{spec.name}' "
+                f"for model '{config.name}'",
+                remedy="where the model batches, write dims: [ 1 ] reshape: { shape: [ ] }",
+            )
+
+
+def _operations(block: Any) -> Iterator[str]:
+    for node in block.nodes():
+        yield node.kind()
+        for inner in node.blocks():
+            yield from _operations(inner)
+
+
+def _data_types(torch: ModuleType) -> dict[Any, DataType]:
+    return {
+        torch.bool: DataType.BOOL, torch.uint8: DataType.UINT8, torch.uint16: DataType.UINT16,
+        torch.uint32: DataType.UINT32, torch.uint64: DataType.UINT64, torch.int8: DataType.INT8,
+        torch.int16: DataType.INT16, torch.int32: DataType.INT32, torch.int64: DataType.INT64,
+        torch.float16: DataType.FP16, torch.float32: DataType.FP32, torch.float64: DataType.FP64,
+        torch.bfloat16: DataType.BF16,
+    }
+
+
+
 
 
 class TorchVersion:

@@ -18,8 +18,8 @@ _BUILT_IN = {
     "onnxruntime": ("genserve.backends.onnxruntime", "OnnxRuntimeBackend"),
     "pytorch": ("genserve.backends.pytorch", "PyTorchBackend"),
     "tensorflow": ("genserve.backends.tensorflow", "TensorFlowBackend"),
-    "python": ("genserve.backends.python.backend", "PythonBackend"),
-    "tokenizer": ("genserve.backends.tokenizer", "TokenizerBackend"),
+    "python": ("genserve.backends.python.python_backend", "PythonBackend"),
+    "tokenizer": ("genserve.backends.tokenizer_backend", "TokenizerBackend"),
 }
 
 
@@ -43,7 +43,7 @@ def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Ba
         return _from_entry_point(entry_point)
     known = known_backends([backend_directory] if backend_directory else [])
     if backend_directory is not None and name in known:     # what is not listed may lead out of the folder
-        python_based = import_module("genserve.backends.python.backend").python_based
+        python_based = import_module("genserve.backends.python.python_backend").python_based
         return cast("type[Backend]", python_based(backend_directory / name))
     raise RepositoryError(
         f"unable to find backend library for backend '{name}', "

@@ -6,27 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from genserve.generation import sampler
-from genserve.generation.draw import SamplingRows
-from genserve.generation.likelihood import Asked
-from genserve.generation.logit_edits import LogitEdits
 from genserve.generation.logits_model import LogitsArray
-from genserve.generation.sampler import PickedRows
+from genserve.sampling import sampler
+from genserve.sampling.logits_edits import LogitsEdits
+from genserve.sampling.sampler import Asked, SamplerOutput, SamplingMetadata
 
-__all__ = ["pick_rows"]
+__all__ = ["sample_rows"]
 
 
-def pick_rows(
+def sample_rows(
     logits: LogitsArray,
     *,
     drawing: Sequence[int],
-    rules: SamplingRows,
+    rules: SamplingMetadata,
     asking: Sequence[Asked],
-    edits: LogitEdits | None = None,
-) -> PickedRows:
-    """See `generation.sampler.pick_rows`; the logits of a torch tensor do not leave their device."""
+    edits: LogitsEdits | None = None,
+) -> SamplerOutput:
+    """See `generation.sampler.sample_rows`; the logits of a torch tensor do not leave their device."""
     if isinstance(logits, np.ndarray):
-        return sampler.pick_rows(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)
-    from genserve.backends import torch_sampler  # torch is loaded, or there would be no such logits
+        return sampler.sample_rows(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)
+    from genserve.sampling import torch_sampler
 
-    return torch_sampler.pick_rows(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)
+    return torch_sampler.sample_rows(logits, drawing=drawing, rules=rules, asking=asking, edits=edits)

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.batches import Batches
-from genserve.backends.imports import importing
-from genserve.backends.model_file import model_file
+from genserve.backends.backend import ModelSource, Placement, model_file
+from genserve.backends.batch_runner import Batches
+from genserve.backends.libraries import importing
 from genserve.config.model_config import ModelConfig
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, MissingDependency, RepositoryError, Status
 from genserve.inference import Inference
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 
 __all__ = ["SavedModel", "TensorFlowBackend"]
 

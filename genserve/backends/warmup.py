@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from genserve.config.model_config import ModelConfig, TensorSpec, WarmupInput, WarmupSample
-from genserve.data_type import DataType
 from genserve.errors import GenserveError, InferenceError, InvalidRequest, RepositoryError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, with_request_id
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 
 __all__ = ["WarmupBatch", "run_warmups", "warmup_batches"]
 

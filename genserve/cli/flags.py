@@ -1,11 +1,16 @@
-"""Flags: the options that several commands share, so that a name means one thing everywhere."""
+"""Flags: the options that several commands share, and the values of `--set`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
+
+from genserve.errors import InvalidRequest
+from genserve.sampling.sampling_params import SamplingOptions, sampling_params
 
 __all__ = [
     "DEFAULT_REPOSITORY",
@@ -21,7 +26,10 @@ __all__ = [
     "Set",
     "Temperature",
     "Url",
+    "read_value",
+    "with_assignments",
 ]
+
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
@@ -91,3 +99,29 @@ Overwrite = Annotated[
         "with --beside: replace that graph alone.",
     ),
 ]
+
+
+def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> SamplingOptions:
+    """Return options, and over them what stands behind each `--set`: NAME=VALUE.
+
+    Raises:
+        InvalidRequest: there is no = in one, or an option is none that a model would take.
+    """
+    merged: dict[str, object] = {**options}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise InvalidRequest(
+                f"--set {assignment} gives no value", remedy=f"write --set {assignment}=VALUE"
+            )
+        merged[name] = read_value(value)
+    sampling_params(merged)     # better refused before a model is loaded
+    return cast(SamplingOptions, merged)
+
+
+def read_value(text: str) -> object:
+    """Read JSON; what is none is a text, and `none` or nothing is None."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text in ("", "none") else text

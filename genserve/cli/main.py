@@ -7,16 +7,15 @@ from typing import Annotated
 import typer
 
 import genserve
-from genserve.cli.bench import bench
-from genserve.cli.chat import chat
-from genserve.cli.check import check
-from genserve.cli.export import export
-from genserve.cli.generate import generate
-from genserve.cli.models import models
-from genserve.cli.pull import pull
-from genserve.cli.serve import serve
-from genserve.cli.switch_command import SwitchCommand
-from genserve.cli.tune import tune
+from genserve.cli.bench_command import bench
+from genserve.cli.chat_command import chat
+from genserve.cli.check_command import check
+from genserve.cli.export_command import export, pull
+from genserve.cli.generate_command import generate
+from genserve.cli.models_command import models
+from genserve.cli.serve_command import serve
+from genserve.cli.tritonserver_flags import SwitchCommand
+from genserve.cli.tune_command import tune
 from genserve.errors import GenserveError
 
 __all__ = ["app", "main"]
@@ -73,7 +72,7 @@ def main() -> None:
     try:
         app()
     except GenserveError as error:
-        from genserve.cli.render import print_error
+        from genserve.cli.console import print_error
 
         print_error(error)
         raise SystemExit(1) from None

@@ -18,8 +18,8 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from genserve.cli.chat_session import ChatSession
-from genserve.cli.render import print_error
-from genserve.cli.slash import COMMANDS, run_slash
+from genserve.cli.console import print_error
+from genserve.cli.slash_commands import COMMANDS, run_slash
 from genserve.errors import GenserveError
 
 __all__ = ["history_path", "run_repl"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from genserve.client.async_client import AsyncClient
-from genserve.client.client import Client
-from genserve.client.stream import AsyncStream, OpeningStream
-from genserve.stream import Stream
+from genserve.client.client import AsyncClient, AsyncStream, Client, OpeningStream
+from genserve.completion import Stream
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "OpeningStream", "Stream"]

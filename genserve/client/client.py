@@ -1,24 +1,100 @@
-"""Client: a genserve server over HTTP."""
+"""Clients of a genserve server over HTTP: `Client` for threads, `AsyncClient` for an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Generator
-from contextlib import closing
-from typing import Self, TypeVar, Unpack
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from contextlib import aclosing, closing
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx2
 
-from genserve.client import calls, failures
-from genserve.client.connection import LIMITS, connection
-from genserve.client.retry import retry_wait_s
+from genserve.client import api_calls, reply_errors
+from genserve.client.connection import LIMITS, connection, retry_wait_s
+from genserve.completion import Completion, Delta, Stream, join_deltas
 from genserve.errors import GenserveError
-from genserve.request import Completion, Delta, Messages, Prompts
-from genserve.sampling.params import SamplingOptions
-from genserve.stream import Stream
+from genserve.prompt import Messages, Prompts
+from genserve.sampling.sampling_params import SamplingOptions
 
-__all__ = ["Client"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "OpeningStream"]
+
+
+class AsyncStream:
+    """`Stream`, awaited. For one task."""
+
+    def __init__(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        # A generator that holds the connection in a `with` block lets it go however it ends:
+        # at its last delta, by an error, by `close`, or when nobody refers to it any more.
+        self._deltas = deltas
+        self._read: list[Delta] = []
+
+    @property
+    def text_stream(self) -> AsyncIterator[str]:
+        """The texts alone, as they come; empty ones are left out."""
+        return (delta.text async for delta in self if delta.text)
+
+    async def final(self) -> Completion:
+        """Read what is still to come, and return the whole answer.
+
+        Raises:
+            StreamBroken: the stream was closed, or broke, before its last delta.
+        """
+        async for _ in self:
+            pass
+        return join_deltas(self._read)
+
+    async def close(self) -> None:
+        """Stop the answer: the server frees what it holds. A second call does nothing."""
+        await self._deltas.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await anext(self._deltas)
+        self._read.append(delta)
+        return delta
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_raised: object) -> None:
+        await self.close()
+
+
+class OpeningStream(Coroutine[Any, Any, AsyncStream]):
+    """A stream that is asked for: await it, or enter it by `async with`, which closes it behind the block.
+
+    Either once; both raise what the server refused.
+    """
+
+    def __init__(self, opening: Coroutine[Any, Any, AsyncStream]) -> None:
+        self._opening = opening
+
+    def __await__(self) -> Generator[Any, None, AsyncStream]:
+        return self._opening.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on, as a coroutine does."""
+        return self._opening.send(value)
+
+    def throw(self, *raised: Any) -> Any:
+        """Raise where it waits, as a coroutine does."""
+        return self._opening.throw(*raised)
+
+    def close(self) -> None:
+        """Give up, as a coroutine does: also one that was never awaited."""
+        self._opening.close()
+
+    async def __aenter__(self) -> AsyncStream:
+        self._stream = await self._opening
+        return self._stream
+
+    async def __aexit__(self, *_raised: object) -> None:
+        await self._stream.close()
+
 
 Answer = TypeVar("Answer")
 
@@ -69,11 +145,11 @@ class Client:
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Complete a prompt. Without a model, the server's only one is asked."""
-        return self._call(calls.generate(prompt, model=model, options=options))
+        return self._call(api_calls.generate(prompt, model=model, options=options))
 
     def stream(self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]) -> Stream:
         """Complete a prompt, delta by delta; a refusal is raised here, before the first."""
-        return self._stream(calls.generate_stream(prompt, model=model, options=options))
+        return self._stream(api_calls.generate_stream(prompt, model=model, options=options))
 
     def chat(
         self,
@@ -83,7 +159,7 @@ class Client:
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """Answer a chat; a text alone is one turn of the user."""
-        return self._call(calls.chat(messages, model=model, options=options))
+        return self._call(api_calls.chat(messages, model=model, options=options))
 
     def chat_stream(
         self,
@@ -93,7 +169,7 @@ class Client:
         **options: Unpack[SamplingOptions],
     ) -> Stream:
         """Answer a chat, delta by delta; a refusal is raised here, before the first."""
-        return self._stream(calls.chat_stream(messages, model=model, options=options))
+        return self._stream(api_calls.chat_stream(messages, model=model, options=options))
 
     def complete(
         self,
@@ -104,11 +180,11 @@ class Client:
         **options: Unpack[SamplingOptions],
     ) -> tuple[Completion, ...]:
         """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else."""
-        return self._call(calls.complete(prompts, n=n, model=model, options=options))
+        return self._call(api_calls.complete(prompts, n=n, model=model, options=options))
 
     def models(self) -> list[str]:
         """Return the names of the models that answer."""
-        return self._call(calls.models())
+        return self._call(api_calls.models())
 
     def close(self) -> None:
         """Let go of the connections; a second call does nothing.
@@ -126,27 +202,27 @@ class Client:
     def __exit__(self, *_raised: object) -> None:
         self.close()
 
-    def _call(self, call: calls.Call[Answer]) -> Answer:
-        with failures.telling_if_closed(self._is_closed), closing(self._send(call.request)) as response:
-            with failures.reaching(self._connection.url(call.request)):
+    def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
+        with reply_errors.telling_if_closed(self._is_closed), closing(self._send(call.request)) as response:
+            with reply_errors.reaching(self._connection.url(call.request)):
                 body = response.read()
             return call.read(response.headers, body)
 
-    def _stream(self, call: calls.StreamCall) -> Stream:
+    def _stream(self, call: api_calls.StreamingApiCall) -> Stream:
         deltas = self._deltas(call)
         next(deltas)
         return Stream(deltas)
 
-    def _deltas(self, call: calls.StreamCall) -> Generator[Delta, None, None]:
+    def _deltas(self, call: api_calls.StreamingApiCall) -> Generator[Delta, None, None]:
         decoder = call.decoder()
-        told = failures.telling_if_closed(self._is_closed)
-        with told, closing(self._send(call.request)) as response, failures.reading_stream():
+        told = reply_errors.telling_if_closed(self._is_closed)
+        with told, closing(self._send(call.request)) as response, reply_errors.reading_stream():
             yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
             for chunk in response.iter_bytes():
                 yield from decoder.feed(chunk)
             decoder.end()
 
-    def _send(self, request: calls.Request) -> httpx2.Response:
+    def _send(self, request: api_calls.ApiRequest) -> httpx2.Response:
         attempt = 0
         while True:
             try:
@@ -163,16 +239,16 @@ class Client:
             time.sleep(wait_s)
             attempt += 1
 
-    def _send_once(self, request: calls.Request) -> httpx2.Response:
+    def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
         self._refuse_if_closed()
         url = self._connection.url(request)
-        with failures.reaching(url):
+        with reply_errors.reaching(url):
             response = self._http.send(self._connection.build(self._http, request), stream=True)
             if response.is_success:
                 return response
             with closing(response):
                 body = response.read()
-        raise failures.error_of_reply(
+        raise reply_errors.error_of_reply(
             status=response.status_code, headers=response.headers, body=body, url=url
         )
 
@@ -181,4 +257,156 @@ class Client:
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed():
-            raise failures.closed()
+            raise reply_errors.closed()
+
+
+
+
+
+class AsyncClient:
+    """`Client`, awaited: the same methods, which raise the same.
+
+        async with AsyncClient("http://127.0.0.1:8000") as client:
+            async with client.chat_stream("What is a triton?", max_tokens=64) as stream:
+                async for text in stream.text_stream:
+                    ...
+
+    For one event loop.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600,
+        max_retries: int = 2,
+        http_client: httpx2.AsyncClient | None = None,
+    ) -> None:
+        """Connect to nothing yet; the arguments are those of `Client`."""
+        self._connection = connection(
+            base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
+        )
+        self._http = http_client or httpx2.AsyncClient(limits=LIMITS)
+        self._owns_http = http_client is None
+        self._closed = False
+
+    async def generate(
+        self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
+    ) -> Completion:
+        """Complete a prompt. Without a model, the server's only one is asked."""
+        return await self._call(api_calls.generate(prompt, model=model, options=options))
+
+    def stream(
+        self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
+    ) -> OpeningStream:
+        """Complete a prompt, delta by delta; a refusal is raised before the first of them."""
+        return OpeningStream(self._stream(api_calls.generate_stream(prompt, model=model, options=options)))
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completion:
+        """Answer a chat; a text alone is one turn of the user."""
+        return await self._call(api_calls.chat(messages, model=model, options=options))
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> OpeningStream:
+        """Answer a chat, delta by delta; a refusal is raised before the first of them."""
+        return OpeningStream(self._stream(api_calls.chat_stream(messages, model=model, options=options)))
+
+    async def complete(
+        self,
+        prompts: Prompts,
+        *,
+        n: int = 1,
+        model: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> tuple[Completion, ...]:
+        """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else."""
+        return await self._call(api_calls.complete(prompts, n=n, model=model, options=options))
+
+    async def models(self) -> list[str]:
+        """Return the names of the models that answer."""
+        return await self._call(api_calls.models())
+
+    async def close(self) -> None:
+        """Let go of the connections; a second call does nothing."""
+        self._closed = True
+        if self._owns_http:
+            await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        self._refuse_if_closed()
+        return self
+
+    async def __aexit__(self, *_raised: object) -> None:
+        await self.close()
+
+    async def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
+        with reply_errors.telling_if_closed(self._is_closed):
+            async with aclosing(await self._send(call.request)) as response:
+                with reply_errors.reaching(self._connection.url(call.request)):
+                    body = await response.aread()
+                return call.read(response.headers, body)
+
+    async def _stream(self, call: api_calls.StreamingApiCall) -> AsyncStream:
+        deltas = self._deltas(call)
+        await anext(deltas)
+        return AsyncStream(deltas)
+
+    async def _deltas(self, call: api_calls.StreamingApiCall) -> AsyncGenerator[Delta, None]:
+        decoder = call.decoder()
+        with reply_errors.telling_if_closed(self._is_closed):
+            async with aclosing(await self._send(call.request)) as response:
+                with reply_errors.reading_stream():
+                    yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
+                    async for chunk in response.aiter_bytes():
+                        for delta in decoder.feed(chunk):
+                            yield delta
+                    decoder.end()
+
+    async def _send(self, request: api_calls.ApiRequest) -> httpx2.Response:
+        attempt = 0
+        while True:
+            try:
+                return await self._send_once(request)
+            except GenserveError as failure:
+                wait_s = retry_wait_s(
+                    failure,
+                    attempt=attempt,
+                    max_retries=self._connection.max_retries,
+                    chance=random.random(),
+                )
+                if wait_s is None:
+                    raise
+            await asyncio.sleep(wait_s)
+            attempt += 1
+
+    async def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
+        self._refuse_if_closed()
+        url = self._connection.url(request)
+        with reply_errors.reaching(url):
+            response = await self._http.send(self._connection.build(self._http, request), stream=True)
+            if response.is_success:
+                return response
+            async with aclosing(response):
+                body = await response.aread()
+        raise reply_errors.error_of_reply(
+            status=response.status_code, headers=response.headers, body=body, url=url
+        )
+
+    def _is_closed(self) -> bool:
+        return self._closed or self._http.is_closed
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed():
+            raise reply_errors.closed()

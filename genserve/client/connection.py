@@ -1,4 +1,4 @@
-"""Connection: where the server is, and how it is spoken to; what both clients are told."""
+"""Connection: the URL, key and timeouts of a client, and when it retries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,45 @@ from dataclasses import dataclass, field
 import httpx2
 
 from genserve.api_key import bearer
-from genserve.client.calls import Request
-from genserve.errors import InvalidRequest
+from genserve.client.api_calls import ApiRequest
+from genserve.errors import GenserveError, InvalidRequest, ModelNotReady, Overloaded, Unreachable
 from genserve.version import __version__
 
-__all__ = ["LIMITS", "Connection", "connection"]
+__all__ = ["LIMITS", "Connection", "connection", "retry_wait_s"]
+
+
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 60.0      # a server that asks for more is not waited for
+_NEVER_ARRIVED = (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout)
+
+
+def retry_wait_s(failure: GenserveError, *, attempt: int, max_retries: int, chance: float) -> float | None:
+    """Return the seconds to wait before the next try, or None to give up.
+
+    Tried again are refusals for the moment (statuses 429 and 503) and connections that failed, not
+    answers that took too long: the server may still be at work on those. The wait doubles from try to
+    try, and is never shorter than the server asks for.
+
+    Args:
+        failure: what became of this try; raised by `failures`.
+        attempt: tries before this one.
+        max_retries: tries allowed after the first.
+        chance: a random number in [0, 1), which spreads the clients of a server that has come back.
+    """
+    if attempt >= max_retries or not _may_pass(failure):
+        return None
+    backoff_s = _FIRST_WAIT_S * (1 << attempt) * (0.5 + chance / 2)
+    asked_s = failure.retry_after_s if isinstance(failure, (Overloaded, ModelNotReady)) else 0
+    if asked_s > _LONGEST_WAIT_S:
+        return None
+    return max(backoff_s, asked_s + chance / 2)
+
+
+def _may_pass(failure: GenserveError) -> bool:
+    if isinstance(failure, Unreachable):
+        return isinstance(failure.__cause__, _NEVER_ARRIVED)
+    return isinstance(failure, (Overloaded, ModelNotReady))
+
 
 _CONNECT_S = 5.0
 # The transport's own limit of 100 connections would queue streams in the client, unseen.
@@ -28,11 +62,11 @@ class Connection:
     headers: dict[str, str] = field(repr=False)         # holds the key
     timeout: httpx2.Timeout
 
-    def url(self, request: Request) -> str:
+    def url(self, request: ApiRequest) -> str:
         """Return where the request goes."""
         return self.base_url + request.path
 
-    def build(self, http: httpx2.Client | httpx2.AsyncClient, request: Request) -> httpx2.Request:
+    def build(self, http: httpx2.Client | httpx2.AsyncClient, request: ApiRequest) -> httpx2.Request:
         """Return the transport's form of the request."""
         return http.build_request(
             request.method,

@@ -9,8 +9,8 @@ from typing import Any
 
 from google.protobuf import text_encoding, text_format
 
+from genserve.config.diagnostics import Places
 from genserve.config.parse import parse_message
-from genserve.config.places import Places
 from genserve.errors import RepositoryError
 
 __all__ = ["ConfigChange", "change_message", "change_text"]

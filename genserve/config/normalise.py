@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from genserve.config.backends import deduce_backend
-from genserve.config.fault import Fault, Severity
+from genserve.config.diagnostics import Diagnostic, Severity
 
-__all__ = ["normalise"]
+__all__ = ["normalise", "num_gpus"]
+
+
+# A folder for each GPU; to ask CUDA itself would take an import of torch.
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def num_gpus() -> int:
+    """Return how many NVIDIA GPUs are here, of those that CUDA_VISIBLE_DEVICES lets this process see."""
+    present = len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, sum(device not in ("", "-1") for device in visible.split(",")))
 
 
 def normalise(
     message: Any, *, model_folder: Path, gpus: int = 0, strict_placement: bool = False
-) -> tuple[Fault, ...]:
+) -> tuple[Diagnostic, ...]:
     """Fill in what Triton fills into a config that is loaded; to be called once a backend has completed it.
 
     Args:
@@ -73,7 +87,7 @@ def _instance_groups(message: Any, *, gpus: int) -> None:
             group.gpus.extend(range(gpus))
 
 
-def _missing_gpus(message: Any, *, gpus: int, severity: Severity, source: Path) -> Iterator[Fault]:
+def _missing_gpus(message: Any, *, gpus: int, severity: Severity, source: Path) -> Iterator[Diagnostic]:
     """Tell the GPUs that groups want and the machine lacks, and take them out."""
     for group in message.instance_group:
         missing = [gpu for gpu in group.gpus if gpu >= gpus]
@@ -84,7 +98,7 @@ def _missing_gpus(message: Any, *, gpus: int, severity: Severity, source: Path) 
         group.gpus.extend(there)
         if not there:
             group.kind = group.KIND_CPU
-        yield Fault(
+        yield Diagnostic(
             severity=severity,
             path=source,
             message=f"instance group {group.name} of model {message.name} {_lack(missing, gpus=gpus)}",

@@ -1,14 +1,24 @@
-"""Parameter rules: which `parameters` each backend reads, and what they may be."""
+"""Parameter rules: which `parameters` each backend reads, and their types."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from genserve.config.byte_size import byte_size
-from genserve.config.fault import Fault, nearest
-from genserve.config.judged import JudgedConfig
+from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 
-__all__ = ["LOGITS_PARAMETERS", "parameters"]
+__all__ = ["LOGITS_PARAMETERS", "byte_size", "parameters"]
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def byte_size(text: str) -> int | None:
+    """Return the bytes of a text such as `2GiB`, `1.5 GB` or `1048576`; None: it is not one."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    return None if match is None or unit is None else int(float(match[1]) * unit)
+
 
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _BYTES = "number of bytes above 0"
@@ -78,7 +88,7 @@ _NOWHERE_IN_PYTORCH = {
 LOGITS_PARAMETERS = frozenset(_LOGITS)
 
 
-def parameters(config: JudgedConfig) -> Iterator[Fault]:
+def parameters(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield what is wrong with the parameters."""
     backend = config.message.backend
     for name, parameter in sorted(config.message.parameters.items()):
@@ -96,7 +106,7 @@ def parameters(config: JudgedConfig) -> Iterator[Fault]:
             yield from _typed(config, name, value, kind=_KNOWN[backend][name])
 
 
-def _python(config: JudgedConfig, name: str, value: str) -> Iterator[Fault]:
+def _python(config: ValidationContext, name: str, value: str) -> Iterator[Diagnostic]:
     if name == "EXECUTION_ENV_PATH":
         yield _warning(
             config,
@@ -113,7 +123,7 @@ def _python(config: JudgedConfig, name: str, value: str) -> Iterator[Fault]:
         )
 
 
-def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterator[Fault]:
+def _typed(config: ValidationContext, name: str, value: str, *, kind: str) -> Iterator[Diagnostic]:
     is_right = {
         _NUMBER: value.strip().lstrip("-").isdecimal(),
         _POSITIVE: value.isdecimal() and int(value) > 0,
@@ -133,5 +143,5 @@ def _typed(config: JudgedConfig, name: str, value: str, *, kind: str) -> Iterato
         yield config.error("parameters", message, remedy=remedy, key=name)
 
 
-def _warning(config: JudgedConfig, name: str, message: str, *, remedy: str) -> Fault:
+def _warning(config: ValidationContext, name: str, message: str, *, remedy: str) -> Diagnostic:
     return config.warning("parameters", f"parameter {name!r} {message}", remedy=remedy, key=name)

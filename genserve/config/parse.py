@@ -11,14 +11,10 @@ from typing import Any
 from google.protobuf import descriptor_pool, text_format
 
 from genserve.config.backends import deduce_backend, known_backends
-from genserve.config.fault import Fault, Severity, first_error, nearest
-from genserve.config.file_rules import files
-from genserve.config.from_message import model_config
-from genserve.config.judged import JudgedConfig
+from genserve.config.config_rules import config_diagnostics, files
+from genserve.config.diagnostics import Diagnostic, Places, Severity, ValidationContext, first_error, nearest
 from genserve.config.model_config import ModelConfig
-from genserve.config.places import Places
-from genserve.config.rules import config_faults
-from genserve.config.schema import new_model_config
+from genserve.config.schema import model_config, new_model_config
 from genserve.errors import RepositoryError
 
 __all__ = [
@@ -56,7 +52,7 @@ class ParsedConfig:
     message: Any
     config: ModelConfig | None
     places: Places | None
-    faults: tuple[Fault, ...]
+    faults: tuple[Diagnostic, ...]
 
     def place(self, path: str, *, key: str | None = None) -> str:
         """Return where a field is, or the entry of a map that has this key; empty: there is no text."""
@@ -73,9 +69,9 @@ class ParsedConfig:
         remedy: str,
         key: str | None = None,
         at_load: bool = False,
-    ) -> Fault:
+    ) -> Diagnostic:
         """Make a fault at a field; for `key`, see `place`."""
-        return Fault(
+        return Diagnostic(
             severity=severity,
             path=self.path,
             place=self.place(path, key=key),
@@ -165,7 +161,7 @@ def inspect_message(
         completed: whether a backend has completed it, so that nothing may be missing any more.
     """
     backends = tuple(backends) or known_backends()
-    judged = JudgedConfig(
+    judged = ValidationContext(
         message=message, places=places, source=path, folder=folder, backends=backends, completed=completed
     )
     outside = tuple(files(judged))
@@ -173,13 +169,13 @@ def inspect_message(
         return ParsedConfig(path=path, message=message, config=None, places=places, faults=outside)
     deduced = new_model_config()
     deduced.CopyFrom(message)
-    faults: list[Fault] = []
+    faults: list[Diagnostic] = []
     try:
         deduce_backend(deduced, folder)
     except RepositoryError as error:
         place = places.of("") if places else ""
         faults.append(_error(path, place=place, message=error.message, remedy=error.remedy))
-    faults += config_faults(
+    faults += config_diagnostics(
         deduced,
         places=places,
         source=path,
@@ -232,8 +228,8 @@ def _with_new_name(text: str) -> str:
 _UTF8 = "a model folder holds a config.pbtxt in UTF-8"
 
 
-def _error(path: Path, *, place: str, message: str, remedy: str) -> Fault:
-    return Fault(severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy)
+def _error(path: Path, *, place: str, message: str, remedy: str) -> Diagnostic:
+    return Diagnostic(severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy)
 
 
 def _unreadable(path: Path, *, place: str, message: str, remedy: str) -> ParsedConfig:

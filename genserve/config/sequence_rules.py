@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from genserve.config.fault import Fault
-from genserve.config.from_message import enum_name
-from genserve.config.judged import JudgedConfig
+from genserve.config.diagnostics import Diagnostic, ValidationContext
+from genserve.config.schema import enum_name
 
 __all__ = ["sequences"]
 
@@ -16,7 +15,7 @@ _CORRID = "CONTROL_SEQUENCE_CORRID"
 _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
-def sequences(config: JudgedConfig) -> Iterator[Fault]:
+def sequences(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield what is wrong with `sequence_batching`."""
     if not config.message.HasField("sequence_batching"):
         return
@@ -34,7 +33,7 @@ def sequences(config: JudgedConfig) -> Iterator[Fault]:
     yield from _strategy(config)
 
 
-def _strategy(config: JudgedConfig) -> Iterator[Fault]:
+def _strategy(config: ValidationContext) -> Iterator[Diagnostic]:
     batching = config.message.sequence_batching
     for size in batching.oldest.preferred_batch_size:
         if not 0 < size <= config.message.max_batch_size:
@@ -52,7 +51,7 @@ def _strategy(config: JudgedConfig) -> Iterator[Fault]:
         )
 
 
-def _controls(config: JudgedConfig) -> Iterator[Fault]:
+def _controls(config: ValidationContext) -> Iterator[Diagnostic]:
     names: set[str] = set()
     kinds: set[str] = set()
     for index, tensor in enumerate(config.message.sequence_batching.control_input):
@@ -87,7 +86,7 @@ def _controls(config: JudgedConfig) -> Iterator[Fault]:
                 yield from _flag(config, control, kind=kind, path=place)
 
 
-def _flag(config: JudgedConfig, control: Any, *, kind: str, path: str) -> Iterator[Fault]:
+def _flag(config: ValidationContext, control: Any, *, kind: str, path: str) -> Iterator[Diagnostic]:
     written = [name for name in _VALUES if len(getattr(control, name))]
     remedy = "write `int32_false_true: [ 0, 1 ]`: what the model reads for no, and for yes"
     if not written:
@@ -107,7 +106,7 @@ def _flag(config: JudgedConfig, control: Any, *, kind: str, path: str) -> Iterat
     yield config.error(path, message, remedy=remedy)
 
 
-def _corrid(config: JudgedConfig, control: Any, *, path: str) -> Iterator[Fault]:
+def _corrid(config: ValidationContext, control: Any, *, path: str) -> Iterator[Diagnostic]:
     if any(len(getattr(control, name)) for name in _VALUES):
         yield config.error(
             path,
@@ -129,7 +128,7 @@ def _list_values(word: str) -> str:
     return f"'{first}', '{second}' {word} '{last}'"
 
 
-def _initial_state(config: JudgedConfig, state: Any, *, path: str) -> Iterator[Fault]:
+def _initial_state(config: ValidationContext, state: Any, *, path: str) -> Iterator[Diagnostic]:
     name = state.input_name
     if len(state.initial_state) > 1:
         yield config.error(
@@ -162,7 +161,7 @@ def _initial_state(config: JudgedConfig, state: Any, *, path: str) -> Iterator[F
         yield from _initial_data(config, initial, name=name, path=place)
 
 
-def _initial_data(config: JudgedConfig, initial: Any, *, name: str, path: str) -> Iterator[Fault]:
+def _initial_data(config: ValidationContext, initial: Any, *, name: str, path: str) -> Iterator[Diagnostic]:
     if initial.WhichOneof("state_data") is None:
         yield config.error(
             path,

@@ -1,4 +1,4 @@
-"""Tensor rules: what a config must say of inputs and outputs, and of what is computed from their batch."""
+"""Tensor rules: valid inputs, outputs, batch tensors and warmup samples of a config."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from genserve.config.backends import BUILT_IN
-from genserve.config.fault import Fault, nearest
-from genserve.config.from_message import enum_name
-from genserve.config.judged import JudgedConfig
-from genserve.config.version_folders import version_folders
+from genserve.config.backends import BUILT_IN, version_folders
+from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
+from genserve.config.schema import enum_name
 
-__all__ = ["batch_tensors", "tensors"]
+__all__ = ["batch_tensors", "tensors", "warmups"]
 
 
-def tensors(config: JudgedConfig) -> Iterator[Fault]:
+def tensors(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield what is wrong with the inputs and outputs."""
     for kind in ("input", "output"):
         names: set[str] = set()
@@ -31,7 +29,7 @@ def tensors(config: JudgedConfig) -> Iterator[Fault]:
             names.add(tensor.name)
 
 
-def _tensor(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
+def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> Iterator[Diagnostic]:
     start, end = f"model {kind} '{tensor.name}'", f"for {config.name}"
     if not tensor.name:
         yield config.error(path, f"model {kind} must specify 'name' {end}", remedy='add `name: "..."`')
@@ -54,7 +52,7 @@ def _tensor(config: JudgedConfig, tensor: Any, *, kind: str, path: str) -> Itera
         yield from _labels(config, tensor, path=path)
 
 
-def _missing(config: JudgedConfig, tensor: Any, *, start: str, path: str) -> Iterator[Fault]:
+def _missing(config: ValidationContext, tensor: Any, *, start: str, path: str) -> Iterator[Diagnostic]:
     if not tensor.data_type:
         yield config.error(
             f"{path}.data_type",
@@ -66,7 +64,7 @@ def _missing(config: JudgedConfig, tensor: Any, *, start: str, path: str) -> Ite
         yield config.error(path, message, remedy="write `dims: [ -1 ]` for any length")
 
 
-def _may_be_completed(config: JudgedConfig) -> bool:
+def _may_be_completed(config: ValidationContext) -> bool:
     """Whether the model's own code, or a backend of somebody else's, may say what the config does not."""
     if config.message.backend != "python":
         return config.message.platform != "ensemble" and config.message.backend not in BUILT_IN
@@ -81,7 +79,7 @@ def _may_be_completed(config: JudgedConfig) -> bool:
     )
 
 
-def _for_tensorrt(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[Fault]:
+def _for_tensorrt(config: ValidationContext, tensor: Any, *, path: str) -> Iterator[Diagnostic]:
     if tensor.is_shape_tensor:
         yield config.error(
             f"{path}.is_shape_tensor",
@@ -96,7 +94,7 @@ def _for_tensorrt(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[F
         )
 
 
-def _image_format(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[Fault]:
+def _image_format(config: ValidationContext, tensor: Any, *, path: str) -> Iterator[Diagnostic]:
     if enum_name(tensor, "format") != "FORMAT_NONE" and len(tensor.dims) != 3:
         yield config.error(
             f"{path}.format",
@@ -105,7 +103,7 @@ def _image_format(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[F
         )
 
 
-def _labels(config: JudgedConfig, tensor: Any, *, path: str) -> Iterator[Fault]:
+def _labels(config: ValidationContext, tensor: Any, *, path: str) -> Iterator[Diagnostic]:
     file = config.folder / tensor.label_filename
     if tensor.label_filename and not file.is_file():
         # Triton refuses the model; the labels are all that it lacks.
@@ -145,7 +143,7 @@ def _runs(dims: Sequence[int]) -> list[int]:
     return [prod(run) for run in runs]
 
 
-def batch_tensors(config: JudgedConfig) -> Iterator[Fault]:
+def batch_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield what is wrong with `batch_input` and `batch_output`."""
     outputs = [tensor.name for tensor in config.message.output]
     for index, batch_input in enumerate(config.message.batch_input):
@@ -169,7 +167,7 @@ def batch_tensors(config: JudgedConfig) -> Iterator[Fault]:
                 )
 
 
-def _sources(config: JudgedConfig, batch_tensor: Any, *, kind: str, path: str) -> Iterator[Fault]:
+def _sources(config: ValidationContext, batch_tensor: Any, *, kind: str, path: str) -> Iterator[Diagnostic]:
     inputs = [tensor.name for tensor in config.message.input]
     if len(batch_tensor.source_input) != 1:
         yield config.error(
@@ -185,3 +183,97 @@ def _sources(config: JudgedConfig, batch_tensor: Any, *, kind: str, path: str) -
                 f"unknown source input name '{name}' for {config.name}",
                 remedy=nearest(name, known=inputs),
             )
+
+
+def warmups(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield what is wrong with `model_warmup`; an ensemble must have none."""
+    if config.message.platform == "ensemble":
+        return
+    tensors = {tensor.name: tensor for tensor in config.message.input}
+    for index, sample in enumerate(config.message.model_warmup):
+        path = f"model_warmup[{index}]"
+        yield from _warmup_batch_size(config, sample, path=path)
+        for name, value in sorted(sample.inputs.items()):
+            yield from _warmup_input(config, value, name=name, path=f"{path}.inputs")
+            if name in tensors and value.dims and tensors[name].dims and tensors[name].data_type:
+                yield from _agrees(config, value, tensors[name], path=f"{path}.inputs")
+        yield from _missing_inputs(config, sample, tensors=tensors, path=path)
+
+
+def _warmup_batch_size(config: ValidationContext, sample: Any, *, path: str) -> Iterator[Diagnostic]:
+    largest = max(1, config.message.max_batch_size)
+    if not sample.batch_size:
+        yield config.warning(
+            path,
+            f"warmup sample '{sample.name}' has no batch_size, and is passed over",
+            remedy="add `batch_size: 1`",
+        )
+    elif sample.batch_size > largest:
+        yield config.error(
+            f"{path}.batch_size",
+            f"failed to run warmup sample '{sample.name}': batch size {sample.batch_size} for "
+            f"'{config.name}_0', max allowed is {largest}",
+            remedy=f"write a size from 1 to {largest}",
+        )
+
+
+def _warmup_input(config: ValidationContext, value: Any, *, name: str, path: str) -> Iterator[Diagnostic]:
+    if any(dim < 0 for dim in value.dims):
+        yield config.error(
+            path,
+            f"warmup setting expects all variable-size dimensions are specified for input '{name}'",
+            remedy="write a size that requests often have",
+            key=name,
+        )
+    if value.WhichOneof("input_data_type") is None:
+        yield config.error(
+            path,
+            f"warmup setting expects input '{name}' to have input_data_type set",
+            remedy="add `zero_data: true`, `random_data: true` or `input_data_file`",
+            key=name,
+        )
+    file = config.folder / "warmup" / value.input_data_file
+    if value.input_data_file and not file.is_file():
+        yield config.error(
+            path,
+            f"failed to open text file for read {file}: No such file or directory",
+            remedy="put it there: the elements one after the other, row-major; a text after its length",
+            key=name,
+        )
+
+
+def _agrees(config: ValidationContext, value: Any, tensor: Any, *, path: str) -> Iterator[Diagnostic]:
+    if value.data_type != tensor.data_type:
+        found, expected = (enum_name(each, "data_type").removeprefix("TYPE_") for each in (value, tensor))
+        yield config.error(
+            path,
+            f"inference input '{tensor.name}' data-type is '{found}', but model '{config.name}' "
+            f"expects '{expected}'",
+            remedy=f"write `data_type: TYPE_{expected}`",
+            key=tensor.name,
+        )
+    sizes = zip(value.dims, tensor.dims, strict=False)
+    if len(value.dims) != len(tensor.dims) or any(b not in (-1, a) and a != -1 for a, b in sizes):
+        yield config.error(
+            path,
+            f"unexpected shape for input '{tensor.name}' for model '{config.name}'. "
+            f"Expected {_shape_text(tensor.dims)}, got {_shape_text(value.dims)}.",
+            remedy="write the dims of the input, without the batch dimension",
+            key=tensor.name,
+        )
+
+
+def _missing_inputs(
+    config: ValidationContext, sample: Any, *, tensors: dict[str, Any], path: str
+) -> Iterator[Diagnostic]:
+    for name, tensor in tensors.items():
+        if name not in sample.inputs and not tensor.optional:
+            yield config.error(
+                path,
+                f"missing required input(s) ['{name}']",
+                remedy=f'add `inputs {{ key: "{name}" value: {{ ... }} }}` to the sample {sample.name!r}',
+            )
+
+
+def _shape_text(dims: Any) -> str:
+    return f"[{','.join(map(str, dims))}]"

@@ -5,10 +5,16 @@ Importing this package loads nothing heavy; `export_model` loads torch, transfor
 
 from __future__ import annotations
 
+from genserve.export.export_options import (
+    CacheType,
+    ExportReport,
+    FileFormat,
+    Precision,
+    Progress,
+    SilentProgress,
+)
 from genserve.export.exporter import export_model
-from genserve.export.progress import Progress, SilentProgress
 from genserve.export.pulling import pull
-from genserve.export.report import CacheType, ExportReport, FileFormat, Precision
 
 __all__ = [
     "CacheType",

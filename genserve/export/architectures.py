@@ -12,10 +12,8 @@ from genserve.export.families.bloom import BLOOM
 from genserve.export.families.gemma import GEMMA, GEMMA2, GEMMA3
 from genserve.export.families.gpt2 import GPT2
 from genserve.export.families.gpt_neox import GPT_NEOX
-from genserve.export.families.llama import LLAMA
+from genserve.export.families.llama import LLAMA, PHI3, QWEN2, QWEN3
 from genserve.export.families.opt import OPT
-from genserve.export.families.phi3 import PHI3
-from genserve.export.families.qwen import QWEN2, QWEN3
 from genserve.export.family import Family
 
 __all__ = ["FAMILIES", "architecture", "family_of"]

@@ -16,21 +16,18 @@ from genserve.export.architectures import FAMILIES, architecture, family_of
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
+from genserve.export.decoder_module import write_torchscript
+from genserve.export.decoder_weights import parts_of
+from genserve.export.export_options import CacheType, Form, Precision, Progress
 from genserve.export.family import Family, Unsupported
-from genserve.export.form import Form
-from genserve.export.fused_layers import FusedLayers
-from genserve.export.graph import Graph
+from genserve.export.layers import FusedLayers, StandardLayers
+from genserve.export.layout import StageFolders
+from genserve.export.model_folders import Stages
+from genserve.export.onnx_graph import Graph
 from genserve.export.precision import FORMATS, cache_numbers, require_cache, resolve_precision
-from genserve.export.progress import Progress
-from genserve.export.report import CacheType, Precision
-from genserve.export.smoothing import can_be_smoothed, smoothed
+from genserve.export.smoothquant import can_be_smoothed, smoothed
 from genserve.export.source_model import Reference
-from genserve.export.stage_folders import StageFolders
-from genserve.export.stages import Stages
-from genserve.export.standard_layers import StandardLayers
-from genserve.export.torchscript import write_torchscript
 from genserve.export.traced import TracedConversion
-from genserve.export.weights import parts_of
 
 __all__ = ["Conversion", "convert"]
 

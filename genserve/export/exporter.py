@@ -7,12 +7,8 @@ from pathlib import Path
 
 from genserve.backends.onnx_session import onnxruntime_module
 from genserve.errors import ExportError
-from genserve.export.disk import writing_into
-from genserve.export.form import Form
-from genserve.export.progress import Progress
-from genserve.export.report import CacheType, ExportReport, FileFormat, Precision
-from genserve.export.stages import Stages
-from genserve.export.staging import install, install_beside, staging_folder
+from genserve.export.export_options import CacheType, ExportReport, FileFormat, Form, Precision, Progress
+from genserve.export.model_folders import Stages, install, install_beside, staging_folder, writing_into
 
 __all__ = ["export_model"]
 
@@ -60,9 +56,9 @@ def export_model(
     else:
         _require_free_beside(stages, repository, beside=beside, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
+        from genserve.export.checkpoint_reader import locate, read_checkpoint
         from genserve.export.conversion import convert
         from genserve.export.parity import check_parity
-        from genserve.export.source import locate, read_checkpoint
         from genserve.export.source_model import run_source
 
         if file_format == "onnx":

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
-from genserve.export.decoder import Activation, Decoder
-from genserve.export.weights import DecoderWeights, Names
+from genserve.export.decoder import Activation, Decoder, Rotary
+from genserve.export.decoder_weights import DecoderWeights, Names
 
-__all__ = ["Family", "Unsupported", "read_activation", "require"]
+__all__ = ["Family", "Unsupported", "read_activation", "read_rotary", "require", "rotary_limit"]
+
 
 # By transformers' names.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
@@ -134,3 +137,42 @@ def _require_sizes(decoder: Decoder) -> None:
     grouped = decoder.num_heads % decoder.num_kv_heads == 0
     found = f"num_key_value_heads {decoder.num_kv_heads}"
     require(grouped, found=found, known="divisors of num_attention_heads")
+
+
+# Those of transformers whose angles depend on the position alone, up to `rotary_limit` at least.
+_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+
+
+def read_rotary(config: Any, *, num_dims: int, layer_type: str | None = None) -> Rotary:
+    """The rotary positions of a config of transformers.
+
+    Args:
+        config: with `rope_parameters`.
+        num_dims: how many numbers of a head turn.
+        layer_type: whose parameters to take, where types of layers have their own.
+
+    Raises:
+        ExportError: the type of the angles is another one.
+    """
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = parameters["rope_type"]
+    require(kind in _TYPES, found=f"rope_scaling of type {kind!r}", known=", ".join(_TYPES))
+    if kind == "default":
+        return Rotary(frequencies=_frequencies(parameters, num_dims=num_dims))
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
+    return Rotary(frequencies=tuple(frequencies.tolist()), scale=scale)
+
+
+def rotary_limit(config: Any) -> int:
+    """How many tokens the angles are those of; in a longer text, longrope turns by others from its start."""
+    parameters, limit = config.rope_parameters, config.max_position_embeddings
+    if parameters.get("rope_type") == "longrope":
+        limit = parameters["original_max_position_embeddings"]
+    tokens: int = limit
+    return tokens
+
+
+def _frequencies(parameters: Mapping[str, Any], *, num_dims: int) -> tuple[float, ...]:
+    """Source: Su et al., "RoFormer" (2021); in float32 as transformers has it."""
+    exponents = torch.arange(0, num_dims, 2, dtype=torch.float) / num_dims
+    return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist())

@@ -1,7 +1,7 @@
-"""Layers: what of a graph holds weights - embedding, linear layers, head, norms - behind one interface.
+"""Layers: embedding, linear layers, head and norms of a graph, behind one interface with two implementations.
 
-`decoder_graph.py` writes a model by this interface. `fused_layers.py` implements it in operators of ours, for
-the CPU; `standard_layers.py` in operators of ONNX, for a GPU.
+`decoder_graph.py` writes a model through `Layers`. `FusedLayers` has operators of ours, for the CPU;
+`StandardLayers` has operators of ONNX, which run on a GPU too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Activation
-from genserve.export.graph import Graph
+from genserve.export.onnx_graph import Graph
 from genserve.export.precision import Format
+from genserve.kernels.packing import (
+    BLOCKS,
+    Quantized,
+    WeightFormat,
+    pack_float32,
+    pack_quantized,
+    quantize,
+)
 
-__all__ = ["Layers", "Norm", "Place", "write_norm"]
+__all__ = ["FusedLayers", "Layers", "Norm", "Place", "StandardLayers", "write_norm"]
+
 
 Place = Literal["normed", "inner", "head"]   # what of a `Format` has a weight's scheme
 
@@ -96,3 +107,185 @@ def write_norm(layers: Layers, x: str, norm: Norm) -> str:
     if norm.bias is not None:
         inputs.append(layers.vector(f"{norm.name}.bias", norm.bias))
     return layers.graph.node(op, inputs, norm.name, epsilon=norm.epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class StandardLayers:
+    """Implements `Layers` with weights in the type of the activations; a tied head is stored once."""
+
+    graph: Graph
+    numbers: Format
+
+    def vector(self, name: str, value: FloatArray) -> str:
+        """See `Layers.vector`."""
+        return self.graph.weight(name, value.astype(self.numbers.activations))
+
+    def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
+        """See `Layers.embedding`."""
+        return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
+
+    def linear(
+        self,
+        x: str,
+        weight: FloatArray,
+        output: str,
+        *,
+        place: Place,
+        bias: FloatArray | None = None,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        residual: str = "",
+    ) -> str:
+        """See `Layers.linear`."""
+        del place
+        if norm:
+            x = write_norm(self, x, norm)
+        x = self.graph.node("MatMul", [x, self.vector(f"{output}.weight", weight.T)], f"{output}.product")
+        if bias is not None:
+            x = self.graph.node("Add", [x, self.vector(f"{output}.bias", bias)], f"{output}.shifted")
+        if gated:
+            assert activation
+            gate, raised = f"{output}.gate", f"{output}.raised"
+            self.graph.node("Split", [x], gate, raised, axis=-1, num_outputs=2)
+            x = self.graph.node("Mul", [self._activated(gate, activation), raised], f"{output}.gated")
+        elif activation:
+            x = self._activated(x, activation)
+        if residual:
+            x = self.graph.node("Add", [x, residual], f"{output}.sum")
+        return x
+
+    def head(
+        self, x: str, weight: FloatArray, output: str, *, norm: Norm, softcap: float | None, tied: bool
+    ) -> str:
+        """See `Layers.head`."""
+        matrix = "embedding" if tied else self.vector("head", weight)
+        x = self.graph.node("Gemm", [write_norm(self, x, norm), matrix], f"{output}.product", transB=1)
+        x = self.graph.node("Cast", [x], output if softcap is None else f"{output}.uncapped", to=1)
+        if softcap is None:
+            return x
+        limit = self.graph.constant(f"{output}.cap", np.array(softcap, np.float32))
+        x = self.graph.node("Tanh", [self.graph.node("Div", [x, limit], f"{output}.small")], f"{output}.bent")
+        return self.graph.node("Mul", [x, limit], output)
+
+    def _activated(self, x: str, activation: Activation) -> str:
+        match activation:
+            case "silu":
+                sigmoid = self.graph.node("Sigmoid", [x], f"{x}.sigmoid")
+                return self.graph.node("Mul", [x, sigmoid], f"{x}.silu")
+            case "gelu":
+                return self.graph.node("Gelu", [x], f"{x}.gelu")
+            case "gelu_tanh":
+                return self.graph.node("Gelu", [x], f"{x}.gelu", approximate="tanh")
+            case "relu":
+                return self.graph.node("Relu", [x], f"{x}.relu")
+
+
+_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayers:
+    """Implements `Layers` by `genserve.Linear`: activations in float32, weights packed for it."""
+
+    graph: Graph
+    numbers: Format
+
+    def vector(self, name: str, value: FloatArray) -> str:
+        """See `Layers.vector`."""
+        return self.graph.weight(name, value.astype(np.float32))
+
+    def embedding(self, ids: str, weight: FloatArray, output: str) -> str:
+        """See `Layers.embedding`."""
+        weight_format, hidden = self.numbers.embedding, weight.shape[1]
+        if weight_format is None:
+            return self.graph.node("Gather", [self.vector("embedding", weight), ids], output)
+        block_size = BLOCKS[weight_format]
+        assert block_size is not None
+        values, scales = _quantized(weight, weight_format)
+        padding = -hidden % block_size
+        offset = np.pad(values, ((0, 0), (0, padding))).view(np.uint8) + np.uint8(128)
+        rows = self.graph.node(
+            "GatherBlockQuantized",
+            [self.graph.weight("embedding", offset), ids, self.graph.weight("embedding.scales", scales)],
+            f"{output}.padded" if padding else output,
+            bits=8,
+            block_size=block_size,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        return self._first_columns(rows, output, width=hidden) if padding else rows
+
+    def linear(
+        self,
+        x: str,
+        weight: FloatArray,
+        output: str,
+        *,
+        place: Place,
+        bias: FloatArray | None = None,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        gated: bool = False,
+        residual: str = "",
+        softcap: float | None = None,
+    ) -> str:
+        """See `Layers.linear`; `softcap` bends the outputs."""
+        weight_format: WeightFormat | None = getattr(self.numbers, place)
+        norm_weights = self._norm_weights(norm) if norm else ["", ""]
+        inputs = [
+            x,
+            *self._packed(f"{output}.weight", weight, weight_format, gated=gated),
+            "" if bias is None else self.vector(f"{output}.bias", bias),
+            *norm_weights,
+            residual,
+        ]
+        self.graph.node(
+            "Linear",
+            inputs,
+            self.graph.value(output, np.float32),
+            out_features=weight.shape[0],
+            in_features=weight.shape[1],
+            weight_format=weight_format or "float32",
+            activation=activation or "",
+            gated=int(gated),
+            softcap=softcap or 0.0,
+            **({"norm": norm.kind, "epsilon": norm.epsilon} if norm else {}),
+        )
+        return output
+
+    def head(
+        self, x: str, weight: FloatArray, output: str, *, norm: Norm, softcap: float | None, tied: bool
+    ) -> str:
+        """See `Layers.head`; a tied weight is stored a second time, packed for the product."""
+        del tied
+        return self.linear(x, weight, output, place="head", norm=norm, softcap=softcap)
+
+    def _norm_weights(self, norm: Norm) -> list[str]:
+        weight = self.vector(f"{norm.name}.weight", norm.weight)
+        return [weight, "" if norm.bias is None else self.vector(f"{norm.name}.bias", norm.bias)]
+
+    def _packed(
+        self, name: str, weight: FloatArray, weight_format: WeightFormat | None, *, gated: bool
+    ) -> list[str]:
+        """Add a weight [N, K] and its scales, if it has some, as the operator reads them."""
+        if weight_format is None:
+            return [self.graph.weight(name, pack_float32(weight, gated=gated)), ""]
+        packed = pack_quantized(_quantized(weight, weight_format), weight_format, gated=gated)
+        return [
+            self.graph.weight(name, packed.weight), self.graph.weight(f"{name}.scales", packed.scales)
+        ]
+
+    def _first_columns(self, x: str, output: str, *, width: int) -> str:
+        bounds = {"starts": 0, "ends": width, "axes": -1}
+        constants = [
+            self.graph.constant(f"{output}.{name}", np.array([value])) for name, value in bounds.items()
+        ]
+        return self.graph.node("Slice", [x, *constants], output)
+
+
+def _quantized(weight: FloatArray, weight_format: WeightFormat) -> Quantized:
+    """Round a weight some rows at a time: what lies between it and the result takes some times its memory."""
+    parts = [quantize(weight[i : i + _ROWS], weight_format) for i in range(0, len(weight), _ROWS)]
+    values, scales = map(np.concatenate, zip(*parts, strict=True))
+    return Quantized(values, scales)

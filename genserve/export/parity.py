@@ -1,9 +1,9 @@
-"""Parity: the exported graph against its source, logit by logit."""
+"""Parity: the exported graph compared with its source, logit by logit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,19 +11,36 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.backends.logits_growing import GrowingLogits
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError
-from genserve.export.cached_rows import forward_rows
 from genserve.export.checkpoint import FloatArray
-from genserve.export.form import Form
-from genserve.export.report import CacheType, Precision
+from genserve.export.export_options import CacheType, Form, Precision
 from genserve.export.source_model import Reference
-from genserve.generation.logits_model import LogitsModel
-from genserve.repository.parity_file import PARITY_FILE
+from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
+from genserve.textmodel.logits_config import PARITY_FILE
+from genserve.textmodel.runtimes.growing_logits import GrowingLogits
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
-__all__ = ["Parity", "check_parity"]
+__all__ = ["Parity", "check_parity", "forward_rows"]
+
+
+def forward_rows(
+    model: LogitsModel, token_ids: NDArray[np.int64], *, past: Sequence[int], logits_indices: Sequence[int]
+) -> FloatArray:
+    """Run tokens [rows, length] behind the `past` tokens of each row; row b has the b-th part of the cache.
+
+    Returns:
+        [len(logits_indices), vocab_size]: the logits behind those of the rows * length tokens.
+    """
+    num_rows = len(token_ids)
+    blocks_per_row = -(-model.max_length // model.block_size)
+    batch = ForwardBatch.of(
+        token_ids,
+        num_computed_tokens=past,
+        block_table=np.arange(num_rows * blocks_per_row).reshape(num_rows, -1),
+        logits_indices=logits_indices,
+    )
+    return on_host(model.forward(batch)).copy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

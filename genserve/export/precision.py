@@ -10,8 +10,7 @@ from typing import get_args
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.form import Form
-from genserve.export.report import CacheType, Precision
+from genserve.export.export_options import CacheType, Form, Precision
 from genserve.kernels.packing import WeightFormat
 
 __all__ = ["FORMATS", "Format", "cache_numbers", "require_cache", "resolve_precision"]

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from genserve.errors import ExportError, InvalidRequest, ModelFailed, RepositoryError
 from genserve.export.checkpoint import Checkpoint, FloatArray
 from genserve.export.texts import CALIBRATION, CALIBRATION_CHAT, HELD_OUT, HELD_OUT_CHAT
-from genserve.request import Chat, Message
+from genserve.prompt import Chat, Message
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["Reference", "run_source", "source_model"]

@@ -6,7 +6,7 @@ sentence of the one is in the other.
 
 from __future__ import annotations
 
-from genserve.request import Message
+from genserve.prompt import Message
 
 __all__ = ["CALIBRATION", "CALIBRATION_CHAT", "HELD_OUT", "HELD_OUT_CHAT"]
 

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from genserve.backends.logits_growing import GrowingLogits
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
-from genserve.export.form import Form
-from genserve.export.progress import Progress
-from genserve.export.report import Precision
+from genserve.export.export_options import Form, Precision, Progress
+from genserve.export.layout import StageFolders
+from genserve.export.model_folders import Stages
 from genserve.export.source_model import Reference, source_model
-from genserve.export.stage_folders import StageFolders
-from genserve.export.stages import Stages
+from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
 __all__ = ["TracedConversion"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from genserve.errors import Overloaded
-from genserve.metrics import GenerationMetrics
+from genserve.generation_metrics import GenerationMetrics
 
 __all__ = ["AdmissionControl", "QueueLimits", "Reason"]
 

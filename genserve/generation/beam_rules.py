@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from genserve.completion import TokenLogprob
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.truncation import best_ids, exponentials
-from genserve.request import TokenLogprob
+from genserve.sampling.staged_sampler import best_ids, exponentials
 
 __all__ = [
     "BeamRules",

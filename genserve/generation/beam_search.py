@@ -1,25 +1,244 @@
-"""Beam search: one of a request, its beams, which step together, and the answers that they come to."""
+"""Beam search: the beams of a request step together; the best become its answers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, takewhile
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from genserve.generation.beam import Beam, BeamText, Copy
-from genserve.generation.beam_group import BeamGroup
-from genserve.generation.beam_rules import BeamRules, Finished, log_softmax
-from genserve.generation.likelihood import likelihood
-from genserve.generation.logit_edits import apply_edits, join_edits
+from genserve.completion import TokenLogprob
+from genserve.generation.beam_rules import (
+    BeamRules,
+    Candidate,
+    Finished,
+    Hypothesis,
+    Standings,
+    advance,
+    best,
+    log_softmax,
+)
+from genserve.generation.engine_request import LogitsConsumer, Request, TokenSequence
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.token_sequence import TokenSequence
-from genserve.request import TokenLogprob
+from genserve.sampling.logits_edits import apply_edits, join_edits
+from genserve.sampling.sampler import likelihood
 
-__all__ = ["BeamSearch", "Reorder"]
+__all__ = ["Beam", "BeamGroup", "BeamSearch", "BeamText", "Copy", "Reorder", "Tell"]
+
+
+class BeamText(Protocol):
+    """The text of a beam, as far as it tells where it has to end."""
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text; None as long as it goes on."""
+
+    def push(self, token_id: int) -> str:
+        """Take one more token."""
+
+    def fork(self) -> BeamText:
+        """Return one with the same tokens, which goes on by itself."""
+
+
+class Beam(Request):
+    """One of the answers that a search follows: tokens in the KV cache; a `Request`.
+
+    Belongs to the engine's thread.
+
+    Attributes:
+        search: that follows it.
+        likelihoods: of its answer's tokens, if the request asks for them.
+        text: of its answer; None: no stop string ends it.
+    """
+
+    __slots__ = ("likelihoods", "logit_rules", "search", "text")
+
+    def __init__(
+        self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
+    ) -> None:
+        super().__init__(prompt_token_ids)
+        self.search = search
+        self.text = text
+        self.likelihoods: list[TokenLogprob] = []
+        self.logit_rules = search.answers[0].fresh_rules()
+
+    @property
+    def answer(self) -> list[int]:
+        """Its tokens behind the prompt."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def cache_salt(self) -> str | None:
+        """That of the request."""
+        return self.search.answers[0].cache_salt
+
+    @property
+    def priority(self) -> int:
+        """That of the request."""
+        return self.search.answers[0].priority
+
+    @property
+    def lead(self) -> Beam:
+        """See `Request`."""
+        return self.search.lead
+
+    @property
+    def group(self) -> Sequence[Beam]:
+        """See `Request`: all that are followed, or the lead, as long as it computes the prompt."""
+        return self.search.beams if self.search.begun else (self,)
+
+    @property
+    def num_seqs(self) -> int:
+        """See `Request`."""
+        return len(self.search.beams)
+
+    @property
+    def answers(self) -> Sequence[Request]:
+        """See `Request`."""
+        return self.search.answers
+
+    def take_logits(self, taker: LogitsConsumer, row: int) -> None:
+        """See `Request`: its search goes on."""
+        taker.search(self, row)
+
+    def stops_with(self, token_id: int) -> bool:
+        """Whether a stop string would be there, if this token came next."""
+        if self.text is None:
+            return False
+        text = self.text.fork()
+        text.push(token_id)
+        return text.stop is not None
+
+    def append(self, token_id: int, likelihoods: Sequence[TokenLogprob]) -> None:
+        """Add a token to the answer, and how likely it was, if the request asks for that."""
+        self.token_ids.append(token_id)
+        self.likelihoods += likelihoods
+        if self.text is not None:
+            self.text.push(token_id)
+
+    def follow(self, other: Beam) -> None:
+        """Become a copy of another beam."""
+        self.token_ids = other.token_ids.copy()
+        self.text = other.text.fork() if other.text is not None else None
+        self.likelihoods = other.likelihoods.copy()
+        self.logit_rules = self.search.answers[0].fresh_rules()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Beam `target` goes on from what beam `source` has computed."""
+
+    source: Beam
+    target: Beam
+
+
+# Of a beam that takes the place of one that is missing, because the rules leave too few.
+_SPARE = -np.inf
+# Tells how likely a token is behind a row of logits; nothing if that is not asked for.
+Tell: TypeAlias = Callable[[int, int], list[TokenLogprob]]
+
+
+class BeamGroup:
+    """The search over some beams. Belongs to the engine's thread.
+
+    Attributes:
+        beams: those that are followed, the best first.
+        standings: what is known.
+    """
+
+    def __init__(
+        self,
+        beams: Sequence[Beam],
+        *,
+        rules: BeamRules,
+        num_endings: int,
+        ends: Callable[[Beam, int], bool],
+    ) -> None:
+        """Begin before the first token.
+
+        Args:
+            beams: `rules.width` of them.
+            rules: of the search.
+            num_endings: how many tokens end an answer.
+            ends: whether this token, behind a beam's, completes its answer.
+        """
+        self.beams = list(beams)
+        self.standings = Standings()
+        self._rules = rules
+        self._ends = ends
+        # So many that, whatever ends, as many beams as before can go on.
+        self._num_candidates = rules.width * max(2, 1 + num_endings)
+        self._scores = [0.0]
+
+    def step(self, log_probs: FloatArray, *, tell: Tell) -> list[Copy] | None:
+        """Add a token to each beam.
+
+        Args:
+            log_probs: [R, V] float32, after the last tokens of the beams, R = 1 behind the prompt.
+            tell: asked about the tokens that are taken.
+
+        Returns:
+            Which beams go on from others, none if the search is done; None: the rules leave no token.
+        """
+        candidates = best(log_probs, scores=self._scores, count=self._num_candidates)
+        if not candidates:
+            return None
+        self.standings = advance(
+            self.standings,
+            candidates,
+            complete=lambda candidate: self._complete(candidate, tell),
+            num_tokens=len(self.beams[0].answer) + 1,
+            rules=self._rules,
+        )
+        return [] if self.standings.done else self._go_on(tell)
+
+    def best_so_far(self) -> list[Finished]:
+        """Return the best there are, complete or not; needs a token."""
+        if self.standings.done:
+            return list(self.standings.finished)
+        length = len(self.beams[0].answer) ** self._rules.length_penalty
+        begun = [
+            Finished(
+                hypothesis=Hypothesis(token_ids=tuple(beam.answer), likelihoods=tuple(beam.likelihoods)),
+                score=score / length,
+            )
+            for beam, score in zip(self.beams, self._scores, strict=True)
+        ]
+        return [*self.standings.finished, *begun]
+
+    def _complete(self, candidate: Candidate, tell: Tell) -> Hypothesis | None:
+        """Return the answer that a candidate's token completes, if it does."""
+        beam = self.beams[candidate.beam]
+        if not self._ends(beam, candidate.token_id):
+            return None
+        likelihoods = (*beam.likelihoods, *tell(candidate.beam, candidate.token_id))
+        return Hypothesis(token_ids=(*beam.answer, candidate.token_id), likelihoods=likelihoods)
+
+    def _go_on(self, tell: Tell) -> list[Copy]:
+        """Make the beams those that the search goes on with; returns which go on from others."""
+        live = self.standings.live
+        spare = [replace(live[0], score=_SPARE)] * (len(self.beams) - len(live))
+        following = [*live, *spare]
+        parents = [self.beams[candidate.beam] for candidate in following]
+        free = [beam for beam in self.beams if beam not in parents]
+        copies: list[Copy] = []
+        beams: list[Beam] = []
+        for parent in parents:
+            if parent in beams:
+                copies.append(Copy(source=parent, target=free.pop()))
+                beams.append(copies[-1].target)
+            else:
+                beams.append(parent)
+        for copy in copies:
+            copy.target.follow(copy.source)
+        for beam, candidate in zip(beams, following, strict=True):
+            beam.append(candidate.token_id, tell(candidate.beam, candidate.token_id))
+        self.beams, self._scores = beams, [candidate.score for candidate in following]
+        return copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeAlias
 
+from genserve.completion import Delta
 from genserve.errors import Closed, GenserveError, ModelFailed, ModelNotReady, Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits, Reason
 from genserve.generation.engine import Engine, StepResult
+from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.logits_model import LogitsArray
-from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.request import Request
-from genserve.generation.token_sequence import TokenSequence
-from genserve.metrics import GenerationMetrics
-from genserve.request import Delta
+from genserve.generation_metrics import GenerationMetrics
 
 __all__ = ["EngineThread", "Outbox", "RequestOutput", "Reservation"]
 

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from itertools import chain, takewhile
 from operator import itemgetter
 
-from genserve.generation.request import Request
+from genserve.generation.engine_request import Request
 
 __all__ = ["BlockTable", "KVCacheManager"]
 

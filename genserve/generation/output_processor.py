@@ -1,28 +1,101 @@
-"""Output processor: what becomes of the logits of a step."""
+"""Output processor: turns the logits of a step into tokens, answers and errors."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
-from genserve.generation.beam import Beam
-from genserve.generation.beam_search import BeamSearch
-from genserve.generation.decoding_loops import DecodingLoops
+from genserve.generation.batch_sampler import RowPicker, pick
+from genserve.generation.beam_search import Beam, BeamSearch
+from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence, Want
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, on_host
-from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.pick import RowPicker, pick
-from genserve.generation.request import Request
-from genserve.generation.sampler import select_rows
 from genserve.generation.scheduler import SchedulerOutput
 from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence, Want
+from genserve.sampling.sampler import select_rows
 
-__all__ = ["OutputProcessor", "Outputs"]
+__all__ = ["DecodeFunction", "DecodingLoops", "OutputProcessor", "Outputs"]
+
 
 logger = logging.getLogger(__name__)
+
+DecodeFunction = Callable[[TokenSequence], Coroutine[Any, Any, None]]
+
+
+class DecodingLoops:
+    """The loops that are under way. Belongs to the engine's thread, which runs all of them.
+
+    A loop is a plain coroutine without an event loop: it can wait for the next token or for the
+    next row of logits, and the engine resumes it with just that.
+    """
+
+    def __init__(self, decode: DecodeFunction) -> None:
+        self._decode = decode
+        self._loops: dict[Request, Coroutine[Any, Any, None]] = {}
+        self._wants: dict[Request, Want] = {}
+
+    def __len__(self) -> int:
+        return len(self._loops)
+
+    def want(self, sequence: TokenSequence) -> Want | None:
+        """Return what the sequence's loop waits for; None if it has ended. Starts it if need be.
+
+        Raises:
+            GenserveError: the loop failed in its first lines.
+        """
+        if sequence not in self._loops:
+            self._loops[sequence] = self._decode(sequence)
+            self._advance(sequence, None)
+        return self._wants.get(sequence)
+
+    def resume(self, sequence: TokenSequence, value: Any) -> None:
+        """Hand the loop what it waits for, and run it up to its next wait or its end.
+
+        Raises:
+            GenserveError: the loop raised, or awaited something else, or did not append a token.
+        """
+        self._advance(sequence, value)
+        if not sequence.finished and sequence.num_pending == 0:
+            raise ModelFailed("the decoding loop waited again without appending a token")
+
+    def drop(self, request: Request) -> None:
+        """Close the loop of a request that leaves; fine if it has none."""
+        self._wants.pop(request, None)
+        loop = self._loops.pop(request, None)
+        if loop is None:
+            return
+        try:
+            loop.close()
+        except BaseException:  # its `finally` raised, or it awaits again: nobody is left to be told
+            logger.exception("decoding loop failed while it was closed")
+
+    def _advance(self, sequence: TokenSequence, value: Any) -> None:
+        try:
+            want = self._loops[sequence].send(value)
+        except StopIteration:
+            self._wants.pop(sequence, None)
+            if not sequence.finished:
+                sequence.finish(FinishReason.END_OF_SEQUENCE)
+            return
+        except GenserveError:
+            raise
+        except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
+            logger.exception("decoding loop failed")
+            raise ModelFailed("the decoding loop failed", remedy=SEE_LOG) from error
+        if not isinstance(want, Want):
+            logger.error("decoding loop awaited a %s", type(want).__name__)
+            raise ModelFailed(
+                "the decoding loop awaited neither a token nor logits",
+                remedy="`decode` may await sequence.sample() and sequence.logits(), nothing else",
+            )
+        self._wants[sequence] = want
+
+
+
 
 
 @dataclass(slots=True)
@@ -43,7 +116,7 @@ class Outputs:
 
 
 class OutputProcessor:
-    """Gives each request of which all tokens are computed its token or its row; a `LogitsTaker`.
+    """Gives each request of which all tokens are computed its token or its row; a `LogitsConsumer`.
 
     Belongs to the engine's thread.
     """
@@ -98,15 +171,15 @@ class OutputProcessor:
         return self._outputs
 
     def generate(self, sequence: TokenSequence, row: int) -> None:
-        """See `LogitsTaker`."""
+        """See `LogitsConsumer`."""
         self._generating.append((sequence, row))
 
     def answer(self, request: LogitsRequest, row: int) -> None:
-        """See `LogitsTaker`."""
+        """See `LogitsConsumer`."""
         self._answering.append((request, row))
 
     def search(self, beam: Beam, row: int) -> None:
-        """See `LogitsTaker`."""
+        """See `LogitsConsumer`."""
         self._searching.setdefault(beam.search, {})[beam] = row
 
     def _give(self, logits: LogitsArray, ready: Sequence[tuple[Request, int]]) -> None:

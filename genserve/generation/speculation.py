@@ -1,24 +1,25 @@
-"""Speculation: several tokens of a sequence in one step, where a draft foresees them.
+"""Speculation: verify several drafted tokens of a sequence in one step.
 
-The tokens that a sequence is about to have are drafted, and run in the same forward behind its last one. Then
-its tokens are picked one by one, as ever, from the model's own logits by its own rules and draws; as long as
-what is picked is what was drafted, the next logits are there already. So the text is the one without
-speculation, sampling included: it is the acceptance rule of Leviathan et al., "Fast Inference from
-Transformers via Speculative Decoding" (ICML 2023), and Chen et al. (2023), for a draft that has no doubts,
-with the draw in the place of the coin.
+Drafted tokens run in the same forward, behind the last token of their sequence. The sequence's tokens are
+then sampled one by one from the model's own logits, by the request's parameters and draws. As long as the
+sampled token is the drafted one, the next row of logits is already there. So the text is the same as without
+speculation, random draws included. This is the acceptance rule of Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding" (ICML 2023), and Chen et al. (2023), for a draft that gives each token
+probability 1, with the sampler's draw in place of the acceptance draw.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from genserve.generation.request import Request
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.engine_request import Request, TokenSequence
+from genserve.generation.logits_model import ForwardBatch, LogitsModel
 
-__all__ = ["Draft", "Speculation"]
+__all__ = ["Draft", "DraftModel", "PromptLookup", "Speculation"]
+
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +112,136 @@ class Speculation:
             logger.exception("drafting failed; there will be no drafts until the model is loaded again")
             self._has_failed = True
             return ()
+
+
+_SIZES = (4, 3, 2)      # of the last tokens that are looked for, in this order
+
+
+class PromptLookup:
+    """Proposes what came after the latest occurrence of the last tokens; a `Draft`. Costs some microseconds.
+
+    Belongs to the engine's thread.
+
+    Source: Saxena, "Prompt Lookup Decoding" (2023), https://github.com/apoorvumang/prompt-lookup-decoding.
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[TokenSequence, _Index] = {}
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """See `Draft.propose`."""
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = _Index()
+        return index.following(sequence.token_ids, count)
+
+    def drop(self, sequence: TokenSequence) -> None:
+        """See `Draft.drop`."""
+        self._indices.pop(sequence, None)
+
+
+class _Index:
+    """Where each run of some tokens ended last in one growing list; reads each of its tokens once."""
+
+    def __init__(self) -> None:
+        self._followed_at: dict[tuple[int, ...], int] = {}      # by run, the place of what follows it
+        self._num_read = 0
+
+    def following(self, token_ids: Sequence[int], count: int) -> Sequence[int]:
+        """Return `count` tokens that may follow, or none."""
+        self._read(token_ids)
+        for size in _SIZES:
+            start = self._followed_at.get(tuple(token_ids[-size:]))
+            if start is not None:
+                # Where it ends before so many: what has come twice in a row may come again.
+                period = len(token_ids) - start
+                return [token_ids[start + i % period] for i in range(count)]
+        return ()
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        """Note all runs but those that nothing follows yet."""
+        for end in range(self._num_read + 1, len(token_ids)):
+            for size in _SIZES:
+                if size <= end:
+                    self._followed_at[tuple(token_ids[end - size : end])] = end
+        self._num_read = max(self._num_read, len(token_ids) - 1)
+
+
+_CHUNK = 256    # tokens of a prompt that are computed in one step, which all others wait for
+
+
+@dataclass(slots=True)
+class _DraftCache:
+    """What is in the cache of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Proposes the tokens that another model thinks best; a `Draft`. Belongs to the engine's thread.
+
+    Each sequence has blocks of that model's cache. Where no block is free, the sequence that was asked for
+    least recently loses its own, and is computed anew when it is asked for again.
+    """
+
+    def __init__(self, model: LogitsModel, *, vocab_size: int) -> None:
+        """Begin with an empty cache.
+
+        Args:
+            model: drafts; nobody else uses it.
+            vocab_size: of the model that is drafted for; either may have rows behind the last token.
+        """
+        self._model = model
+        self._vocab_size = vocab_size
+        self._free_blocks = list(range(model.num_blocks))
+        self._cached: dict[TokenSequence, _DraftCache] = {}     # least recently asked first
+
+    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
+        """See `Draft.propose`. None while a long prompt is computed, chunk by chunk."""
+        token_ids = sequence.token_ids
+        if len(token_ids) + count > self._model.max_length:
+            return ()
+        cached = self._cached[sequence] = self._cached.pop(sequence, _DraftCache())
+        # The last token is computed again, if need be: the logits behind it are what is asked for.
+        num_computed = min(_common_prefix(cached.token_ids, token_ids), len(token_ids) - 1)
+        del cached.token_ids[num_computed:]
+        best = self._run(cached, token_ids[num_computed : num_computed + _CHUNK])
+        if len(cached.token_ids) < len(token_ids):
+            return ()
+        drafted = [best]
+        while len(drafted) < count:
+            drafted.append(self._run(cached, drafted[-1:]))
+        return drafted
+
+    def drop(self, sequence: TokenSequence) -> None:
+        """See `Draft.drop`."""
+        cached = self._cached.pop(sequence, None)
+        if cached is not None:
+            self._free_blocks += cached.blocks
+
+    def _run(self, cached: _DraftCache, token_ids: Sequence[int]) -> int:
+        """Compute some tokens behind what is cached of the sequence asked for; returns the best next one."""
+        num_computed = len(cached.token_ids)
+        cached.token_ids += token_ids
+        while len(cached.blocks) * self._model.block_size < len(cached.token_ids):
+            if not self._free_blocks:
+                self.drop(next(iter(self._cached)))
+            cached.blocks.append(self._free_blocks.pop())
+        [row] = self._model.forward(
+            ForwardBatch.of([token_ids], num_computed_tokens=[num_computed], block_table=[cached.blocks])
+        )
+        return int(row[: self._vocab_size].argmax())
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading tokens are the same; by halving, so that lists compare at C's speed."""
+    same, limit = 0, min(len(first), len(second))
+    probe = limit
+    while same < limit:
+        if first[same:probe] == second[same:probe]:
+            same = probe
+        else:
+            limit = probe - 1
+        probe = (same + limit + 1) // 2
+    return same

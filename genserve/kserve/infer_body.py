@@ -1,30 +1,45 @@
-"""Infer body: the HTTP body of an inference, JSON and binary tensors, to a request."""
+"""Infer body: the HTTP bodies of an inference, JSON and binary tensors: request and response."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
-from genserve.inference import InferenceRequest, Parameter, RequestFlags
-from genserve.kserve.input_tensor import check_size, fail, input_tensor
-from genserve.kserve.json_document import JsonText, Kind, checked, member, read_json
-from genserve.kserve.json_elements import read_elements
-from genserve.kserve.models import ServedModel
-from genserve.kserve.requested_output import RequestedOutput
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter, RequestFlags
+from genserve.kserve.request_tensors import RequestedOutput, check_size, fail, input_tensor, prepared
+from genserve.kserve.served_models import ServedModel
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
-from genserve.tensor import Tensor
+from genserve.kserve.triton_parsing import (
+    JsonText,
+    Kind,
+    checked,
+    elements_of,
+    member,
+    read_elements,
+    read_json,
+)
+from genserve.tensor import DataType, Tensor
 
-__all__ = ["InferBody", "custom_parameter", "read_infer_body", "read_raw_body"]
+__all__ = [
+    "InferRequestBody",
+    "InferResponseBody",
+    "answer_of",
+    "custom_parameter",
+    "dump",
+    "read_infer_body",
+    "read_raw_body",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InferBody:
+class InferRequestBody:
     """A parsed body.
 
     Attributes:
@@ -46,7 +61,7 @@ def read_infer_body(
     version: int,
     shared_memory: SharedMemory,
     parameters: Mapping[str, Parameter],
-) -> InferBody:
+) -> InferRequestBody:
     """Read a JSON document and the binary tensors behind it; these are views of `tail`.
 
     Args:
@@ -67,7 +82,7 @@ def read_infer_body(
 
 def read_raw_body(
     data: memoryview, *, model: ServedModel, version: int, parameters: Mapping[str, Parameter]
-) -> InferBody:
+) -> InferRequestBody:
     """Read a body that is the only input of a model, and nothing else; all outputs are binary then.
 
     Raises:
@@ -103,7 +118,7 @@ def read_raw_body(
     request = InferenceRequest(
         model_name=model.name, model_version=version, inputs={spec.name: tensor}, parameters=parameters
     )
-    return InferBody(request=request, outputs={}, binary=True)
+    return InferRequestBody(request=request, outputs={}, binary=True)
 
 
 def custom_parameter(name: str, value: Any) -> Parameter:
@@ -133,7 +148,7 @@ class _Reader:
         self._id = ""
         self._late: InferenceError | None = None  # what Triton would notice after all else is read
 
-    def read(self, *, version: int, parameters: Mapping[str, Parameter]) -> InferBody:
+    def read(self, *, version: int, parameters: Mapping[str, Parameter]) -> InferRequestBody:
         document = self._document
         given = isinstance(document, dict)
         if given and "id" in document:
@@ -160,7 +175,7 @@ class _Reader:
             parameters=asked,
             **fields,
         )
-        return InferBody(request=request, outputs=outputs, binary=binary)
+        return InferRequestBody(request=request, outputs=outputs, binary=binary)
 
     def _inputs(self, entries: list[Any]) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
@@ -337,3 +352,86 @@ def _deduced(name: str, dims: tuple[int, ...], *, num_elements: int) -> list[int
     fixed = math.prod(dim for dim in dims if dim != -1)
     return [num_elements // fixed if dim == -1 else dim for dim in dims]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferResponseBody:
+    """A body.
+
+    Attributes:
+        body: JSON, and what follows it.
+        header_length: the length of the JSON; None: there is nothing but JSON.
+    """
+
+    body: bytes
+    header_length: int | None = None
+
+
+def answer_of(
+    response: InferenceResponse, *, inference: Inference, asked: InferRequestBody, model: ServedModel
+) -> InferResponseBody:
+    """Return the body that answers a request; outputs that go into shared memory are written there.
+
+    Raises:
+        InferenceError: an output cannot be told as it was asked for.
+    """
+    blobs: list[bytes | memoryview] = []
+    outputs = [
+        _output(tensor, requested=asked.outputs.get(tensor.name), asked=asked, model=model, blobs=blobs)
+        for tensor in response.outputs
+    ]
+    document: dict[str, Any] = {"id": inference.request.id} if inference.request.id else {}
+    document |= {"model_name": inference.model_name, "model_version": str(inference.model_version)}
+    if response.parameters:
+        document["parameters"] = dict(response.parameters)
+    document["outputs"] = outputs
+    head = dump(document)
+    if not blobs:
+        return InferResponseBody(body=head)
+    return InferResponseBody(body=b"".join((head, *blobs)), header_length=len(head))
+
+
+def dump(document: dict[str, Any]) -> bytes:
+    """Write JSON, arrays as lists, NaN and infinities as Triton does: as bare words."""
+    if _is_finite(document):
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=np.ndarray.tolist)
+    return text.encode()
+
+
+def _output(
+    tensor: Tensor,
+    *,
+    requested: RequestedOutput | None,
+    asked: InferRequestBody,
+    model: ServedModel,
+    blobs: list[bytes | memoryview],
+) -> dict[str, Any]:
+    tensor = prepared(tensor, requested=requested, model=model)
+    entry: dict[str, Any] = {
+        "name": tensor.name,
+        "datatype": tensor.data_type.name,
+        "shape": tensor.shape,
+    }
+    if requested is not None and requested.target is not None:
+        return entry
+    if requested.binary if requested is not None else asked.binary:
+        data = tensor.to_bytes()
+        entry["parameters"] = {"binary_data_size": len(data)}
+        if len(data):
+            blobs.append(data)
+    else:
+        entry["data"] = elements_of(tensor)
+    return entry
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number of a document is NaN or infinite; arrays stand in mappings, never in lists."""
+    if isinstance(value, (str, int)):
+        return True
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return not (value and isinstance(value[0], dict)) or all(map(_is_finite, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+    return not isinstance(value, float) or math.isfinite(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.kserve.leading_number import leading_number
+from genserve.kserve.triton_parsing import leading_number
 from genserve.tracing import Trace, TraceFile
 
 __all__ = ["TraceSettings", "Value", "read_trace_config"]

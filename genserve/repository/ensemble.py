@@ -19,7 +19,7 @@ from genserve.inference import (
     Parameter,
     RequestFlags,
 )
-from genserve.statistics import ModelStatistics
+from genserve.inference_statistics import ModelStatistics
 from genserve.tensor import Tensor
 
 __all__ = ["Ensemble"]

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
-from genserve.repository.plugin_rules import decodes
+from genserve.textmodel.plugin_rules import decodes
 
 __all__ = [
     "Chain",

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genserve.config.backends import known_backends
-from genserve.config.fault import Fault, Severity, first_error
+from genserve.config.backends import known_backends, version_folders
+from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
 from genserve.config.parse import ParsedConfig, inspect_model_config
-from genserve.config.version_folders import version_folders
 from genserve.errors import ConfigError, RepositoryError
 
 __all__ = ["ModelEntry", "fingerprint", "links_out", "scan", "served_versions"]
@@ -210,7 +209,7 @@ def _model_folders(root: Path) -> list[Path]:
 
 
 def _leads_out(folder: Path, link: Path) -> ParsedConfig:
-    fault = Fault(
+    fault = Diagnostic(
         severity=Severity.ERROR,
         path=link,
         message=f"the link leads out of the model repository, and model '{folder.name}' is refused",
@@ -221,7 +220,7 @@ def _leads_out(folder: Path, link: Path) -> ParsedConfig:
 
 
 def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
-    fault = Fault(
+    fault = Diagnostic(
         severity=Severity.ERROR,
         path=other,
         message=f"failed to poll model '{entry.name}': not unique across all model repositories",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from genserve.backends.backend import Backend, Placement
 from genserve.config.model_config import InstanceGroup
 from genserve.inference import Inference
-from genserve.schedulers.instance import Instance
+from genserve.inference_statistics import ModelStatistics
+from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.queue_scheduler import Scheduler
 from genserve.schedulers.rate_limiter import ResourcePermit
-from genserve.schedulers.scheduler import Scheduler
-from genserve.statistics import ModelStatistics
 
 __all__ = ["Instances", "group_placements"]
 

@@ -13,19 +13,18 @@ from genserve.backends.registry import find_backend
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.errors import RepositoryError
+from genserve.generation_metrics import Metrics
 from genserve.inference import Door
-from genserve.metrics import Metrics
+from genserve.inference_statistics import ModelStatistics
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.instances import Instances, group_placements
+from genserve.repository.model_versions import Runner, Served, Versions
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import Prepared
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.served import Runner, Served
 from genserve.repository.upload import Upload
-from genserve.repository.versions import Versions
-from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
-from genserve.statistics import ModelStatistics
 
 __all__ = ["Loader", "output_labels"]
 

@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from genserve.backends.logits_onnx import check_logits_graph
-from genserve.backends.onnx_session import open_to_look
+from genserve.backends.onnx_session import open_for_inspection
 from genserve.backends.onnx_signature import OnnxSignature
-from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
-from genserve.config.fault import Fault, Severity
-from genserve.config.from_message import model_config
+from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
+from genserve.config.diagnostics import Diagnostic, Severity
 from genserve.config.model_config import ModelConfig
+from genserve.config.normalise import num_gpus
+from genserve.config.schema import model_config
 from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
-from genserve.repository.devices import num_gpus
 from genserve.repository.index import ModelEntry
-from genserve.repository.logits_runtime import CacheKind, cache_kind, context_length
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.logits_runtime import CacheKind, cache_kind, context_length
+from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
 
-__all__ = ["content_faults", "placeholder_faults"]
+__all__ = ["content_diagnostics", "placeholder_diagnostics"]
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024   # by the specification of Git LFS
@@ -33,7 +33,7 @@ _TORCHSCRIPT_RECORDS = ("data.pkl", "constants.pkl", "version")
 _WEIGHTS = "data.pkl"         # what torch.save of a state_dict writes, too
 
 
-def placeholder_faults(folder: Path, *, backend: str, filename: str) -> Iterator[Fault]:
+def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Iterator[Diagnostic]:
     """Yield the files of a version that stand for others, and the model's own if there is nothing in it.
 
     Args:
@@ -69,7 +69,7 @@ def placeholder_faults(folder: Path, *, backend: str, filename: str) -> Iterator
             yield _fault(file, f"{file.name} is empty", remedy="copy or export it again")
 
 
-def content_faults(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Fault]:
+def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Diagnostic]:
     """Yield what a load would find in the files of a version.
 
     Args:
@@ -97,14 +97,14 @@ def content_faults(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iter
         yield _fault(file, message, remedy="copy or export it again")
 
 
-def _onnx_faults(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Fault]:
+def _onnx_faults(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Diagnostic]:
     """Yield where the config says something else than the graph.
 
     Raises:
         RepositoryError: the graph cannot be opened.
     """
     try:
-        session = open_to_look(file)
+        session = open_for_inspection(file)
     except RepositoryError as error:
         if num_gpus() and error.message.startswith(_NOT_IMPLEMENTED):
             return      # the CPU cannot run it, and the GPU may
@@ -153,12 +153,12 @@ def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryErr
     )
 
 
-def _config_fault(entry: ModelEntry, error: RepositoryError) -> Fault:
+def _config_fault(entry: ModelEntry, error: RepositoryError) -> Diagnostic:
     """Make a fault at the field of the config that an error names, or else at the config's beginning."""
     return entry.parsed.fault(
         Severity.ERROR, error.field or "", error.message, remedy=error.remedy, at_load=True
     )
 
 
-def _fault(path: Path, message: str, *, remedy: str, severity: Severity = Severity.ERROR) -> Fault:
-    return Fault(severity=severity, path=path, message=message, remedy=remedy, at_load=True)
+def _fault(path: Path, message: str, *, remedy: str, severity: Severity = Severity.ERROR) -> Diagnostic:
+    return Diagnostic(severity=severity, path=path, message=message, remedy=remedy, at_load=True)

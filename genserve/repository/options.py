@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from genserve.config.backend_config import DEFAULT_MAX_BATCH_SIZE
+from genserve.config.backends import DEFAULT_MAX_BATCH_SIZE
 from genserve.schedulers.rate_limiter import Capacity
 
 __all__ = ["ControlMode", "RepositoryOptions"]

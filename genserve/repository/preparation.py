@@ -9,19 +9,17 @@ from typing import Any
 
 from genserve.backends.registry import find_backend
 from genserve.config.backends import deduce_backend, known_backends
-from genserve.config.fault import first_error
-from genserve.config.from_json import read_config_json
-from genserve.config.from_message import model_config
+from genserve.config.config_json import read_config_json
+from genserve.config.diagnostics import first_error
 from genserve.config.model_config import ModelConfig
-from genserve.config.normalise import normalise
+from genserve.config.normalise import normalise, num_gpus
 from genserve.config.parse import ParsedConfig, inspect_message
-from genserve.config.schema import new_model_config
-from genserve.repository.check import accept
-from genserve.repository.devices import num_gpus
+from genserve.config.schema import model_config, new_model_config
+from genserve.repository.ensemble_rules import ensemble_diagnostics
 from genserve.repository.ensemble_steps import is_decoupled
 from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.model_validation import accept
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.wiring import wiring_faults
 
 __all__ = ["Prepared", "check_usable", "prepare", "with_config"]
 
@@ -56,7 +54,7 @@ def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
     Raises:
         RepositoryError: its first error.
     """
-    faults = (*entry.parsed.faults, *wiring_faults(entry, entries))
+    faults = (*entry.parsed.faults, *ensemble_diagnostics(entry, entries))
     error = first_error(fault for fault in faults if not fault.at_load)
     if error is not None:
         raise error

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import (
     Closed,
     GenserveError,
@@ -17,18 +16,18 @@ from genserve.errors import (
     ModelNotReady,
     Status,
 )
+from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
-from genserve.metrics import Metrics
-from genserve.repository.control import ModelControl
 from genserve.repository.ensemble_steps import stage_owners
 from genserve.repository.loading import Loader
+from genserve.repository.model_lifecycle import ModelLifecycle
+from genserve.repository.model_versions import IndexEntry, ModelState, Served, Versions
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.served import Served
-from genserve.repository.text_generation import TextGeneration
 from genserve.repository.upload import check_model_name
-from genserve.repository.versions import IndexEntry, ModelState, Versions
 from genserve.schedulers.rate_limiter import RateLimiter
+from genserve.textmodel.text_inference import TextGeneration
+from genserve.textmodel.text_model import TextModel
 
 __all__ = ["Repository"]
 
@@ -64,7 +63,7 @@ class Repository:
             cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
             rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
-        self._control = ModelControl(
+        self._control = ModelLifecycle(
             roots, options=self.options, versions=self._versions, loader=loader
         )
         self._wanted: list[str] | None = None       # None: `start` has not been called
@@ -80,7 +79,7 @@ class Repository:
         return list(self._control.chains)
 
     @property
-    def generation_models(self) -> list[GenerationEnsemble]:
+    def generation_models(self) -> list[TextModel]:
         """The generation models that answer."""
         runners = (served.runner for served in self._versions.served)
         return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
@@ -125,7 +124,7 @@ class Repository:
         """
         return self._versions.find(name, version)
 
-    def get(self, name: str | None = None) -> GenerationEnsemble:
+    def get(self, name: str | None = None) -> TextModel:
         """Return a generation model; without a name, the only one.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import mkdtemp
 
 from genserve.config.backends import deduce_backend
-from genserve.config.file_rules import MAX_NAME_BYTES
+from genserve.config.config_rules import MAX_NAME_BYTES
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.repository.index import ModelEntry

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.checks import require
+from genserve.sampling.param_table import require
 
 __all__ = ["RepetitionDetection", "repetition_detection"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.checks import require
+from genserve.sampling.param_table import require
 
 __all__ = [
     "Form",

@@ -1,21 +1,113 @@
-"""Queue scheduler: a queue behind a lock, and the instances that wait for it."""
+"""Queue scheduler: a queue behind a lock, from which the instances of a model take their batches."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
-from genserve.bell import Bell
+from genserve.config.model_config import ModelConfig
 from genserve.errors import GenserveError
 from genserve.inference import Inference
-from genserve.schedulers.queue import ANY_INSTANCE, Plan, Queue, Refusal, stopping
-from genserve.schedulers.timer import Timer
+from genserve.schedulers.dynamic_batcher import DynamicQueue, alike
+from genserve.schedulers.request_queue import ANY_INSTANCE, DirectQueue, Plan, Queue, Refusal, stopping
+from genserve.schedulers.sequence_batcher import SequenceQueue
+from genserve.wakeup import Wakeup
 
-__all__ = ["Permit", "QueueScheduler"]
+__all__ = ["Permit", "QueueScheduler", "Scheduler", "Timer", "make_scheduler"]
+
+
+logger = logging.getLogger(__name__)
+
+
+class Timer:
+    """Calls back at given times, from a thread of its own that starts with the first call.
+
+    What a callback refers to is kept until then; one that is no longer needed should do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    def call_at(self, when_ns: int, callback: Callable[[], None]) -> None:
+        """Call back once it is `when_ns` by `time.monotonic_ns()`. The callback must not block."""
+        with self._changed:
+            heapq.heappush(self._calls, (when_ns, next(self._order), callback))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="timer", daemon=True)
+                self._thread.start()
+            elif self._calls[0][2] is callback:
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            callback = self._next()
+            try:
+                callback()
+            except Exception:
+                logger.exception("a timed call failed")
+            del callback  # not kept alive until the next one is due
+
+    def _next(self) -> Callable[[], None]:
+        with self._changed:
+            while True:
+                if not self._calls:
+                    self._changed.wait()
+                    continue
+                remaining_ns = self._calls[0][0] - time.monotonic_ns()
+                if remaining_ns <= 0:
+                    return heapq.heappop(self._calls)[2]
+                self._changed.wait(remaining_ns / 1e9)
+
+
+class Scheduler(Protocol):
+    """Queues inferences; instances pull. There is no thread in between: one hand-over per batch.
+
+    `submit` and `close` are called from any thread, `take` and `done` by the thread of each instance.
+    A batch can grow until an instance is free, because it is formed when an instance asks for it.
+    """
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences accepted and not taken."""
+
+    def submit(self, inference: Inference) -> None:
+        """Queue an inference, whose request fits the model's config.
+
+        Raises:
+            InferenceError: the queue is full, the request breaks the rules of its sequence, or the model is
+                being unloaded.
+        """
+
+    def take(self, instance: int) -> Sequence[Inference] | None:
+        """Wait for the next batch for an instance, by number; None: closed.
+
+        What is cancelled or timed out while it waits is ended, and never in a batch. What is cancelled once
+        it is in one is executed: the model may ask whether it was.
+        """
+
+    def done(self, instance: int, batch: Sequence[Inference]) -> None:
+        """Note that `execute` has returned: an iterative request is queued again, a sequence goes on."""
+
+    def close(self) -> None:
+        """Accept no more, and fail what waits; from now on there is nothing to `take`."""
+
+    def abandon(self, instance: int, error: GenserveError) -> None:
+        """Note that an instance has died: what only it could have executed fails.
+
+        After the last one everything fails that waits, and nothing more is accepted.
+        """
+
 
 _TIMER = Timer()  # one thread for all models; it only wakes others
 
@@ -50,7 +142,7 @@ class QueueScheduler:
         self._queue = queue
         self._permits = permits
         self._lock = threading.Lock()
-        self._bells = [Bell() for _ in range(num_instances)]
+        self._bells = [Wakeup() for _ in range(num_instances)]
         self._asleep: list[int] = []  # the last to come is the first to be woken: it is still warm
         self._alive = set(range(num_instances))
         self._closed = False
@@ -80,7 +172,7 @@ class QueueScheduler:
         while True:
             refused: list[Refusal] = []
             batch: Sequence[Inference] = ()
-            bell: Bell | None = None
+            bell: Wakeup | None = None
             with self._lock:
                 now_ns = time.monotonic_ns()
                 if self._armed_ns is not None and now_ns >= self._armed_ns:
@@ -141,7 +233,7 @@ class QueueScheduler:
 
     def _start(
         self, instance: int, plan: Plan, *, now_ns: int
-    ) -> tuple[Sequence[Inference], Bell | None]:
+    ) -> tuple[Sequence[Inference], Wakeup | None]:
         """Return the batch, and the bell of who should look at what is left."""
         batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
         self._arm()
@@ -185,7 +277,7 @@ class QueueScheduler:
                 return
         bell.wait()  # it is being rung just now
 
-    def _woken(self, instance: int) -> Bell | None:
+    def _woken(self, instance: int) -> Wakeup | None:
         """Return the bell of an instance that sleeps, to be rung outside of the lock; None: there is none."""
         if instance == ANY_INSTANCE:
             return self._bells[self._asleep.pop()] if self._asleep else None
@@ -208,3 +300,31 @@ def _expire(scheduler: weakref.ref[QueueScheduler], due_ns: int) -> None:
     alive = scheduler()
     if alive is not None:
         alive._expire(due_ns)
+
+
+def make_scheduler(
+    config: ModelConfig, *, num_instances: int, path: Path, permits: Sequence[Permit] = ()
+) -> Scheduler:
+    """Make the scheduler of one version of a model.
+
+    Args:
+        config: of the model, normalised.
+        num_instances: how many instances will take from it, numbered from 0.
+        path: the folder of the model, for the files of initial states.
+        permits: what each instance must hold while it executes, from the rate limiter; empty: nothing.
+
+    Raises:
+        RepositoryError: a file of an initial state cannot be read, or is too short.
+    """
+    queue = _queue(config, num_instances=num_instances, path=path)
+    return QueueScheduler(queue, num_instances=num_instances, permits=permits)
+
+
+def _queue(config: ModelConfig, *, num_instances: int, path: Path) -> Queue:
+    if config.sequence_batching is not None:
+        return SequenceQueue(config, num_instances=num_instances, path=path)
+    if config.dynamic_batching is not None:
+        return DynamicQueue(
+            config.dynamic_batching, max_batch_size=config.max_batch_size, alike=alike(config)
+        )
+    return DirectQueue()

@@ -1,4 +1,4 @@
-"""Sequence batcher: the requests of a sequence run one after the other, and those of many side by side."""
+"""Sequence batcher: the requests of a sequence run in order, those of different sequences in one batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from genserve.config.model_config import ModelConfig, OldestStrategy, SequenceBatching
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, RequestFlags
-from genserve.schedulers.batch_rules import Entry, alike
-from genserve.schedulers.queue import ANY_INSTANCE, Plan, Refusal
-from genserve.schedulers.sequence_controls import SequenceControls
+from genserve.schedulers.dynamic_batcher import Entry, alike
+from genserve.schedulers.request_queue import ANY_INSTANCE, Plan, Refusal
 from genserve.schedulers.sequence_slots import DirectSlots, OldestSlots, Sequence, Slots
-from genserve.schedulers.sequence_states import SequenceStates
+from genserve.schedulers.sequence_tensors import SequenceControls, SequenceStates
 
 __all__ = ["SequenceQueue"]
+
 
 logger = logging.getLogger(__name__)
 

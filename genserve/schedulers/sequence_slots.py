@@ -1,4 +1,4 @@
-"""Sequence slots: the places of one instance, and which of the sequences in them run together."""
+"""Sequence slots: the batch rows of one instance, and which of its sequences run together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Protocol
 
 from genserve.config.model_config import DirectStrategy, DynamicBatching, OldestStrategy
 from genserve.inference import Inference
-from genserve.schedulers.batch_rules import Alike, Entry
-from genserve.schedulers.dynamic_batcher import DynamicQueue
-from genserve.schedulers.queue import NOTHING_TO_DO, Plan
-from genserve.schedulers.sequence_controls import SequenceControls, null_inference
+from genserve.schedulers.dynamic_batcher import Alike, DynamicQueue, Entry
+from genserve.schedulers.request_queue import NOTHING_TO_DO, Plan
+from genserve.schedulers.sequence_tensors import SequenceControls, null_inference
 from genserve.tensor import Tensor
 
 __all__ = ["DirectSlots", "OldestSlots", "Sequence", "Slots"]

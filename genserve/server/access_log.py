@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, ModelFailed
 from genserve.log import CURRENT_REQUEST, LoggedRequest, quoted
-from genserve.server.sse import ClientLeft
+from genserve.server.sse_response import ClientLeft
 
 __all__ = [
     "CLIENT_CLOSED_REQUEST",

@@ -11,14 +11,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from genserve.errors import GenserveError
-from genserve.server.access import AccessControl
+from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
-from genserve.server.faults import add_fault_handlers, fault_answer
-from genserve.server.restrictions import check_restriction, parse_restrictions
+from genserve.server.error_responses import add_error_handlers, error_response
 from genserve.server.routes import health, openai, openai_completions, reference, tgi
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.services import Services
-from genserve.server.sse import ClientLeft
+from genserve.server.sse_response import ClientLeft
 from genserve.version import __version__
 
 __all__ = ["create_app"]
@@ -37,7 +36,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     for routes in (openai, openai_completions, tgi, health, reference):  # in the order of the page at /docs
         app.include_router(routes.router)
-    add_fault_handlers(app)
+    add_error_handlers(app)
     for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body
         app.add_exception_handler(left, _on_client_left)
     return app
@@ -78,7 +77,7 @@ class _App(FastAPI):
             try:
                 self._check(scope)
             except GenserveError as error:
-                answer = fault_answer(error, path=scope["path"])
+                answer = error_response(error, path=scope["path"])
         await answer(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:

@@ -9,7 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import structured_outputs_of_format
-from genserve.server.body import Body
+from genserve.server.request_body import Body
 
 __all__ = ["DecodingFields", "PluginFields", "Texts"]
 
@@ -107,7 +107,7 @@ class DecodingFields(Body):
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    # Here for their refusal, which says why: `sampling/refused_methods.py`.
+    # Here for their refusal, which says why: `sampling/sampling_params.py`.
     penalty_alpha: SkipJsonSchema[Any] = None
     guidance_scale: SkipJsonSchema[Any] = None
     dola_layers: SkipJsonSchema[Any] = None

@@ -17,9 +17,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from genserve.errors import GenserveError
 from genserve.log import quoted
-from genserve.server.access import AccessControl
-from genserve.server.address import address_of
-from genserve.server.faults import http_status
+from genserve.server.access_control import AccessControl, address_of
+from genserve.server.error_responses import http_status
 
 __all__ = ["MetricsPort"]
 

@@ -18,25 +18,24 @@ from typing import TYPE_CHECKING
 import uvicorn
 from prometheus_client import generate_latest
 
-from genserve.config.backend_config import BackendConfig
+from genserve.config.backends import BackendConfig
 from genserve.errors import GenserveError, RepositoryError
-from genserve.metrics import Metrics
+from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.schedulers.rate_limiter import Capacity
-from genserve.server.access import AccessControl, require_safe_addresses
-from genserve.server.address import address_of
+from genserve.server.access_control import AccessControl, address_of, require_safe_addresses
 from genserve.server.app import create_app
-from genserve.server.daemon_thread import start_daemon
-from genserve.server.metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.server.metrics_port import MetricsPort
+from genserve.server.offload import start_daemon
 from genserve.server.server_info import ServerInfo
 from genserve.server.services import Services
 from genserve.server.tls import ssl_context
+from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from genserve.server.grpc.endpoint import GrpcEndpoint
+    from genserve.server.grpc.grpc_server import GrpcServer
 
 __all__ = ["Server", "serve"]
 
@@ -125,7 +124,7 @@ class Server(uvicorn.Server):
         )
         self._on_ready = on_ready
         self._on_stuck = on_stuck
-        self._grpc: GrpcEndpoint | None = None
+        self._grpc: GrpcServer | None = None
         self._metrics_port: MetricsPort | None = None
         self._loading: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -203,10 +202,10 @@ class Server(uvicorn.Server):
             address = address_of(host, self._metrics_port.port)
             info = replace(info, metrics_url=f"{self._scheme}://{address}/metrics")
         if settings.allow_grpc:
-            from genserve.server.grpc.endpoint import GrpcEndpoint
+            from genserve.server.grpc.grpc_server import GrpcServer
 
             host = settings.grpc_host or settings.host
-            self._grpc = GrpcEndpoint(self.services)
+            self._grpc = GrpcServer(self.services)
             port = await self._grpc.open(host=host, port=settings.grpc_port)
             info = replace(info, grpc_address=address_of(host, port))
         return info

@@ -1,43 +1,78 @@
-"""Services: what the routes of one server share; built once."""
+"""Services: what a running server consists of, and whether it is ready."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import Closed, InvalidRequest, ModelNotReady
+from genserve.generation.delta_streams import AsyncStream, EventLoopOutbox
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import Reservation
-from genserve.generation.streams import AsyncStream, EventLoopOutbox
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation_metrics import Metrics
 from genserve.kserve.log_settings import LogSettings
-from genserve.kserve.outbox import ResponseOutbox
+from genserve.kserve.served_models import Models
 from genserve.kserve.shared_memory import SharedMemory
 from genserve.kserve.trace_settings import TraceSettings, read_trace_config
 from genserve.log import CURRENT_REQUEST, LoggedRequest
-from genserve.metrics import Metrics
-from genserve.public_text import add_repositories
+from genserve.prompt import Prompt
+from genserve.redaction import redact_repositories
+from genserve.repository.model_versions import ModelState
 from genserve.repository.repository import Repository
-from genserve.repository.versions import ModelState
-from genserve.request import Prompt
-from genserve.sampling.params import SamplingParams
-from genserve.server.faults import renamed
-from genserve.server.readiness import Readiness
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.error_responses import renamed
+from genserve.server.offload import start_daemon
+from genserve.server.running_inference import ResponseDispatcher
 from genserve.settings import ServerSettings
+from genserve.textmodel.text_model import TextModel
 
-__all__ = ["Open", "Services", "SharedServices"]
+__all__ = ["Open", "Readiness", "Services", "SharedServices"]
+
+
+T = TypeVar("T")
+
+_WITHIN_S = 5.0
+
+
+class Readiness:
+    """A model may answer for itself, in code that takes its time, or never returns; it gets 5 s.
+
+    Each question is asked once at a time, however many wait for its answer. For one event loop.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._asking: dict[object, asyncio.Future[Any]] = {}
+
+    async def state(self) -> str:
+        """Return the worst state of all models; UNAVAILABLE if that cannot be known in time."""
+        return await self._ask(None, lambda: self._models.state, otherwise=ModelState.UNAVAILABLE)
+
+    async def of_model(self, name: str, version: int) -> bool:
+        """Whether a model answers; -1: its latest version."""
+        return await self._ask(
+            (name, version), lambda: self._models.is_ready(name, version), otherwise=False
+        )
+
+    async def _ask(self, key: object, question: Callable[[], T], *, otherwise: T) -> T:
+        asking: asyncio.Future[T] | None = self._asking.get(key)
+        if asking is None:
+            asking = self._asking[key] = start_daemon(question, name="readiness")
+            asking.add_done_callback(lambda _: self._asking.pop(key))
+        done, _ = await asyncio.wait({asking}, timeout=_WITHIN_S)
+        return asking.result() if done else otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """A request that the engine has accepted."""
 
-    model: GenerationEnsemble
+    model: TextModel
     stream: AsyncStream
     prompts: tuple[tuple[int, ...], ...]    # the token ids of each
     seeds: tuple[int, ...]                  # of the choices
@@ -58,11 +93,11 @@ class Services:
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
     _outbox: EventLoopOutbox | None = None
-    _kserve_outbox: ResponseOutbox | None = None
+    _response_dispatcher: ResponseDispatcher | None = None
 
     def __post_init__(self) -> None:
         backends = self.settings.backend_directory
-        add_repositories([*self.settings.model_repository, *([backends] if backends else [])])
+        redact_repositories([*self.settings.model_repository, *([backends] if backends else [])])
         self.shared_memory = SharedMemory(allowed=self.settings.allow_client_shm)
         self.trace_settings = TraceSettings(read_trace_config(self.settings.trace_config))
         self.readiness = Readiness(self.repository)
@@ -78,11 +113,11 @@ class Services:
         state = await self.readiness.state()
         return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
-    def kserve_outbox(self) -> ResponseOutbox:
+    def response_dispatcher(self) -> ResponseDispatcher:
         """Return where responses to the requests of the event loop go; it runs this call."""
-        if self._kserve_outbox is None:
-            self._kserve_outbox = ResponseOutbox(asyncio.get_running_loop())
-        return self._kserve_outbox
+        if self._response_dispatcher is None:
+            self._response_dispatcher = ResponseDispatcher(asyncio.get_running_loop())
+        return self._response_dispatcher
 
     async def open(
         self, model: str | None, prompts: Sequence[Prompt], params: SamplingParams, *, n: int = 1
@@ -94,7 +129,7 @@ class Services:
 
         Raises:
             InvalidRequest: it has more choices than may run and wait; otherwise, see
-                `GenerationEnsemble.prepare_choices`. Of several prompts, `field` says which.
+                `TextModel.prepare_choices`. Of several prompts, `field` says which.
             GenserveError: see `Repository.get`, `EngineThread.reserve`, `EngineThread.submit`.
         """
         if self.draining:
@@ -144,7 +179,7 @@ def _check_count(num_prompts: int, *, n: int, name: str, limit: int) -> None:
 
 
 def _prepare(
-    ensemble: GenerationEnsemble,
+    ensemble: TextModel,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,

@@ -1,21 +1,38 @@
-"""Chat template: chat messages to the one text that a model was trained on."""
+"""Chat template: chat messages to the prompt that a model was trained on, rendered in a separate process.
+
+`template_renderer.py` is the program of that process.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
-from collections.abc import Mapping
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed, RepositoryError
-from genserve.request import Chat
-from genserve.text.template_process import (
-    ChatRefused,
-    NotSerializable,
-    TemplateExceeded,
-    TemplateFailed,
-    TemplateProcess,
-)
+from genserve.prompt import Chat
 
-__all__ = ["ChatTemplate"]
+__all__ = [
+    "ChatRefused",
+    "ChatTemplate",
+    "NotSerializable",
+    "TemplateExceeded",
+    "TemplateFailed",
+    "TemplateProcess",
+]
+
 
 logger = logging.getLogger(__name__)
 
@@ -116,3 +133,216 @@ def _up_to_mark(rendered: str) -> str:
     if not after.startswith(" "):  # the template has trimmed the message
         before = before.rstrip()
     return before.replace(_MARK + " ", "").replace(_MARK, "")  # where it shows the message twice
+
+
+MAX_CPU_S = 2.0             # to compile a template, or to render a chat, which takes some 0.1 ms
+MAX_RENDER_S = 10.0         # by the clock on the wall, of a machine that is busy
+MAX_START_S = 30.0
+MAX_BYTES = 2**29           # of the process, which begins with 26 MB
+# Of a prompt: what a template may write by itself, which is more than it ever says to a model, and how many
+# times it may show what the request says. To tokenize a million characters takes a second and 100 MB.
+MAX_OWN_CHARS = 2**18
+MAX_TIMES_SHOWN = 4
+# What it knows of this process's environment, which may hold passwords and API keys.
+ENVIRONMENT = ("PATH", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+
+
+class TemplateFailed(Exception):
+    """The template raised, or is no Jinja; says why, for the log."""
+
+
+class TemplateExceeded(TemplateFailed):
+    """It exceeded its limit on time, memory or output; or its process died, or answered nonsense."""
+
+
+class ChatRefused(Exception):
+    """The template does not take the chat; says why, for the client."""
+
+
+class NotSerializable(Exception):
+    """A variable of the template cannot be written as JSON; says why."""
+
+
+class TemplateProcess:
+    """Compiles a template, and renders one chat after the other; safe from any thread.
+
+    The process is started for the first call, and for the one after it has ended: because of `close`, of a
+    template that wanted too much, or by itself. It does not outlive this object, nor the process of this
+    object: it reads the end of its input, or has used up its CPU time.
+    """
+
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, str], max_cpu_s: float = MAX_CPU_S
+    ) -> None:
+        self._max_cpu_s = max_cpu_s
+        self._template = _json({"source": source, "special_tokens": dict(special_tokens)})
+        self._lock = threading.Lock()   # whoever has it uses the process
+        self._child: _Child | None = None
+        self._is_closed = False         # whoever uses the process ends it afterwards
+        self._variables: frozenset[str] = frozenset()
+
+    def compile(self) -> frozenset[str]:
+        """Return the names of the variables that the template reads and does not set.
+
+        Raises:
+            TemplateFailed: it does not compile, or not within its limits.
+        """
+        with self._turn():
+            return self._variables
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return the prompt that the template makes of its variables, which are JSON.
+
+        Raises:
+            ChatRefused: the template called `raise_exception`, or the chat lacks what it needs.
+            TemplateFailed: it raised something else.
+            TemplateExceeded: it does not keep to its limits.
+            NotSerializable: the variables cannot be written as JSON.
+        """
+        try:
+            content = _json(variables)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise NotSerializable(str(error)) from None
+        max_chars = MAX_OWN_CHARS + MAX_TIMES_SHOWN * len(content)
+        message = b'{"max_chars": %d, "variables": %b}' % (max_chars, content)
+        with self._turn() as child:
+            return str(child.ask(message, within_s=MAX_RENDER_S))
+
+    def close(self) -> None:
+        """End the process, after the chat that it renders now; does not wait for that."""
+        self._is_closed = True
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        # Whoever has the lock meanwhile does this again when it has released it.
+        if self._is_closed and self._lock.acquire(blocking=False):
+            try:
+                self._is_closed = False
+                self._end()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[_Child]:
+        """Wait for the process, which has compiled the template then.
+
+        So do as many as the model has threads to prepare requests, each for `MAX_RENDER_S` at the most.
+        """
+        self._lock.acquire()
+        try:
+            if self._child is None or not self._child.alive:
+                self._start()
+            assert self._child is not None
+            yield self._child
+        except (ChatRefused, TemplateFailed) as error:
+            if isinstance(error, TemplateExceeded):
+                self._end()
+            raise
+        except BaseException:   # Ctrl-C: the answer is still to come
+            self._end()
+            raise
+        finally:
+            self._lock.release()
+            self._end_if_closed()
+
+    def _start(self) -> None:
+        self._end()
+        try:
+            child = self._child = _Child(max_cpu_s=self._max_cpu_s)
+        except OSError as error:
+            raise TemplateExceeded(f"its process does not start: {error}") from None
+        self._finalizer = weakref.finalize(self, child.end)
+        try:
+            self._variables = frozenset(child.ask(self._template, within_s=MAX_START_S))
+        except TemplateFailed:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._finalizer()
+            self._child = None
+
+
+class _Child:
+    """The process itself. One call at a time."""
+
+    def __init__(self, *, max_cpu_s: float) -> None:
+        self._max_cpu_s = max_cpu_s
+        specs = (importlib.util.find_spec(package) for package in ("jinja2", "markupsafe"))
+        folders = {str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin}
+        program = str(Path(__file__).with_name("template_renderer.py"))
+        command = [sys.executable, "-I", "-S", program, str(max_cpu_s), str(MAX_BYTES), *folders]
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                )
+            except OSError:
+                self._socket.close()
+                raise
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, message: bytes, *, within_s: float) -> Any:
+        """Return what the answer says; raises ChatRefused, TemplateFailed."""
+        deadline_s = time.monotonic() + within_s
+        self._socket.settimeout(within_s)
+        try:
+            self._socket.sendall(len(message).to_bytes(8) + message)
+            size = int.from_bytes(self._receive(8, deadline_s=deadline_s))
+            if size > MAX_BYTES:    # of memory, where it would have made this
+                raise ValueError(size)
+            content = self._receive(size, deadline_s=deadline_s)
+            kind, value = json.loads(content.decode(errors="surrogatepass"))
+        except TimeoutError:
+            raise TemplateExceeded(f"it takes longer than {within_s:g} s") from None
+        except (OSError, EOFError):
+            raise TemplateExceeded(self._death()) from None
+        except (ValueError, TypeError, RecursionError):
+            raise TemplateExceeded("its process answers nonsense") from None
+        match kind:
+            case "done":
+                return value
+            case "refused":
+                raise ChatRefused(value)
+            case "failed":
+                raise TemplateFailed(value)
+        raise TemplateExceeded(value)
+
+    def end(self) -> None:
+        """Kill it; a second call does nothing."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _receive(self, size: int, *, deadline_s: float) -> bytearray:
+        content = bytearray(size)
+        free = memoryview(content)
+        while free:
+            self._socket.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            num_bytes = self._socket.recv_into(free)
+            if num_bytes == 0:
+                raise EOFError
+            free = free[num_bytes:]
+        return content
+
+    def _death(self) -> str:
+        self._process.kill()    # or it has only closed its output
+        status = self._process.wait()
+        if status == -signal.SIGPROF:
+            return f"it takes more than {self._max_cpu_s:g} s of CPU time"
+        return f"its process ended with status {status}"
+
+
+def _json(value: object) -> bytes:
+    # Halves of surrogate pairs stand for special tokens in a chat; escaped, two of them would become a pair.
+    return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")

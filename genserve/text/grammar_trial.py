@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = ["LIMITS", "compile_refusal"]
 
+
 # Of llguidance's parser, at which an answer fails. By its defaults one mask can take a second, during which
 # all other answers wait, and what it keeps hundreds of megabytes; with these some 10 ms and 25 MB.
 LIMITS: Mapping[str, Any] = {

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from genserve.errors import InvalidRequest
-from genserve.text.stoppable_text import Stop
+from genserve.text.stop_strings import Stop
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

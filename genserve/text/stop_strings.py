@@ -1,14 +1,137 @@
-"""Stop strings: the texts at which a growing text has to end."""
+"""Stop strings: the text of an answer as it grows, up to the first stop."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from genserve.text.stoppable_text import Stop
+from genserve.text.detokenizer import Detokenizer
 
-__all__ = ["StopStrings"]
+__all__ = ["Stop", "StopChecker", "StopFinder", "StopStrings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """What a piece of text has completed, and ends the text."""
+
+    end: int                # characters of the piece up to its last one
+    length: int             # characters that it has itself; those before the piece came earlier
+    reason: str             # what it is called
+
+
+class StopFinder(Protocol):
+    """Looks for what ends a text that arrives in pieces."""
+
+    def fork(self) -> StopFinder:
+        """Return one that has read the same; what took time to make is shared."""
+
+    @property
+    def num_pending(self) -> int:
+        """How many of the last characters may still become part of a stop."""
+
+    def find(self, text: str) -> Stop | None:
+        """Read on; return the first stop that `text` completes, behind which nothing is read."""
+
+    def skip(self, text: str) -> None:
+        """Read on; what `text` completes does not count."""
+
+
+class StopChecker:
+    """The text of an answer: whole characters, never past a stop; `generation.AnswerText`.
+
+    Of several stops that which is complete first ends the text, and of two that are complete with the same
+    character the longer one. Text that may still become part of a stop is held back.
+
+    Args:
+        detokenizer: a fresh one.
+        finders: of what ends the text.
+        include_stop: the text has what ended it, and nothing is held back.
+        min_tokens: what is complete with so many tokens does not end it.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        finders: Sequence[StopFinder],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._finders = finders
+        self._include_stop = include_stop
+        self._num_tokens_left = min_tokens
+        self._held = ""
+        self._stop: str | None = None
+
+    @property
+    def stop(self) -> str | None:
+        """What has ended the text; None as long as it goes on."""
+        return self._stop
+
+    def fork(self) -> StopChecker:
+        """Return one with the same tokens, which goes on by itself."""
+        fork = copy(self)
+        fork._detokenizer = self._detokenizer.fork()
+        fork._finders = [finder.fork() for finder in self._finders]
+        return fork
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that is now safe to show."""
+        text = self._detokenizer.push(token_id)
+        if not self._finders:
+            return text
+        return self._read(text, may_end=self._is_long_enough())
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        text = self._detokenizer.flush()
+        if self._finders:
+            text = self._read(text, may_end=self._num_tokens_left == 0)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _is_long_enough(self) -> bool:
+        """Count a token; return whether it may end the text."""
+        if self._num_tokens_left == 0:
+            return True
+        self._num_tokens_left -= 1
+        return False
+
+    def _read(self, text: str, *, may_end: bool) -> str:
+        if self._stop is not None:
+            return ""
+        if not may_end:
+            for finder in self._finders:
+                finder.skip(text)
+        elif stop := self._first_stop(text):
+            return self._end(text, stop)
+        num_held = 0 if self._include_stop else self._num_pending()
+        if not (num_held or self._held):
+            return text
+        pending = self._held + text
+        num_released = len(pending) - num_held
+        self._held = pending[num_released:]
+        return pending[:num_released]
+
+    def _end(self, text: str, stop: Stop) -> str:
+        pending, self._held, self._stop = self._held + text, "", stop.reason
+        num_kept = len(pending) - len(text) + stop.end
+        return pending[: num_kept if self._include_stop else num_kept - stop.length]
+
+    def _first_stop(self, text: str) -> Stop | None:
+        first = None
+        for finder in self._finders:
+            stop = finder.find(text)
+            if stop and (first is None or (stop.end, -stop.length) < (first.end, -first.length)):
+                first = stop
+        return first
+
+    def _num_pending(self) -> int:
+        return max([finder.num_pending for finder in self._finders])
 
 
 class StopStrings:

@@ -1,7 +1,8 @@
-"""Tokenizer: text and chat messages to token ids, and ids back to text."""
+"""Tokenizer: text and chat messages to token ids, and token ids back to text."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,17 +10,120 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import tokenizers
+
 from genserve.errors import SEE_LOG, InvalidRequest, ModelFailed
-from genserve.request import Chat, Message
+from genserve.prompt import Chat, Message
 from genserve.text.detokenizer import Detokenizer
-from genserve.text.reasoned_text import START
-from genserve.text.renamed_specials import MARK, RenamedSpecials
+from genserve.text.reasoning_parser import START
 from genserve.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
-__all__ = ["Tokenizer"]
+__all__ = ["MARK", "RenamedSpecials", "Spellings", "TokenTexts", "Tokenizer"]
+
+
+# A code point that is no character: the new names have it, and no text may.
+MARK = "\ufdd0"
+
+
+class RenamedSpecials:
+    """Encodes a text in which special tokens stand beside text that looks like them.
+
+    A tokenizer finds special tokens by their names, and a switch of the library finds all or none. In the
+    copy each has another name, that no text has, and the same id; all else is the same: the rules for the
+    space around a token, for the beginning of a text, and for words that run across. Takes as long to make as
+    the tokenizer took to load.
+
+    Args:
+        backend: the tokenizer; not modified.
+        specials: the names of its special tokens, by id.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, specials: Mapping[int, str]) -> None:
+        self.names = {name: f"{MARK}{token_id}{MARK}" for token_id, name in specials.items()}
+        tokenizer = json.loads(backend.to_str())
+        for token in tokenizer["added_tokens"]:
+            token["content"] = self._renamed(token["content"])
+        self._rename_words(tokenizer["model"])
+        tokenizer["post_processor"] = None  # it adds tokens, by name; here nothing is added
+        self._backend = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; a special token is one whose name in it is that in `names`."""
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    def to_json(self) -> str:
+        """Return the copy as `tokenizers` writes it to tokenizer.json."""
+        return str(self._backend.to_str())
+
+    def _rename_words(self, model: dict[str, Any]) -> None:
+        """Rename those that are words of the model too, which could be found in a text by it."""
+        words = model["vocab"]
+        if isinstance(words, dict):
+            model["vocab"] = {self._renamed(word): token_id for word, token_id in words.items()}
+        else:
+            model["vocab"] = [[self._renamed(word), score] for word, score in words]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = self._renamed(model["unk_token"])
+        if "merges" in model:
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            model["merges"] = [pair for pair in pairs if self.names.keys().isdisjoint([*pair, "".join(pair)])]
+
+    def _renamed(self, word: str) -> str:
+        return self.names.get(word, word)
+
+
+MAX_KNOWN = 64
+
+
+class TokenTexts(Protocol):
+    """What spellings ask of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text."""
+        ...
+
+    def token_texts(self) -> list[str]:
+        """The text of each token of the vocabulary alone, by id; empty for a special one."""
+        ...
+
+
+class Spellings:
+    """Finds spellings by a look at the whole vocabulary, and keeps those of the latest texts.
+
+    A text may begin anywhere in a token, and end anywhere in one. Where it needs several, those after the
+    first are as the tokenizer writes the rest of it. Safe from any thread.
+    """
+
+    def __init__(self, tokenizer: TokenTexts) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, Sequence[Sequence[int]]] = {}
+
+    def of(self, text: str) -> Sequence[Sequence[int]]:
+        """Return each sequence of token ids that has the text and would not without its first or last one."""
+        found = self._known.get(text)
+        if found is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            found = self._known[text] = tuple(self._spell(text))
+        return found
+
+    @cached_property
+    def _token_texts(self) -> list[str]:
+        return self._tokenizer.token_texts()
+
+    def _spell(self, text: str) -> Iterator[list[int]]:
+        begun = [text[:length] for length in range(1, len(text))]
+        rests = {part: self._tokenizer.encode(text[len(part) :], add_special_tokens=False) for part in begun}
+        for token_id, own in enumerate(self._token_texts):
+            if text in own:
+                yield [token_id]
+            elif own.endswith(tuple(begun)):
+                yield from ([token_id, *rest] for part, rest in rests.items() if own.endswith(part))
+
 
 logger = logging.getLogger(__name__)
 

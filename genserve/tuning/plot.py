@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from genserve.errors import MissingDependency, RepositoryError
-from genserve.tuning.choice import Choice, Goal
+from genserve.tuning.best_setting import BestSetting, Goal
 from genserve.tuning.measurement import Measurement
 
 __all__ = ["check_plot", "draw"]
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(
-    measurements: Sequence[Measurement], *, choice: Choice, goal: Goal, title: str, path: Path
+    measurements: Sequence[Measurement], *, choice: BestSetting, goal: Goal, title: str, path: Path
 ) -> None:
     """Draw tokens per second, and milliseconds between tokens, over the batch size: a line per session.
 

@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from genserve.config.diagnostics import nearest
 from genserve.config.edit import ConfigChange, change_text
-from genserve.config.fault import nearest
 from genserve.errors import ModelNotFound, RepositoryError
-from genserve.repository.check import accept, model_faults
 from genserve.repository.ensemble_steps import generation_chains, stage_owners
 from genserve.repository.index import ModelEntry, scan
-from genserve.repository.logits_runtime import is_logits_stage
-from genserve.tuning.graph import top1_agreement
-from genserve.tuning.setting import Setting, change_to
+from genserve.repository.model_validation import accept, model_diagnostics
+from genserve.textmodel.logits_runtime import is_logits_stage
+from genserve.tuning.search_space import Setting, change_to, top1_agreement
 
 __all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
 
@@ -128,7 +127,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
     chains = generation_chains(entries)
     owner = name if name in chains else stage_owners(chains).get(name)
     if owner is None and not is_logits_stage(entries[name]):
-        accept(model_faults(entries[name], entries))    # if it should be one, these tell why it is not
+        accept(model_diagnostics(entries[name], entries))    # if it should be one, these tell why it is not
         raise RepositoryError(
             f"model {name!r} generates no text, so there is nothing to tune",
             remedy=f"models that do: {', '.join(chains) or 'none; `genserve pull smollm2` brings one'}",
@@ -139,7 +138,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
         entries=entries,
     )
     for entry in filter(None, (model.logits, model.ensemble)):
-        accept(model_faults(entry, entries))
+        accept(model_diagnostics(entry, entries))
     return model
 
 

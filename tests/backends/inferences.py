@@ -10,11 +10,10 @@ import numpy as np
 from google.protobuf import text_format
 
 from genserve.backends.backend import ModelSource, Placement
-from genserve.config.from_message import model_config
 from genserve.config.model_config import ModelConfig
-from genserve.config.schema import new_model_config
+from genserve.config.schema import model_config, new_model_config
+from genserve.generation_metrics import Metrics
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
-from genserve.metrics import Metrics
 from genserve.tensor import Tensor
 
 __all__ = [

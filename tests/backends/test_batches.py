@@ -3,10 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.backends.batches import Batches
-from genserve.data_type import DataType
+from genserve.backends.batch_runner import Batches
 from genserve.errors import InferenceError
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import ask, config_of
 
 

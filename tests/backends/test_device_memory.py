@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import RepositoryError
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import write_graph
 from tests.export.rows import logits_of
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.backends.free_memory import free_memory_bytes, total_memory_bytes
+from genserve.textmodel.runtimes.kv_cache_memory import free_memory_bytes, total_memory_bytes
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from genserve.errors import Closed, ContextLengthExceeded, InvalidRequest
+from genserve.prompt import Chat, Message
 from genserve.repository.repository import Repository
-from genserve.request import Chat, Message
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

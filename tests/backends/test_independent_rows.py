@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from genserve.backends.logits_onnx import OnnxLogits
 from genserve.export import CacheType, export_model
-from genserve.export.progress import SilentProgress
+from genserve.export.export_options import SilentProgress
 from genserve.generation.engine import Engine
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.fakes.drafts import Foreseen
 from tests.fakes.sequences import sample_loop, sequence_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from genserve.backends.kv_cache import KVCache, lazy_zeros, token_bytes
+from genserve.textmodel.runtimes.kv_cache_memory import KVCache, lazy_zeros, token_bytes
 
 SHAPES = {
     "past_key_values.0.key": ((3, 64), np.dtype(np.int8)),

@@ -15,11 +15,11 @@ import torch
 from onnx import helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.backends.logits_memory import HostMemory
-from genserve.backends.logits_onnx import OnnxLogits
 from genserve.errors import RepositoryError
-from genserve.export.report import Precision
+from genserve.export.export_options import Precision
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import write_graph
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of

@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.backends.logits_growing import GrowingLogits
-from genserve.backends.logits_memory import HostMemory, LogitsMemory
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.logits_torchscript import TorchLogits
-from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.pytorch import open_module
-from genserve.backends.row_picker import pick_rows
-from genserve.export.form import Form
+from genserve.backends.row_picker import sample_rows
+from genserve.export.export_options import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
-from genserve.generation.prompt_lookup import PromptLookup
-from genserve.generation.speculation import Speculation
+from genserve.generation.speculation import PromptLookup, Speculation
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.growing_logits import GrowingLogits
+from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
+from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
@@ -38,7 +37,7 @@ def whole(checkpoint: Path, folder: Path) -> LogitsModel:
     module = open_module(
         whole_torchscript(folder / "model.pt", checkpoint), config=config, placement=ON_CPU
     )
-    return WholeLogits(module.run, config, max_length=MAX_LENGTH)
+    return UncachedLogits(module.run, config, max_length=MAX_LENGTH)
 
 
 def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
@@ -176,7 +175,7 @@ def test_a_sequence_is_filled_to_its_end(logits, reference):
 def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
     """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
     engine = Engine(
-        logits, decode=sample_loop, clock=Clock(), picker=pick_rows, speculation=speculation
+        logits, decode=sample_loop, clock=Clock(), picker=sample_rows, speculation=speculation
     )
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
@@ -200,7 +199,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, spe
 
 def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
     """Their blocks are copied while others go on."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=pick_rows)
+    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=sample_rows)
     answers = {}
     for number, length in enumerate((3, 30)):
         prompt = random_ids(40 + number, length)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import RepositoryError
-from genserve.export.form import Form
+from genserve.export.export_options import Form
 from genserve.generation.logits_model import ForwardBatch
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.backends.cached_sequences import CachedSequences
 from tests.backends.networks import two_outputs_torchscript
 from tests.checkpoints import tiny_llama_checkpoint

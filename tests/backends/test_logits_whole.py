@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.backends.logits_names import LogitsNames
-from genserve.backends.logits_whole import WholeLogits
 from genserve.backends.onnxruntime import open_graph
 from genserve.errors import RepositoryError
 from genserve.tensor import Tensor
+from genserve.textmodel.logits_config import LogitsNames
+from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.backends.networks import bloom_onnx
@@ -26,7 +26,7 @@ output [ { name: "logits" data_type: TYPE_FP32 dims: [ -1, 500 ] } ]
 def test_an_onnx_graph_of_whole_sequences_is_decoded_with_one(tmp_path):
     config = config_of(CONFIG)
     graph = open_graph(bloom_onnx(tmp_path / "model.onnx", vocab_size=500), config=config, placement=ON_CPU)
-    logits = WholeLogits(graph.run, config, max_length=32)
+    logits = UncachedLogits(graph.run, config, max_length=32)
     sequences = CachedSequences(logits)
     sequences.forward({"a": [5, 6, 7], "b": [8]})
     for history, row in sequences.forward({"a": [9, 11, 12], "b": [10]}, wanted="all"):
@@ -43,7 +43,7 @@ def test_only_sequences_whose_logits_are_wanted_are_run():
         shapes.append(ids.shape)
         return {"logits": Tensor("logits", ids[..., None].repeat(3, axis=2).astype(np.float32))}
 
-    sequences = CachedSequences(WholeLogits(run, config_of(CONFIG), max_length=32))
+    sequences = CachedSequences(UncachedLogits(run, config_of(CONFIG), max_length=32))
     shapes.clear()
     [(_, row)] = sequences.forward({"chunk": [1] * 20, "other": [3, 4]}, wanted=[21])
     assert row.tolist() == [4, 4, 4]
@@ -61,7 +61,7 @@ def test_a_graph_of_the_last_position_only_is_refused(shape, words):
         return {"logits": Tensor("logits", np.zeros(shape, np.float32))}
 
     with pytest.raises(RepositoryError, match=words) as caught:
-        WholeLogits(run, config_of(CONFIG), max_length=32)
+        UncachedLogits(run, config_of(CONFIG), max_length=32)
     assert "[1, 2, vocabulary]" in caught.value.remedy
 
 
@@ -81,7 +81,7 @@ def test_logits_that_do_not_fit_into_memory_together_come_from_several_runs():
         return rows
 
     config = config_of(CONFIG.replace("max_batch_size: 4", f"max_batch_size: {num_rows}"))
-    sequences = CachedSequences(WholeLogits(run, config, max_length=32))
+    sequences = CachedSequences(UncachedLogits(run, config, max_length=32))
     rows = sequences.forward({i: [1] * 16 + [i + 2] for i in range(num_rows)})
     assert [row.argmax() for _, row in rows] == [i + 2 for i in range(num_rows)]
     assert sizes[1:] == [3, 3, 2]
@@ -117,7 +117,7 @@ def test_a_model_of_other_tensors_is_refused_by_their_names(inputs, outputs):
 def test_ids_of_a_type_that_they_cannot_be_are_refused():
     config = config_of(CONFIG.replace('ids" data_type: TYPE_INT64', 'ids" data_type: TYPE_FP32'))
     with pytest.raises(RepositoryError, match="'input_ids' of a logits stage is of TYPE_FP32"):
-        WholeLogits(lambda inputs, outputs: {}, config, max_length=32)
+        UncachedLogits(lambda inputs, outputs: {}, config, max_length=32)
 
 
 def config_with(inputs, outputs):

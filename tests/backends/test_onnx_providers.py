@@ -4,7 +4,7 @@ import pytest
 from google.protobuf import text_format
 
 from genserve.backends.backend import Placement
-from genserve.backends.onnx_providers import choose_providers
+from genserve.backends.onnx_session import choose_providers
 from genserve.config.schema import new_model_config
 from genserve.errors import RepositoryError
 

@@ -12,12 +12,11 @@ from onnx import TensorProto
 from genserve.backends.backend import Placement
 from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.config.schema import new_model_config
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
-from genserve.schedulers.choice import make_scheduler
-from genserve.schedulers.instance import Instance
-from genserve.statistics import ModelStatistics
-from genserve.tensor import Tensor
+from genserve.inference_statistics import ModelStatistics
+from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.queue_scheduler import make_scheduler
+from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
     ON_CPU,
     answers,

@@ -9,9 +9,8 @@ from torch import nn
 
 from genserve.backends.backend import Placement
 from genserve.backends.pytorch import PyTorchBackend
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
     ON_CPU,
     answers,

@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.backends import torch_sampler
-from genserve.generation import sampler
-from genserve.generation.draw import SamplingRows, uniforms
-from genserve.generation.likelihood import Asked
+from genserve.sampling import sampler, torch_sampler
+from genserve.sampling.sampler import Asked, SamplingMetadata, uniforms
 from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 20_000
 
 
-def random_rules(num: int, *, rng: np.random.Generator) -> SamplingRows:
+def random_rules(num: int, *, rng: np.random.Generator) -> SamplingMetadata:
     return sampling_rows(
         num,
         temperature=rng.choice([1e-5, 0.1, 0.7, 1.0, 1.5], num).astype(np.float32),
@@ -26,7 +24,7 @@ def random_rules(num: int, *, rng: np.random.Generator) -> SamplingRows:
     )
 
 
-def on_a_border(row: np.ndarray, rules: SamplingRows, index: int) -> bool:
+def on_a_border(row: np.ndarray, rules: SamplingMetadata, index: int) -> bool:
     """Whether the draw, or the cut of top-p, lies where the rounding of a float32 decides."""
     ordered = np.sort(row.astype(np.float64))[::-1]
     weights = np.exp((ordered - ordered[0]) / float(rules.temperature[index]))
@@ -44,15 +42,15 @@ def asked(*rows: int, **what) -> list[Asked]:
     return [Asked(row=row, **what) for row in rows]
 
 
-def levels(picked: sampler.PickedRows) -> np.ndarray:
+def levels(picked: sampler.SamplerOutput) -> np.ndarray:
     return np.array([one.logprob for one in picked.logprobs])
 
 
-def both(logits: np.ndarray, **which) -> tuple[sampler.PickedRows, sampler.PickedRows]:
+def both(logits: np.ndarray, **which) -> tuple[sampler.SamplerOutput, sampler.SamplerOutput]:
     before = logits.copy()
     answers = (
-        sampler.pick_rows(logits, **which),
-        torch_sampler.pick_rows(torch.from_numpy(logits), **which),
+        sampler.sample_rows(logits, **which),
+        torch_sampler.sample_rows(torch.from_numpy(logits), **which),
     )
     np.testing.assert_array_equal(logits, before)
     return answers

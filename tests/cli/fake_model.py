@@ -6,13 +6,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Unpack
 
-from genserve.cli.chat_session import ChatSession
-from genserve.cli.conversation import Conversation
+from genserve.cli.chat_session import ChatSession, Conversation
 from genserve.cli.model_access import OpenedModel
+from genserve.completion import Delta, FinishReason, Stream, Usage
 from genserve.errors import InvalidRequest
-from genserve.request import Delta, FinishReason, Message, Usage
-from genserve.sampling.params import SamplingOptions, sampling_params
-from genserve.stream import Stream
+from genserve.prompt import Message
+from genserve.sampling.sampling_params import SamplingOptions, sampling_params
 
 
 class FakeDeltas:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from genserve.cli.conversation import Conversation, Exchange
-from genserve.request import Message
+from genserve.cli.chat_session import Conversation, Exchange
+from genserve.prompt import Message
 
 
 def test_the_turns_come_in_order_after_the_system_prompt() -> None:

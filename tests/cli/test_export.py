@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from genserve.cli.export import print_report
+from genserve.cli.export_command import print_report
 from genserve.cli.main import app
 from genserve.errors import ExportError
 from genserve.export import ExportReport

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.cli.local_models import choose_model, local_models
+from genserve.cli.model_access import choose_model, local_models
 from genserve.errors import RepositoryError
 
 STAGES = ("tokenizer", "logits", "decoder")

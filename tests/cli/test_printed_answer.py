@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from genserve.cli.printed_answer import PrintedAnswer, print_answer
-from genserve.request import Delta, FinishReason, Usage
-from genserve.stream import Stream
+from genserve.cli.chat_session import PrintedAnswer, print_answer
+from genserve.completion import Delta, FinishReason, Stream, Usage
 from tests.cli.fake_model import FakeDeltas
 
 

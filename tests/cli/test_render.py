@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from genserve.cli.render import ConsoleProgress, print_error, visible, write_text
+from genserve.cli.console import ConsoleProgress, print_error, visible, write_text
 from genserve.errors import ModelNotFound
 
 

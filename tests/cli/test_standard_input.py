@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PROGRAM = "from genserve.cli.standard_input import read_text; print(ascii(read_text()))"
+PROGRAM = "from genserve.cli.console import read_text; print(ascii(read_text()))"
 
 
 @pytest.mark.parametrize(

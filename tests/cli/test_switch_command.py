@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from genserve.cli.switch_command import SwitchCommand
+from genserve.cli.tritonserver_flags import SwitchCommand
 
 app = typer.Typer()
 

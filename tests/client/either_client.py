@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from genserve.client import AsyncClient, AsyncStream
-from genserve.request import Completion, Delta
+from genserve.completion import Completion, Delta
 
 
 class BlockingStream:

@@ -11,10 +11,10 @@ import httpx2
 import pytest
 
 from genserve.client import Client
+from genserve.completion import Completion
 from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from genserve.llm import LLM
-from genserve.request import Completion
-from genserve.sampling.params import SamplingOptions
+from genserve.sampling.sampling_params import SamplingOptions
 from tests.client.either_client import BlockingClient
 
 OPTIONS = [

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from genserve.client import AsyncClient, AsyncStream, Client, Stream
+from genserve.completion import Completion, Delta, FinishReason, Usage
 from genserve.errors import (
     Closed,
     InvalidRequest,
@@ -22,7 +23,7 @@ from genserve.errors import (
     StreamBroken,
     Unreachable,
 )
-from genserve.request import Completion, Delta, FinishReason, Message, Usage
+from genserve.prompt import Message
 from tests.client.either_client import BlockingClient
 from tests.client.scripted_server import PATIENCE_S, Reply, ScriptedServer, event_reply, json_reply, scripted
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from genserve.client.failures import error_of_event, error_of_reply
+from genserve.client.reply_errors import error_of_event, error_of_reply
 from genserve.errors import (
     ContextLengthExceeded,
     GenserveError,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from genserve.client.load import Load, percentile, random_prompts, run
+from genserve.cli.load_generator import Load, percentile, random_prompts, run
 from genserve.errors import InvalidRequest, Unreachable
 from tests.live import LiveServer
 

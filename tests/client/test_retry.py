@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from genserve.client.retry import retry_wait_s
+from genserve.client.connection import retry_wait_s
 from genserve.errors import GenserveError, InvalidRequest, ModelFailed, ModelNotReady, Overloaded, Unreachable
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.client.sse import Event, EventDecoder
+from genserve.client.sse_decoder import Event, EventDecoder
 
 
 def decode(chunks: Sequence[bytes]) -> list[Event]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.config.backend_config import BackendConfig
+from genserve.config.backends import BackendConfig
 from genserve.errors import GenserveError
 
 

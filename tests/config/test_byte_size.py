@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.config.byte_size import byte_size
+from genserve.config.parameter_rules import byte_size
 
 
 @pytest.mark.parametrize(

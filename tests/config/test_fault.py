@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from genserve.config.fault import Fault, Severity, first_error, nearest
+from genserve.config.diagnostics import Diagnostic, Severity, first_error, nearest
 
 
-def fault(severity: Severity, *, place: str = "") -> Fault:
-    return Fault(severity=severity, path=Path("m"), place=place, message="wrong", remedy="mend it")
+def fault(severity: Severity, *, place: str = "") -> Diagnostic:
+    return Diagnostic(severity=severity, path=Path("m"), place=place, message="wrong", remedy="mend it")
 
 
 def test_a_fault_says_where_it_is_as_far_as_that_is_known() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from genserve.config.from_json import read_config_json
+from genserve.config.config_json import config_json, read_config_json
 from genserve.config.schema import new_model_config
-from genserve.config.to_json import config_json
 from genserve.errors import RepositoryError
 from tests.config.test_to_json import NEWER, RECORDED, recorded_json
 

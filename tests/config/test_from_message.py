@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from google.protobuf import text_format
 
-from genserve.config.from_message import model_config
 from genserve.config.model_config import (
     AllVersions,
     BatchInput,
@@ -23,7 +22,7 @@ from genserve.config.model_config import (
     WarmupInput,
     WarmupSample,
 )
-from genserve.config.schema import new_model_config
+from genserve.config.schema import model_config, new_model_config
 
 
 def read(text: str) -> ModelConfig:

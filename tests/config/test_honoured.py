@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 
-from genserve.config.honoured import unhonoured_fields
 from genserve.config.schema import new_model_config
+from genserve.config.supported_fields import unsupported_fields
 
 OF_NO_USE_WITHOUT_TENSORRT = ("cuda", "gather_kernel_buffer_threshold", "priority")
 
 
 def unhonoured(text: str) -> list[str]:
-    fields = unhonoured_fields(text_format.Parse(text, new_model_config()))
+    fields = unsupported_fields(text_format.Parse(text, new_model_config()))
     return [f"{field.severity.value} {field.path}: {field.message}" for field in fields]
 
 

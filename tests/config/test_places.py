@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.config.places import Places
+from genserve.config.diagnostics import Places
 
 TEXT = """\
 # name: "of a comment"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
+from genserve.config.config_json import config_json
 from genserve.config.normalise import normalise
 from genserve.config.schema import new_model_config
-from genserve.config.to_json import config_json
 
 FOLDER = Path(__file__).parent / "recorded"
 RECORDED = sorted(file.stem for file in FOLDER.glob("*.json"))

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from genserve import LLM
-from genserve.request import FinishReason
+from genserve.completion import FinishReason
 from tests.conformance.schemas import random_schema
 
 

@@ -28,11 +28,11 @@ from transformers import (
 )
 
 from genserve import LLM
-from genserve.backends.row_picker import pick_rows
+from genserve.backends.row_picker import sample_rows
 from genserve.export import SilentProgress, export_model
-from genserve.generation.likelihood import Asked
-from genserve.generation.pick import pick
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.batch_sampler import pick
+from genserve.generation.engine_request import TokenSequence
+from genserve.sampling.sampler import Asked
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.fakes.sequences import sequence_of
 from tests.reference import greedy_ids, reference_logits, reference_model
@@ -155,7 +155,7 @@ def distribution(row: torch.Tensor | np.ndarray, sequence: TokenSequence) -> np.
 
     def picker(rows, **which):
         everything = Asked(row=0, num_top=VOCAB_SIZE, processed=True)
-        picked = pick_rows(rows, **which | {"asking": [everything]})
+        picked = sample_rows(rows, **which | {"asking": [everything]})
         for token_id, logprob in picked.logprobs[0].top:
             shares[token_id] = np.exp(logprob)
         return replace(picked, logprobs=())

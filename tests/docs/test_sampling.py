@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
 

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.logits_torchscript import TorchLogits
+from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
-from genserve.export.form import Form
-from genserve.export.progress import SilentProgress
-from genserve.export.report import CacheType, Precision
-from genserve.export.source import read_checkpoint
+from genserve.export.export_options import CacheType, Form, Precision, SilentProgress
+from genserve.export.model_folders import Stages
 from genserve.export.source_model import Reference
-from genserve.export.stages import Stages
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 
 __all__ = ["WrittenGraph", "conversion_of", "write_conversion", "write_graph"]
 

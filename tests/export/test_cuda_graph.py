@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.export.paged_attention import has_function
+from genserve.export.decoder_graph import has_function
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion
 from tests.export.reference_operators import reference_evaluator
 from tests.export.rows import BlockPool, Row, forward_batch, logits_of

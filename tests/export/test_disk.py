@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from genserve.errors import ExportError
-from genserve.export.disk import writing_into
-from genserve.export.embedded import fetch_gguf
+from genserve.export.model_folders import writing_into
+from genserve.export.pulling import fetch_gguf
 
 
 def test_a_full_disk_is_told_with_what_to_do() -> None:

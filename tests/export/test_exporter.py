@@ -14,12 +14,12 @@ import onnx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import ExportError, MissingDependency
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
-from genserve.export.stages import Stages
+from genserve.export.model_folders import Stages
 from genserve.llm import LLM
-from genserve.repository.check import repository_faults
+from genserve.repository.model_validation import repository_diagnostics
+from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.checkpoints import tiny_llama_checkpoint, tiny_tokenizer
 from tests.export import tiny_models
 
@@ -249,7 +249,7 @@ def test_new_configs_beside_a_tuned_ensemble_have_its_batch_size(
         config.write_text(config.read_text().replace(": 32", ": 64"))
     export(tiny_checkpoint, tmp_path, overwrite=True)
     assert all("max_batch_size: 64" in (tmp_path / stage / "config.pbtxt").read_text() for stage in STAGES)
-    assert not any(repository_faults([tmp_path]).values())
+    assert not any(repository_diagnostics([tmp_path]).values())
 
 
 def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_graph_beside_another_is_chosen_by_the_config(tiny_checkpoint: Path, t
     assert report.precision == "fp16"
     config = tmp_path / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text() + 'default_model_filename: "half/model.onnx"\n')
-    assert not any(repository_faults([tmp_path]).values())
+    assert not any(repository_diagnostics([tmp_path]).values())
     with LLM(tmp_path) as llm:
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
 

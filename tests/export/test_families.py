@@ -20,8 +20,8 @@ from genserve import LLM
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
 from genserve.export.architectures import FAMILIES, family_of
-from genserve.export.cached_rows import forward_rows
-from genserve.export.form import Form
+from genserve.export.export_options import Form
+from genserve.export.parity import forward_rows
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
 from tests.export.rows import BlockPool, Row

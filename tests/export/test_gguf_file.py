@@ -14,9 +14,9 @@ import pytest
 from genserve.errors import ExportError
 from genserve.export.architectures import family_of
 from genserve.export.checkpoint import Checkpoint
+from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.decoder import Decoder
-from genserve.export.embedded import FILE, cache_folder
-from genserve.export.source import read_checkpoint
+from genserve.export.pulling import FILE, cache_folder
 from tests.checkpoints import CHAT_TEMPLATE, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 from tests.export.graphs import write_graph

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import Qwen2Tokenizer
 
-from genserve.export.embedded import FILE, cache_folder
-from genserve.export.source import read_checkpoint
+from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.pulling import FILE, cache_folder
 from tests.checkpoints import SPECIAL_TOKENS, tiny_llama_checkpoint
 from tests.export.ggufs import write_gguf
 

@@ -13,7 +13,7 @@ from genserve import LLM
 from genserve.config.parse import read_model_config
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
-from genserve.tuning.graph import state_types
+from genserve.tuning.search_space import state_types
 from tests.export.graphs import write_graph
 from tests.export.rows import logits_of
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint

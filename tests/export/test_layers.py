@@ -13,12 +13,10 @@ from torch import nn, tensor
 
 from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
-from genserve.export.fused_layers import FusedLayers
-from genserve.export.graph import Graph
-from genserve.export.layers import Layers, Norm, Place, write_norm
+from genserve.export.export_options import Precision
+from genserve.export.layers import FusedLayers, Layers, Norm, Place, StandardLayers, write_norm
+from genserve.export.onnx_graph import Graph
 from genserve.export.precision import FORMATS
-from genserve.export.report import Precision
-from genserve.export.standard_layers import StandardLayers
 
 # Largest error over the standard deviation of the product: weights and activations are rounded.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}

@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from genserve.config.parse import parse_model_config
 from genserve.export.decoder import Dimensions
 from genserve.export.layout import stage_files
-from genserve.export.stages import Stages
+from genserve.export.model_folders import Stages
 
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 SMOLLM2 = Dimensions(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, context_length=8192)

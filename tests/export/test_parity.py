@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint, FloatArray
+from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.parity import Parity, _compare, check_parity
-from genserve.export.source import read_checkpoint
 from genserve.export.source_model import Reference, run_source
 from tests.export import tiny_models
 from tests.export.graphs import conversion_of, write_graph

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from genserve.export.stages import Stages
-from genserve.export.staging import install, staging_folder
+from genserve.export.model_folders import Stages, install, staging_folder
 
 STAGES = Stages("m")
 FILES = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from genserve.backends.logits_growing import GrowingLogits
 from genserve.errors import ExportError, RepositoryError
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
+from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from tests.backends.networks import bloom_onnx
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 

@@ -13,9 +13,9 @@ from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
-from genserve.schedulers.choice import make_scheduler
-from genserve.schedulers.instance import Instance
-from genserve.statistics import ModelStatistics
+from genserve.inference_statistics import ModelStatistics
+from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.queue_scheduler import make_scheduler
 
 Execute = Callable[[Inference], None]
 

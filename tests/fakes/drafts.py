@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.engine_request import TokenSequence
 from tests.fakes.logits import VOCAB_SIZE, greedy_answer
 
 

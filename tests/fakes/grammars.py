@@ -1,4 +1,4 @@
-"""Grammars that are tables of which ids may come next."""
+"""GrammarCompiler that are tables of which ids may come next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Steps:
-    """`AnswerGrammar`: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
+    """`StructuredOutputGrammar`: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
 
     def __init__(self, *steps: Sequence[int]) -> None:
         self.failure = ""

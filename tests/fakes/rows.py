@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from genserve.generation.draw import SamplingRows
-from genserve.generation.truncation import Truncation
+from genserve.sampling.sampler import SamplingMetadata
+from genserve.sampling.staged_sampler import Truncation
 
 
-def sampling_rows(num: int, **columns: Any) -> SamplingRows:
+def sampling_rows(num: int, **columns: Any) -> SamplingMetadata:
     """A number for all rows, or an array of one for each, by name."""
     truncations = [
         Truncation(**{rule.name: _at(columns, rule.name, row, rule.default) for rule in fields(Truncation)})
         for row in range(num)
     ]
-    return SamplingRows(
+    return SamplingMetadata(
         temperature=np.array([_at(columns, "temperature", row, 1.0) for row in range(num)], dtype=np.float32),
         truncations=tuple(truncations),
         stages=(None,) * num,

@@ -7,13 +7,12 @@ from copy import copy
 from typing import Any, Self
 
 from genserve.errors import GenserveError
-from genserve.generation.answer_grammar import AnswerGrammar
+from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.logits_model import FloatArray
-from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.plugins import SequencePlugins
-from genserve.generation.repetition import Breakers
-from genserve.generation.token_sequence import TokenSequence
-from genserve.sampling.params import SamplingParams
+from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.sampling.logits_edits import StructuredOutputGrammar
+from genserve.sampling.logits_processors import Breakers
+from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
 
 
@@ -49,7 +48,7 @@ def sequence_of(
     plugins: SequencePlugins | None = None,
     deadline_s: float | None = None,
     xtc_spared_ids: Sequence[int] = (),
-    grammar: AnswerGrammar | None = None,
+    grammar: StructuredOutputGrammar | None = None,
     **params: Any,
 ) -> TokenSequence:
     sampling = SamplingParams(**params)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from genserve.errors import Overloaded
 from genserve.generation.admission_control import AdmissionControl, QueueLimits
-from genserve.metrics import Metrics
+from genserve.generation_metrics import Metrics
 
 
 def control(*, num_places: int = 2, **limits: float | None) -> AdmissionControl:

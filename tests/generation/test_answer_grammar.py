@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from genserve.backends import row_picker
+from genserve.completion import FinishReason
 from genserve.errors import InvalidRequest, ModelFailed
-from genserve.generation.answer_grammar import token_masks
+from genserve.generation.batch_sampler import pick
 from genserve.generation.engine import Engine
-from genserve.generation.pick import pick
 from genserve.generation.speculation import Speculation
-from genserve.request import FinishReason
+from genserve.sampling.logits_edits import grammar_bitmask
 from tests.fakes.drafts import Foreseen
 from tests.fakes.grammars import Steps
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits
@@ -41,7 +41,7 @@ def answer(sequence) -> list[int]:
 @pytest.mark.parametrize("num_tokens", [64, 70, 320])
 def test_every_bit_forbids_its_own_token(num_tokens):
     allowed = [0, 31, 32, 63]
-    masks = token_masks([None, Steps(allowed), Steps([7])], num_tokens=num_tokens)
+    masks = grammar_bitmask([None, Steps(allowed), Steps([7])], num_tokens=num_tokens)
     assert masks is not None
     assert masks.rows == (1, 2)
     assert masks.forced == {2}
@@ -51,7 +51,7 @@ def test_every_bit_forbids_its_own_token(num_tokens):
 
 
 def test_rows_without_a_grammar_make_no_mask():
-    assert token_masks([None, None], num_tokens=64) is None
+    assert grammar_bitmask([None, None], num_tokens=64) is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -190,8 +190,8 @@ def test_torch_masks_as_numpy_does(temperature):
             for row, step in enumerate(steps)
         ]
 
-    of_numpy = pick(logits.copy(), sequences(), picker=row_picker.pick_rows)
-    of_torch = pick(torch.from_numpy(logits.copy()), sequences(), picker=row_picker.pick_rows)
+    of_numpy = pick(logits.copy(), sequences(), picker=row_picker.sample_rows)
+    of_torch = pick(torch.from_numpy(logits.copy()), sequences(), picker=row_picker.sample_rows)
     assert [p.token_id for p in of_torch] == [p.token_id for p in of_numpy]
     for picked, step in zip(of_torch, steps, strict=True):
         assert step is None or picked.token_id in step

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
-from genserve.backends.logits_whole import WholeLogits
 from genserve.generation.beam_rules import (
     BeamRules,
     Candidate,
@@ -25,8 +24,9 @@ from genserve.generation.beam_rules import (
 )
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.engine_request import TokenSequence
 from genserve.tensor import Tensor
+from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
 from tests.backends.inferences import config_of
 from tests.chains import WHOLE_CONFIG
 from tests.fakes.sequences import IdText, sample_loop, sequence_of
@@ -65,7 +65,7 @@ def engine_of(kind: str) -> Engine:
             logits = model_of(kind)(ids, attention_mask=mask).logits
         return {names[0]: Tensor(names[0], logits.numpy())}
 
-    return Engine(WholeLogits(run, config_of(WHOLE_CONFIG), max_length=MAX_LENGTH), decode=sample_loop)
+    return Engine(UncachedLogits(run, config_of(WHOLE_CONFIG), max_length=MAX_LENGTH), decode=sample_loop)
 
 
 def search_of(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from genserve.completion import Delta, FinishReason, join_deltas
 from genserve.errors import ModelFailed
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
-from genserve.generation.token_sequence import TokenSequence
-from genserve.request import Delta, FinishReason, join_deltas
+from genserve.generation.engine_request import TokenSequence
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, sample_loop, sequence_of
 

@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from genserve.generation.draft_model import DraftModel
 from genserve.generation.engine import Engine
-from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.engine_request import TokenSequence
+from genserve.generation.speculation import DraftModel, Speculation
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 

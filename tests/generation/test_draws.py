@@ -19,14 +19,14 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.backends.row_picker import pick_rows
-from genserve.generation.draw import SamplingRows
+from genserve.backends.row_picker import sample_rows
+from genserve.generation.batch_sampler import pick
 from genserve.generation.engine import Engine
-from genserve.generation.pick import pick
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence
-from genserve.sampling.params import SamplingParams
-from genserve.sampling.stages import STAGES
+from genserve.sampling.param_table import STAGES
+from genserve.sampling.sampler import SamplingMetadata
+from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import sample_loop, sequence_of
@@ -107,17 +107,17 @@ def test_frequencies_pass_a_chi_square_test_against_the_exact_distribution(metho
     found = {}
 
     def picker(rows, *, rules, **which):
-        many = SamplingRows(
+        many = SamplingMetadata(
             temperature=np.repeat(rules.temperature, NUM_DRAWS),
             truncations=rules.truncations * NUM_DRAWS,
             stages=rules.stages * NUM_DRAWS,
             seed=np.full(NUM_DRAWS, 11, dtype=np.uint64),
             step=np.arange(NUM_DRAWS, dtype=np.uint64),
         )
-        found["ids"] = pick_rows(
+        found["ids"] = sample_rows(
             place(np.tile(ROW, (NUM_DRAWS, 1))), drawing=range(NUM_DRAWS), rules=many, asking=[]
         ).token_ids
-        return pick_rows(rows, rules=rules, **which)
+        return sample_rows(rows, rules=rules, **which)
 
     pick(place(ROW[None]), [sequence], picker=picker)
     counts = np.bincount(found["ids"], minlength=ROW.size)
@@ -199,8 +199,8 @@ def begun(*, prompt, answer, **options):
 def test_a_row_has_its_token_whatever_its_neighbours_and_its_place(place, rows, data):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
     order = data.draw(st.permutations(range(len(rows))))
-    alone = [pick(place(logits[[i]]), [begun(**row)], picker=pick_rows)[0] for i, row in enumerate(rows)]
-    together = pick(place(logits[order]), [begun(**rows[i]) for i in order], picker=pick_rows)
+    alone = [pick(place(logits[[i]]), [begun(**row)], picker=sample_rows)[0] for i, row in enumerate(rows)]
+    together = pick(place(logits[order]), [begun(**rows[i]) for i in order], picker=sample_rows)
     for found, i in zip(together, order, strict=True):
         assert found.token_id == alone[i].token_id
         assert found.finite == alone[i].finite
@@ -214,7 +214,7 @@ def test_a_row_has_its_token_whatever_its_neighbours_and_its_place(place, rows, 
 def test_the_host_and_a_device_draw_from_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
     [host, device] = [
-        pick(place(logits.copy()), [begun(**row) for row in rows], picker=pick_rows) for place in PLACES
+        pick(place(logits.copy()), [begun(**row) for row in rows], picker=sample_rows) for place in PLACES
     ]
     assert [p.token_id for p in host] == [p.token_id for p in device]
     assert [p.surprise_bits for p in host] == [pytest.approx(p.surprise_bits, abs=1e-4) for p in device]

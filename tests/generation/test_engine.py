@@ -5,11 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from genserve.completion import FinishReason
 from genserve.errors import ModelFailed
 from genserve.generation.engine import Engine
-from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.token_sequence import TokenSequence
-from genserve.request import FinishReason
+from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
 

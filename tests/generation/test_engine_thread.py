@@ -9,16 +9,15 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from genserve.completion import join_deltas
 from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.beam_search import BeamSearch
-from genserve.generation.draft_model import DraftModel
+from genserve.generation.delta_streams import DeltaStream, EventLoopOutbox
 from genserve.generation.engine import Engine
 from genserve.generation.engine_thread import EngineThread
-from genserve.generation.speculation import Speculation
-from genserve.generation.streams import EventLoopOutbox, ThreadStream
-from genserve.metrics import Metrics
-from genserve.request import join_deltas
+from genserve.generation.speculation import DraftModel, Speculation
+from genserve.generation_metrics import Metrics
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer, logits_after
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 
@@ -87,7 +86,7 @@ def gated():
 
 
 def test_a_thread_reads_the_deltas_of_its_request(loop):
-    with ThreadStream(loop, sequence_of([5], max_tokens=6)) as stream:
+    with DeltaStream(loop, sequence_of([5], max_tokens=6)) as stream:
         completion = join_deltas(stream)
     assert list(completion.token_ids) == greedy_answer([5], num_tokens=6)
     assert loop.num_accepted == 0
@@ -97,7 +96,7 @@ def test_many_threads_share_the_engine(loop):
     answers = {}
 
     def ask(prompt: int) -> None:
-        with ThreadStream(loop, sequence_of([prompt], max_tokens=8)) as stream:
+        with DeltaStream(loop, sequence_of([prompt], max_tokens=8)) as stream:
             answers[prompt] = list(join_deltas(stream).token_ids)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(10)]
@@ -164,16 +163,16 @@ def test_with_one_answer_of_a_beam_search_all_are_cancelled(gated):
     model.open_gate()
     loop.drain(timeout_s=10)
     assert loop.num_accepted == 0
-    with ThreadStream(loop, sequence_of([1], max_tokens=5)) as stream:
+    with DeltaStream(loop, sequence_of([1], max_tokens=5)) as stream:
         assert list(join_deltas(stream).token_ids) == greedy_answer([1], num_tokens=5)
     assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
     _, loop = gated
-    streams = [ThreadStream(loop, sequence_of([i], max_tokens=3)) for i in range(3)]
+    streams = [DeltaStream(loop, sequence_of([i], max_tokens=3)) for i in range(3)]
     with pytest.raises(Overloaded) as refused:
-        ThreadStream(loop, sequence_of([9], max_tokens=3))
+        DeltaStream(loop, sequence_of([9], max_tokens=3))
     assert refused.value.retry_after_s > 0
     for stream in streams:
         stream.close()
@@ -181,7 +180,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
 
 def test_a_drain_waits_for_what_was_accepted(gated):
     model, loop = gated
-    with ThreadStream(loop, sequence_of([1], max_tokens=3)) as stream:
+    with DeltaStream(loop, sequence_of([1], max_tokens=3)) as stream:
         next(stream)
         loop.drain(timeout_s=0)
         assert loop.num_accepted == 1
@@ -195,7 +194,7 @@ def test_a_drain_waits_for_what_was_accepted(gated):
 
 def test_closing_ends_every_request_with_an_error(gated):
     model, loop = gated
-    streams = [ThreadStream(loop, sequence_of([i], max_tokens=30)) for i in range(3)]
+    streams = [DeltaStream(loop, sequence_of([i], max_tokens=30)) for i in range(3)]
     closing = threading.Thread(target=loop.close)
     closing.start()
     model.open_gate()
@@ -204,7 +203,7 @@ def test_closing_ends_every_request_with_an_error(gated):
         with pytest.raises(Closed):
             list(stream)
     with pytest.raises(Closed):
-        ThreadStream(loop, sequence_of([1]))
+        DeltaStream(loop, sequence_of([1]))
     loop.close()
 
 
@@ -212,9 +211,9 @@ def test_a_failing_forward_ends_its_requests_and_not_the_loop():
     model = PagedLogits()
     model.poison[POISON] = "raise"
     loop = loop_over(model)
-    with pytest.raises(ModelFailed), ThreadStream(loop, sequence_of([POISON])) as stream:
+    with pytest.raises(ModelFailed), DeltaStream(loop, sequence_of([POISON])) as stream:
         list(stream)
-    with ThreadStream(loop, sequence_of([1], max_tokens=2)) as stream:
+    with DeltaStream(loop, sequence_of([1], max_tokens=2)) as stream:
         assert list(join_deltas(stream).token_ids) == greedy_answer([1], num_tokens=2)
     assert loop.alive
     loop.close()
@@ -237,7 +236,7 @@ def dying_loop() -> EngineThread:
 def test_an_engine_that_dies_ends_its_requests_and_says_that_it_is_dead():
     loop = dying_loop()
     with pytest.raises(ModelFailed, match="loaded again"):
-        list(ThreadStream(loop, sequence_of([1])))
+        list(DeltaStream(loop, sequence_of([1])))
     loop.close()
     assert not loop.alive
 
@@ -251,7 +250,7 @@ def test_the_gauges_return_to_zero_when_the_last_reader_leaves():
         limits=QueueLimits(max_requests=8),
         metrics=metrics.for_model("test"),
     )
-    with ThreadStream(loop, sequence_of([5], max_tokens=50)) as stream:
+    with DeltaStream(loop, sequence_of([5], max_tokens=50)) as stream:
         next(stream)
     while metrics.registry.get_sample_value("genserve_num_requests_running", {"model": "test"}):
         pass
@@ -299,7 +298,7 @@ def test_plain_loops_of_many_threads_are_answered_beside_generation(loop):
     threads = [threading.Thread(target=call, args=(caller,)) for caller in callers]
     for thread in threads:
         thread.start()
-    with ThreadStream(loop, sequence_of([50], max_tokens=30)) as stream:
+    with DeltaStream(loop, sequence_of([50], max_tokens=30)) as stream:
         assert list(join_deltas(stream).token_ids) == greedy_answer([50], num_tokens=30)
     for thread in threads:
         thread.join()
@@ -371,7 +370,7 @@ def test_sequences_wait_for_held_slots_and_get_them():
     for _ in range(4):
         caller.ask()
         caller.receive()
-    with ThreadStream(loop, sequence_of([5], max_tokens=6)) as stream:
+    with DeltaStream(loop, sequence_of([5], max_tokens=6)) as stream:
         assert list(join_deltas(stream).token_ids) == greedy_answer([5], num_tokens=6)
     loop.close()
 
@@ -379,7 +378,7 @@ def test_sequences_wait_for_held_slots_and_get_them():
 def test_a_cancelled_logits_request_is_not_answered_and_makes_room(gated):
     model, loop = gated
     answers: SimpleQueue = SimpleQueue()
-    stream = ThreadStream(loop, sequence_of([1], max_tokens=30))
+    stream = DeltaStream(loop, sequence_of([1], max_tokens=30))
     next(stream)  # from now on the engine stands in a decode step
     request = logits_request([2, 3], on_logits=answers.put)
     loop.submit_logits([request])
@@ -393,7 +392,7 @@ def test_a_cancelled_logits_request_is_not_answered_and_makes_room(gated):
 def test_closing_answers_logits_requests_with_an_error(gated):
     model, loop = gated
     answers: SimpleQueue = SimpleQueue()
-    stream = ThreadStream(loop, sequence_of([1], max_tokens=30))
+    stream = DeltaStream(loop, sequence_of([1], max_tokens=30))
     next(stream)
     loop.submit_logits([logits_request([2, 3], on_logits=answers.put)])
     closing = threading.Thread(target=loop.close)
@@ -435,7 +434,7 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
         limits=QueueLimits(max_requests=1),
         metrics=metrics.for_model("test"),
     )
-    with ThreadStream(loop, sequence_of([5], max_tokens=9)) as stream:
+    with DeltaStream(loop, sequence_of([5], max_tokens=9)) as stream:
         completion = join_deltas(stream)
     loop.close()
     assert list(completion.token_ids) == greedy_answer([5], num_tokens=9)

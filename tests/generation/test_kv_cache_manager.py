@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
-from genserve.generation.token_sequence import TokenSequence
 from tests.fakes.sequences import logits_request, sequence_of
 
 SIZE = 4

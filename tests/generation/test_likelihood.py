@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.backends.row_picker import pick_rows
-from genserve.generation.likelihood import LOWEST, likelihood
-from genserve.generation.pick import pick
+from genserve.backends.row_picker import sample_rows
+from genserve.generation.batch_sampler import pick
+from genserve.sampling.sampler import LOWEST, likelihood
 from tests.fakes.sequences import sequence_of
 
 
@@ -62,7 +62,7 @@ def test_processed_figures_are_those_of_transformers_own_rules(place):
     warped = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(20)(None, warped))
     biased = rows[1:2] - 50.0 * (torch.arange(500) == 9)
     expected = torch.cat([warped, biased, rows[2:] / 2.0]).log_softmax(dim=1)
-    picks = pick(place(logits.copy()), sequences, picker=pick_rows)
+    picks = pick(place(logits.copy()), sequences, picker=sample_rows)
     for row, picked in zip(expected, picks, strict=True):
         assert picked.logprob.logprob == pytest.approx(row[picked.token_id].item(), abs=1e-5)
         for token_id, level in picked.logprob.top:
@@ -85,10 +85,10 @@ def test_the_models_own_figures_are_told_of_a_row_whatever_others_ask_for(place)
         {"logprobs": True, "logprob_token_ids": (7, 8), "repetition_penalty": 2.0},
     ]
     sequences = [sequence_of([1, 2], vocab_size=500, **one) for one in params]
-    together = pick(place(logits.copy()), sequences, picker=pick_rows)
+    together = pick(place(logits.copy()), sequences, picker=sample_rows)
     assert together[1].logprob is None
     for row, sequence, picked in zip(logits, sequences, together, strict=True):
-        assert pick(place(row[None].copy()), [sequence], picker=pick_rows) == [picked]
+        assert pick(place(row[None].copy()), [sequence], picker=sample_rows) == [picked]
     for index in (0, 3):
         found = together[index].logprob
         raw = likelihood(

@@ -13,9 +13,9 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from genserve.backends.row_picker import pick_rows
-from genserve.generation.pick import pick
-from genserve.request import FinishReason
+from genserve.backends.row_picker import sample_rows
+from genserve.completion import FinishReason
+from genserve.generation.batch_sampler import pick
 from tests.fakes.sequences import sequence_of
 from tests.llama_cpp import recorded
 
@@ -46,7 +46,7 @@ def edited(logits, sequences, *, place):
     seen = {}
 
     def picker(rows, **which):
-        picked = pick_rows(rows, **which)
+        picked = sample_rows(rows, **which)
         seen["rows"] = np.asarray(rows)
         return picked
 
@@ -180,7 +180,7 @@ def test_log_probabilities_are_those_of_the_model_whatever_is_edited(place):
     logits = np.random.default_rng(3).standard_normal((2, VOCAB_SIZE)).astype(np.float32)
     best = logits.argmax(axis=1)
     sequences = [sequence(logprobs=True, suppress_tokens=(int(best[0]),)), sequence(logprobs=True)]
-    picks = pick(place(logits), sequences, picker=pick_rows)
+    picks = pick(place(logits), sequences, picker=sample_rows)
     assert picks[0].token_id == logits[0].argsort()[-2]
     assert picks[1].token_id == best[1]
     raw = torch.log_softmax(torch.from_numpy(logits), dim=1)
@@ -199,7 +199,7 @@ def test_rows_of_minus_infinity_and_nan_stay_what_they_are(place):
 
 def test_a_row_without_a_token_left_is_told_as_not_finite():
     nothing = sequence([5], allowed_token_ids=(9,), bad_words=[[9]])
-    [picked] = pick(np.zeros((1, VOCAB_SIZE), dtype=np.float32), [nothing], picker=pick_rows)
+    [picked] = pick(np.zeros((1, VOCAB_SIZE), dtype=np.float32), [nothing], picker=sample_rows)
     assert not picked.finite
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import ContextLengthExceeded, InvalidRequest
-from genserve.generation.logits_request import LogitsRequest
+from genserve.generation.engine_request import LogitsRequest
 
 
 def request(token_ids) -> LogitsRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from genserve.generation.engine import Engine
-from genserve.generation.token_sequence import TokenSequence
+from genserve.generation.engine_request import TokenSequence
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import logits_request, sample_loop, sequence_of
 

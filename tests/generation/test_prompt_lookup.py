@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.generation.prompt_lookup import PromptLookup
+from genserve.generation.speculation import PromptLookup
 from tests.fakes.sequences import sequence_of
 
 

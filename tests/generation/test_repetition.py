@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.generation.repetition import MAX_LENGTH, MAX_PENALTY, Breakers, Repetition
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.logits_processors import MAX_LENGTH, MAX_PENALTY, Breakers, Repetition
+from genserve.sampling.sampling_params import SamplingParams
 
 VOCAB_SIZE = 6
 

@@ -7,20 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.generation.draw import SamplingRows, draw, uniforms
-from genserve.generation.sampler import pick_rows
+from genserve.sampling.sampler import SamplingMetadata, draw, sample_rows, uniforms
 from tests.fakes.rows import sampling_rows
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
 
 
-def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingRows:
+def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingMetadata:
     steps = np.arange(first_step, first_step + num)
     return sampling_rows(num, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, step=steps)
 
 
-def sample(logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-    return pick_rows(logits, drawing=range(len(logits)), rules=rows, asking=()).token_ids
+def sample(logits: np.ndarray, rows: SamplingMetadata) -> np.ndarray:
+    return sample_rows(logits, drawing=range(len(logits)), rules=rows, asking=()).token_ids
 
 
 def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -87,7 +86,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     )
     together = sample(logits, rows)
     for i in range(5):
-        alone = SamplingRows(**{name: getattr(rows, name)[i : i + 1] for name in SamplingRows.__slots__})
+        alone = SamplingMetadata(**{name: getattr(rows, name)[i : i + 1] for name in SamplingMetadata.__slots__})
         assert sample(logits[i : i + 1], alone)[0] == together[i]
 
 
@@ -127,7 +126,7 @@ def test_a_tiny_top_p_keeps_the_best_token():
 
 def test_greedy_ties_go_to_the_lowest_id():
     logits = np.array([[0.0, 2.0, 2.0]], dtype=np.float32)
-    assert pick_rows(logits, drawing=[], rules=rows_of(0), asking=()).token_ids.tolist() == [1]
+    assert sample_rows(logits, drawing=[], rules=rows_of(0), asking=()).token_ids.tolist() == [1]
 
 
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
@@ -165,7 +164,7 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rule
     good = sample(logits, rows_of(4, **rules))
     logits[1, place] = value
     logits[2] = -np.inf
-    picked = pick_rows(logits, drawing=range(4), rules=rows_of(4, **rules), asking=())
+    picked = sample_rows(logits, drawing=range(4), rules=rows_of(4, **rules), asking=())
     assert picked.finite.tolist() == [True, False, False, True]
     assert picked.token_ids[[0, 3]].tolist() == good[[0, 3]].tolist()
 
@@ -173,6 +172,6 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rule
 def test_of_a_mixed_batch_some_rows_draw_and_the_others_take_the_best():
     logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     drawn = sample(logits[[1, 2]], rows_of(2))
-    mixed = pick_rows(logits, drawing=[1, 2], rules=rows_of(2), asking=()).token_ids
+    mixed = sample_rows(logits, drawing=[1, 2], rules=rows_of(2), asking=()).token_ids
     best = logits.argmax(axis=1)
     assert mixed.tolist() == [best[0], *drawn, best[3]]

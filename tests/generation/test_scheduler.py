@@ -6,10 +6,10 @@ import random
 from itertools import pairwise
 
 from genserve.generation.engine import Engine
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import FloatArray, ForwardBatch
 from genserve.generation.scheduler import Scheduler
-from genserve.generation.token_sequence import TokenSequence
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 

@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from genserve.completion import TokenLogprob
+from genserve.generation.batch_sampler import pick
 from genserve.generation.beam_search import BeamSearch
-from genserve.generation.decoding_loops import DecodeFunction
 from genserve.generation.engine import Engine
-from genserve.generation.likelihood import likelihood
+from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.logits_model import FloatArray, ForwardBatch
-from genserve.generation.logits_request import LogitsRequest
-from genserve.generation.pick import pick
-from genserve.generation.sampler import pick_rows
+from genserve.generation.output_processor import DecodeFunction
 from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence
-from genserve.request import TokenLogprob
+from genserve.sampling.sampler import likelihood, sample_rows
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
@@ -43,7 +41,7 @@ def plain_answer(sequence: TokenSequence, *, decode: DecodeFunction, **params: A
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     plain = sequence_of(prompt, max_length=MAX_LENGTH, **params)
     while not plain.finished:
-        [picked] = pick(logits_after(plain.token_ids)[None].copy(), [plain], picker=pick_rows)
+        [picked] = pick(logits_after(plain.token_ids)[None].copy(), [plain], picker=sample_rows)
         plain.append(picked.token_id)
         for token_id in (1, 2) if decode is in_threes else ():
             if not plain.finished:

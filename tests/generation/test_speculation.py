@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from genserve.completion import Delta, FinishReason
 from genserve.generation.engine import Engine
+from genserve.generation.engine_request import TokenSequence
 from genserve.generation.speculation import Speculation
-from genserve.generation.token_sequence import TokenSequence
-from genserve.request import Delta, FinishReason
 from tests.fakes.drafts import Foreseen, Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, greedy_answer
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of

@@ -20,11 +20,11 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.backends import torch_stages
-from genserve.generation import stages as host_stages
-from genserve.generation.stages import Stages, stages_of
-from genserve.sampling.params import SamplingParams
-from genserve.sampling.stages import STAGES
+from genserve.sampling import staged_sampler as host_stages
+from genserve.sampling import torch_sampler
+from genserve.sampling.param_table import STAGES
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.staged_sampler import Stages, stages_of
 from tests.llama_cpp import recorded
 
 VOCAB_SIZE = 300
@@ -57,7 +57,7 @@ def host(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
 
 
 def device(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
-    return torch_stages.left_by(torch.from_numpy(row[None]), stages, chance=chance)[0].numpy()
+    return torch_sampler.left_by(torch.from_numpy(row[None]), stages, chance=chance)[0].numpy()
 
 
 PLACES = [host, device]

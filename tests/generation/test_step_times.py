@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.generation.step_times import StepTimes
+from genserve.generation.scheduler import StepTimes
 
 
 def note(times: StepTimes, num_decodes: int, seconds: float, *, prompt: int = 0, drafted: int = 0) -> None:

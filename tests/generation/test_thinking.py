@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from genserve.errors import InvalidRequest
-from genserve.generation.thinking import ThinkingBudget
+from genserve.generation.sequence_plugins import ThinkingBudget
 from genserve.llm import LLM
-from genserve.request import Chat, read_messages
-from genserve.sampling.params import sampling_params
+from genserve.prompt import Chat, read_messages
+from genserve.sampling.sampling_params import sampling_params
 from tests.live import LiveServer
 from tests.thinkers import END, copy_with_tags
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from genserve.completion import FinishReason, Usage
 from genserve.errors import ModelFailed
-from genserve.request import FinishReason, Usage
 from genserve.sampling.repetition_detection import RepetitionDetection
 from tests.fakes.logits import VOCAB_SIZE
 from tests.fakes.sequences import sequence_of

@@ -13,7 +13,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.generation.truncation import Truncation, kept
+from genserve.sampling.staged_sampler import Truncation, kept
 
 # In the order of transformers, which is ours.
 WARPERS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from genserve.backends.device_memory import DeviceMemory
 from genserve.export import SilentProgress, export_model, pull
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
 
 DEVICE = os.environ.get("GENSERVE_GPU_TESTS", "cuda:0")
 

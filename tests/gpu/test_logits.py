@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.backends.logits_onnx import OnnxLogits
-from genserve.backends.logits_torchscript import TorchLogits
 from genserve.errors import RepositoryError
-from genserve.export.form import Form
+from genserve.export.export_options import Form
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
+from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
+from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from tests.backends.cached_sequences import CachedSequences
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint

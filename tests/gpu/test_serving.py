@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.export.embedded import cache_folder, fetch_gguf
-from genserve.export.source import read_checkpoint
+from genserve.completion import Completion
+from genserve.export.checkpoint_reader import read_checkpoint
+from genserve.export.pulling import cache_folder, fetch_gguf
 from genserve.export.source_model import source_model
 from genserve.llm import LLM
-from genserve.repository import logits_placement, logits_runtime
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.request import Completion
+from genserve.textmodel import logits_placement, logits_runtime
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from tests.repository.test_stages import BLS_LOOP, LOOP_CONFIG, asked, greedy_ids, of, text
 
 ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] } ]\n"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from genserve.errors import InferenceError
-from genserve.kserve.classification import classify
+from genserve.kserve.request_tensors import classify
 from genserve.tensor import Tensor
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from genserve.errors import InferenceError, Status
-from genserve.kserve.json_document import Kind, Members, checked, member, read_json, read_pairs
+from genserve.kserve.triton_parsing import Kind, Members, checked, member, read_json, read_pairs
 
 
 def test_what_json_lacks_and_triton_takes_is_read() -> None:

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from genserve.data_type import DataType
 from genserve.errors import InferenceError
-from genserve.kserve.json_elements import elements_of, read_elements, texts_of
-from genserve.tensor import Tensor
+from genserve.kserve.triton_parsing import elements_of, read_elements, texts_of
+from genserve.tensor import DataType, Tensor
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]], [1, [2, [3]], 4], [[[1], 2], [], [3, 4]]])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.kserve.leading_number import leading_number
+from genserve.kserve.triton_parsing import leading_number
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from genserve.inference import InferenceResponse
-from genserve.kserve.outbox import ResponseOutbox
+from genserve.server.running_inference import ResponseDispatcher
 
 
 async def test_responses_of_many_threads_arrive_each_in_its_order() -> None:
-    outbox = ResponseOutbox(asyncio.get_running_loop())
+    outbox = ResponseDispatcher(asyncio.get_running_loop())
     streams = [outbox.open() for _ in range(8)]
 
     def answer(number: int) -> None:
@@ -28,7 +28,7 @@ async def test_responses_of_many_threads_arrive_each_in_its_order() -> None:
 
 
 async def test_who_abandons_a_stream_wakes_its_reader() -> None:
-    responses = ResponseOutbox(asyncio.get_running_loop()).open()
+    responses = ResponseDispatcher(asyncio.get_running_loop()).open()
     reading = asyncio.ensure_future(responses.next())
     await asyncio.sleep(0)
     responses.abandon(ConnectionError())
@@ -40,6 +40,6 @@ async def test_who_abandons_a_stream_wakes_its_reader() -> None:
 
 def test_a_response_after_the_loop_has_closed_is_dropped() -> None:
     loop = asyncio.new_event_loop()
-    responses = ResponseOutbox(loop).open()
+    responses = ResponseDispatcher(loop).open()
     loop.close()
     responses.on_response(None, True)

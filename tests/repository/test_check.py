@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from genserve.repository.check import repository_faults
+from genserve.repository.model_validation import repository_diagnostics
 from tests.backends.networks import save_onnx
 from tests.checkpoints import tiny_tokenizer
 
@@ -53,19 +53,19 @@ def add(root: Path, *, config: str = 'backend: "python"', files: tuple[str, ...]
 
 def told(root: Path) -> list[str]:
     """`place in the repository: severity: message; remedy` of each fault."""
-    faults = [fault for of_model in repository_faults([root]).values() for fault in of_model]
+    faults = [fault for of_model in repository_diagnostics([root]).values() for fault in of_model]
     lines = [f"{fault.where}: {fault.severity.value}: {fault.message}; {fault.remedy}" for fault in faults]
     return [line.removeprefix(f"{root}/") for line in lines]
 
 
 def test_the_repository_of_the_sources_is_clean_with_the_files_that_are_pulled(tmp_path):
-    assert repository_faults([shipped_with_files(tmp_path / "r")]) == dict.fromkeys(
+    assert repository_diagnostics([shipped_with_files(tmp_path / "r")]) == dict.fromkeys(
         ("smollm2", "smollm2_decoder", "smollm2_logits", "smollm2_tokenizer"), ()
     )
 
 
 def test_an_exported_model_is_clean(tiny_repository):
-    assert set(repository_faults([tiny_repository]).values()) == {()}
+    assert set(repository_diagnostics([tiny_repository]).values()) == {()}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_a_model_of_a_backend_of_ones_own_is_clean(tmp_path):
     (backend / "model.py").touch()
     (tmp_path / "r" / "m").mkdir(parents=True)
     add(tmp_path / "r", config='backend: "mine"', files=("1/model.json",))
-    assert repository_faults([tmp_path / "r"], backend_folders=[backend.parent]) == {"m": ()}
-    [fault] = repository_faults([tmp_path / "r"])["m"]
+    assert repository_diagnostics([tmp_path / "r"], backend_folders=[backend.parent]) == {"m": ()}
+    [fault] = repository_diagnostics([tmp_path / "r"])["m"]
     assert "unable to find backend library for backend 'mine'" in fault.message
 
 
@@ -133,11 +133,11 @@ def test_a_model_of_two_repositories_is_refused(tmp_path):
     for root in ("one", "two"):
         (tmp_path / root / "m").mkdir(parents=True)
         add(tmp_path / root)
-    [fault] = repository_faults([tmp_path / "one", tmp_path / "two"])["m"]
+    [fault] = repository_diagnostics([tmp_path / "one", tmp_path / "two"])["m"]
     assert fault.message == "failed to poll model 'm': not unique across all model repositories"
     assert str(tmp_path / "one" / "m") in fault.remedy
     assert fault.path == tmp_path / "two" / "m"
-    assert repository_faults([tmp_path / "one", tmp_path / "one"]) == {"m": ()}
+    assert repository_diagnostics([tmp_path / "one", tmp_path / "one"]) == {"m": ()}
 
 
 ELSEWHERE = (

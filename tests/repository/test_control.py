@@ -18,9 +18,9 @@ import genserve
 from genserve.config.parse import parse_message
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest
+from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.repository.versions import ModelState
 from genserve.schedulers.rate_limiter import Capacity
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model

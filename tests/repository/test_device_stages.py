@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.backends.device_memory import DeviceMemory
-from genserve.repository import logits_runtime
 from genserve.repository.repository import Repository
+from genserve.textmodel import logits_runtime
+from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from tests.repository.test_stages import BLS_LOOP, LOOP_CONFIG, asked, of, text
 
 OWN_LOOP = """

@@ -9,13 +9,13 @@ import pytest
 
 from genserve import LLM
 from genserve.backends.backend import Placement
-from genserve.config.fault import Severity
+from genserve.config.diagnostics import Severity
 from genserve.errors import GenserveError
-from genserve.repository.check import repository_faults
-from genserve.repository.drafting import load_drafting
 from genserve.repository.index import scan
+from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from genserve.text.tokenizer import Tokenizer
+from genserve.textmodel.text_model_loader import load_drafting
 from tests.checkpoints import tiny_tokenizer
 from tests.fakes.logits import PagedLogits
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, param
 def test_a_check_tells_the_place_of_a_draft_that_is_not_there(tiny_repository, tmp_path):
     root = speculating(tiny_repository, tmp_path / "models", draft_model="nobody")
     config = root / "tiny_logits" / "config.pbtxt"
-    [fault] = repository_faults([root])["tiny_logits"]
+    [fault] = repository_diagnostics([root])["tiny_logits"]
     assert fault.severity is Severity.ERROR
     assert (fault.path, fault.line) == (config, len(config.read_text().splitlines()))
 
@@ -87,7 +87,7 @@ def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
 ):
     root = speculating(tiny_repository, tmp_path / "models", **parameter)
     shutil.rmtree(root / "tiny")
-    [fault] = repository_faults([root])["tiny_logits"]
+    [fault] = repository_diagnostics([root])["tiny_logits"]
     assert fault.severity is Severity.WARNING
     [name] = parameter
     assert fault.message.startswith(f"parameter '{name}' has no effect")

@@ -13,9 +13,9 @@ import pytest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, OnResponse
+from genserve.inference_statistics import ModelStatistics
 from genserve.repository.ensemble import Ensemble, _Flow
-from genserve.repository.served import Served
-from genserve.statistics import ModelStatistics
+from genserve.repository.model_versions import Served
 from genserve.tensor import Tensor
 
 Function = Callable[[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]

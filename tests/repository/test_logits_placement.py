@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from genserve.errors import RepositoryError
-from genserve.repository import logits_placement as module
 from genserve.repository.index import scan
-from genserve.repository.logits_placement import logits_placement
+from genserve.textmodel import logits_placement as module
+from genserve.textmodel.logits_placement import logits_placement
 
 STATES, HALF = "sequence_batching", ("TYPE_FP32", "TYPE_FP16")
 

@@ -14,9 +14,9 @@ import httpx2
 import pytest
 
 from genserve.export import SilentProgress, export_model
-from genserve.repository.check import repository_faults
 from genserve.repository.index import scan
-from genserve.repository.logits_runtime import is_logits_stage
+from genserve.repository.model_validation import repository_diagnostics
+from genserve.textmodel.logits_runtime import is_logits_stage
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.checkpoints import tiny_tokenizer
 from tests.live import LiveServer
@@ -45,7 +45,7 @@ def server(root: Path) -> Iterator[LiveServer]:
 
 
 def test_all_of_them_are_clean_to_check(root: Path) -> None:
-    assert set(repository_faults([root]).values()) == {()}
+    assert set(repository_diagnostics([root]).values()) == {()}
 
 
 @pytest.mark.parametrize("kind", ["whole", "scripted"])
@@ -119,7 +119,7 @@ def test_a_traced_model_answers_as_transformers_does(
     traced_repository: Path, stablelm_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = ["the", "hello world, how are you", "a longer one of them: " + "on and on " * 6]
-    assert set(repository_faults([traced_repository]).values()) == {()}
+    assert set(repository_diagnostics([traced_repository]).values()) == {()}
     caplog.set_level(logging.WARNING)
     with LiveServer(traced_repository) as server, ThreadPoolExecutor() as pool:
         answers = list(pool.map(partial(generated_ids, server.url), prompts))

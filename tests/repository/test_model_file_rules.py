@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 
-from genserve.repository.check import repository_faults
+from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from tests.backends.networks import save_onnx, save_torchscript
 
@@ -52,7 +52,7 @@ def model(root: Path, config: str) -> Path:
 
 
 def fault(root: Path, name: str = "m"):
-    [found] = repository_faults([root])[name]
+    [found] = repository_diagnostics([root])[name]
     assert found.severity.value == "error"
     assert found.remedy
     return found
@@ -68,7 +68,7 @@ def load_error(root: Path, name: str = "m") -> str:
 @pytest.mark.parametrize("config", [ONNX, TORCH, 'backend: "onnxruntime"'])
 def test_a_model_whose_file_is_in_order_is_clean(tmp_path, config):
     model(tmp_path, config)
-    assert repository_faults([tmp_path]) == {"m": ()}
+    assert repository_diagnostics([tmp_path]) == {"m": ()}
 
 
 @pytest.mark.parametrize("config", [ONNX, TORCH])
@@ -114,7 +114,7 @@ def test_a_damaged_model_hides_no_other(tmp_path, config):
         for _ in range(random.randint(1, 4)):
             damaged[random.randrange(len(damaged))] = random.randrange(256)
         file.write_bytes(damaged)
-        faults = repository_faults([tmp_path])
+        faults = repository_diagnostics([tmp_path])
         assert faults["whole"] == ()
         assert all(fault.message and fault.remedy for fault in faults["m"])
         num_found += bool(faults["m"])
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_found(tmp_path, name, severity):
     file = model(tmp_path, ONNX).with_name(name)
     file.unlink(missing_ok=True)
     file.symlink_to("/proc/self/mem")   # nobody can read its beginning, not even root
-    faults = [fault for fault in repository_faults([tmp_path])["m"] if "read" in fault.message]
+    faults = [fault for fault in repository_diagnostics([tmp_path])["m"] if "read" in fault.message]
     assert [fault.severity.value for fault in faults] == [severity]
     assert faults[0].message == f"{name} cannot be read: Input/output error"
     assert faults[0].remedy
@@ -162,8 +162,8 @@ def test_weights_saved_without_code_are_called_that(tmp_path):
 def test_check_opens_torchscript_without_torch(tmp_path):
     model(tmp_path, TORCH)
     code = (
-        "import sys; from pathlib import Path; from genserve.repository.check import repository_faults;"
-        f"assert repository_faults([Path({str(tmp_path)!r})]) == {{'m': ()}}; print('torch' in sys.modules)"
+        "import sys; from pathlib import Path; from genserve.repository.model_validation import repository_diagnostics;"
+        f"assert repository_diagnostics([Path({str(tmp_path)!r})]) == {{'m': ()}}; print('torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"

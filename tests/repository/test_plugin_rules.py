@@ -4,10 +4,10 @@ import textwrap
 
 import pytest
 
-from genserve.backends.python.decoding import load_decoding
 from genserve.errors import RepositoryError
-from genserve.repository.check import repository_faults
-from genserve.repository.plugin_rules import plugin_faults
+from genserve.repository.model_validation import repository_diagnostics
+from genserve.textmodel.decoder_stage import load_decoding
+from genserve.textmodel.plugin_rules import plugin_diagnostics
 from tests.plugins import copy_with_plugins, documented_model
 
 MODEL = """
@@ -28,7 +28,7 @@ def write(folder, code, plugins):
 def test_a_model_with_sound_plugins_has_no_faults(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(documented_model())
-    assert plugin_faults(path) == ()
+    assert plugin_diagnostics(path) == ()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_model_with_sound_plugins_has_no_faults(tmp_path):
 )
 def test_a_fault_is_found_at_its_place_and_would_not_load(tmp_path, code, plugins, place, words):
     path = write(tmp_path, code, plugins)
-    [fault] = plugin_faults(path)
+    [fault] = plugin_diagnostics(path)
     assert words in fault.message
     assert fault.place == (place or "1:5")
     with pytest.raises(RepositoryError):
@@ -56,7 +56,7 @@ def test_a_fault_is_found_at_its_place_and_would_not_load(tmp_path, code, plugin
 
 def test_both_methods_of_a_parser_are_missed(tmp_path):
     code = "class P:\n  def __init__(self, context): pass\n"
-    messages = [fault.message for fault in plugin_faults(write(tmp_path, code, "output_parsers = {'p': P}"))]
+    messages = [fault.message for fault in plugin_diagnostics(write(tmp_path, code, "output_parsers = {'p': P}"))]
     assert messages == ["output_parsers: P has no method push", "output_parsers: P has no method flush"]
 
 
@@ -71,11 +71,11 @@ def test_both_methods_of_a_parser_are_missed(tmp_path):
     ],
 )
 def test_what_only_running_it_can_tell_is_left_to_loading(tmp_path, code, plugins):
-    assert plugin_faults(write(tmp_path, code, plugins)) == ()
+    assert plugin_diagnostics(write(tmp_path, code, plugins)) == ()
 
 
 def test_checking_a_repository_finds_them(tmp_path, tiny_repository):
     root = copy_with_plugins(tiny_repository, tmp_path / "repository", more="\nif\n")
-    [fault] = repository_faults([root])["tiny_decoder"]
+    [fault] = repository_diagnostics([root])["tiny_decoder"]
     lines = len(documented_model().splitlines())
     assert fault.where.startswith(f"{root}/tiny_decoder/1/model.py:{lines + 2}:")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from genserve.config.fault import Fault, Severity
-from genserve.repository.check import repository_faults
+from genserve.config.diagnostics import Diagnostic, Severity
+from genserve.repository.model_validation import repository_diagnostics
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "refusals.json").read_text())
 
@@ -34,8 +34,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def errors(root: Path) -> dict[str, list[Fault]]:
-    faults = repository_faults([root])
+def errors(root: Path) -> dict[str, list[Diagnostic]]:
+    faults = repository_diagnostics([root])
     severities = {name: Severity.WARNING if name in WARNED else Severity.ERROR for name in faults}
     return {name: [fault for fault in faults[name] if fault.severity is severities[name]] for name in faults}
 

@@ -15,12 +15,12 @@ from genserve.backends.backend import Placement
 from genserve.config.model_config import DynamicBatching, ModelConfig
 from genserve.errors import Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.inference_statistics import ModelStatistics
 from genserve.repository.instances import Instances
+from genserve.repository.model_versions import Served
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.served import Served
-from genserve.schedulers.choice import make_scheduler
-from genserve.schedulers.queue import stopping
-from genserve.statistics import ModelStatistics
+from genserve.schedulers.queue_scheduler import make_scheduler
+from genserve.schedulers.request_queue import stopping
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
 from tests.repository.test_control import opened

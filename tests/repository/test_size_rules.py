@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from genserve.backends.free_memory import total_memory_bytes
-from genserve.config.fault import Fault
-from genserve.repository.check import repository_faults
+from genserve.config.diagnostics import Diagnostic
+from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
+from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.live import LiveServer
 from tests.models import CONFIG, write_model
@@ -33,8 +33,8 @@ def change(models: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
-def errors(root: Path, name: str) -> list[Fault]:
-    return [fault for fault in repository_faults([root])[name] if fault.severity.value == "error"]
+def errors(root: Path, name: str) -> list[Diagnostic]:
+    return [fault for fault in repository_diagnostics([root])[name] if fault.severity.value == "error"]
 
 
 def load_error(root: Path, name: str) -> str:
@@ -118,7 +118,7 @@ def test_a_context_of_a_graph_without_a_cache_is_bounded_by_memory(
 def test_a_bound_of_the_cache_beyond_the_machine_is_a_warning(models):
     change(models, "sequence_batching {",
            'parameters { key: "kv_cache_bytes" value { string_value: "999999999GiB" } }\nsequence_batching {')
-    [fault] = repository_faults([models])["tiny_logits"]
+    [fault] = repository_diagnostics([models])["tiny_logits"]
     assert fault.severity.value == "warning"
     assert f"this machine has {total_memory_bytes()} bytes" in fault.message
 

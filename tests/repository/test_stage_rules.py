@@ -10,7 +10,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 
-from genserve.repository.check import repository_faults
+from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.live import LiveServer
@@ -36,7 +36,7 @@ def change(models: Path, stage: str, old: str, new: str) -> None:
 
 
 def told(models: Path, stage: str) -> list[str]:
-    faults = repository_faults([models])[stage]
+    faults = repository_diagnostics([models])[stage]
     assert all(fault.place for fault in faults)
     return [f"{fault.severity.value}: {fault.message}" for fault in faults]
 
@@ -144,7 +144,7 @@ def test_a_parameter_that_nobody_reads_there_is_named(models, stage, name, value
 
 def test_what_the_load_logs_is_what_check_says(models, caplog):
     add(models, "tiny_logits", "instance_group { count: 3 rate_limiter { } }")
-    faults = repository_faults([models])["tiny_logits"]
+    faults = repository_diagnostics([models])["tiny_logits"]
     with caplog.at_level(logging.WARNING):
         assert load_error(models) == ""
     logged = [record.getMessage() for record in caplog.records]

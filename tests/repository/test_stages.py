@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from genserve.completion import Stream
+from genserve.config.config_json import config_json
 from genserve.config.parse import parse_message
-from genserve.config.to_json import config_json
 from genserve.errors import Closed, GenserveError, InferenceError
-from genserve.generation.streams import ThreadStream
+from genserve.generation.delta_streams import DeltaStream
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
+from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.repository.versions import ModelState
-from genserve.sampling.params import sampling_params
-from genserve.stream import Stream
+from genserve.sampling.sampling_params import sampling_params
 from genserve.tensor import Tensor
 
 BLS_LOOP = """
@@ -153,7 +153,7 @@ def test_what_tensors_ask_of_the_answer_is_what_options_ask(
     [answer] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length, **tensors)
     ensemble = repository.get("tiny")
     sequence = ensemble.prepare("hello", sampling_params({"max_tokens": 24, **options}))
-    expected = Stream(ThreadStream(ensemble.engine, sequence)).final().text
+    expected = Stream(DeltaStream(ensemble.engine, sequence)).final().text
     assert of(answer, "text_output")[0, 0].decode() == expected
     [plain] = asked(repository, "tiny", text_input=text("hello"), max_tokens=length)
     assert of(plain, "text_output")[0, 0].decode() != expected
@@ -364,7 +364,7 @@ def test_a_reload_lets_streams_end_that_came_to_the_engine_directly(
     repository.start(["tiny"])
     old = repository.get("tiny")
     sequence = old.prepare("hello", sampling_params({"max_tokens": 4, "ignore_eos": True}))
-    with ThreadStream(old.engine, sequence) as stream:
+    with DeltaStream(old.engine, sequence) as stream:
         config = root / "tiny_decoder" / "config.pbtxt"
         config.write_text(config.read_text() + "# changed\n")
         repository.load("tiny")

@@ -4,8 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from genserve.sampling.idle import idle_parameters
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 
 
 @pytest.mark.parametrize(
@@ -29,16 +28,16 @@ from genserve.sampling.params import SamplingParams
     ],
 )
 def test_the_details_of_a_rule_are_idle_where_it_is_off(details, switch):
-    assert idle_parameters(SamplingParams(temperature=1, **details)) == list(details)
-    assert idle_parameters(SamplingParams(temperature=1, **details, **switch)) == []
+    assert unused_parameters(SamplingParams(temperature=1, **details)) == list(details)
+    assert unused_parameters(SamplingParams(temperature=1, **details, **switch)) == []
 
 
 def test_the_rules_of_a_draw_are_idle_where_nothing_is_drawn():
     rules = {"top_k": 5, "top_p": 0.5, "xtc_probability": 0.5}
-    assert idle_parameters(SamplingParams(temperature=0, **rules)) == list(rules)
-    assert idle_parameters(SamplingParams(temperature=1, **rules)) == []
+    assert unused_parameters(SamplingParams(temperature=0, **rules)) == list(rules)
+    assert unused_parameters(SamplingParams(temperature=1, **rules)) == []
 
 
 def test_defaults_that_are_sent_along_are_not_idle():
     defaults = {option.name: getattr(SamplingParams(), option.name) for option in fields(SamplingParams)}
-    assert idle_parameters(SamplingParams(**defaults)) == []
+    assert unused_parameters(SamplingParams(**defaults)) == []

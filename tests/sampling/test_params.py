@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.params import sampling_params
+from genserve.sampling.sampling_params import sampling_params
 
 
 @pytest.mark.parametrize(

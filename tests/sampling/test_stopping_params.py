@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.params import sampling_params
+from genserve.sampling.sampling_params import sampling_params
 
 
 @pytest.mark.parametrize(

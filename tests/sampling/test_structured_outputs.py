@@ -5,7 +5,7 @@ import json
 import pytest
 
 from genserve.errors import InvalidRequest
-from genserve.sampling.params import sampling_params
+from genserve.sampling.sampling_params import sampling_params
 from genserve.sampling.structured_outputs import (
     MAX_CHARS,
     StructuredOutputs,

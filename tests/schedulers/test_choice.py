@@ -4,7 +4,7 @@ import pytest
 
 from genserve.config.model_config import DynamicBatching, ModelConfig, OldestStrategy, SequenceBatching
 from genserve.inference import RequestFlags
-from genserve.schedulers.choice import make_scheduler
+from genserve.schedulers.queue_scheduler import make_scheduler
 from tests.schedulers.inferences import Asked
 
 ITS_SEQUENCE = {"correlation_id": 1, "flags": RequestFlags.SEQUENCE_START}

@@ -7,8 +7,7 @@ import pytest
 from genserve.config.model_config import DynamicBatching, ModelConfig, QueuePolicy, TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceResponse
-from genserve.schedulers.batch_rules import alike
-from genserve.schedulers.dynamic_batcher import DynamicQueue
+from genserve.schedulers.dynamic_batcher import DynamicQueue, alike
 from tests.schedulers.inferences import MS, Asked, Desk, asked
 
 

@@ -11,12 +11,12 @@ from genserve.backends.backend import Placement
 from genserve.config.model_config import DynamicBatching, ModelConfig, QueuePolicy, SequenceBatching
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse, RequestFlags
-from genserve.schedulers.direct import DirectQueue
+from genserve.inference_statistics import ModelStatistics
 from genserve.schedulers.dynamic_batcher import DynamicQueue
-from genserve.schedulers.instance import Instance
+from genserve.schedulers.model_instance import Instance
 from genserve.schedulers.queue_scheduler import QueueScheduler
+from genserve.schedulers.request_queue import DirectQueue
 from genserve.schedulers.sequence_batcher import SequenceQueue
-from genserve.statistics import ModelStatistics
 
 
 class Model:

@@ -9,11 +9,11 @@ from genserve.backends.backend import Placement
 from genserve.config.model_config import Resource, ResourceClaim
 from genserve.errors import InferenceError, RepositoryError
 from genserve.inference import Executor, InferenceResponse
-from genserve.schedulers.direct import DirectQueue
-from genserve.schedulers.instance import Instance
+from genserve.inference_statistics import ModelStatistics
+from genserve.schedulers.model_instance import Instance
 from genserve.schedulers.queue_scheduler import QueueScheduler
 from genserve.schedulers.rate_limiter import Capacity, RateLimiter
-from genserve.statistics import ModelStatistics
+from genserve.schedulers.request_queue import DirectQueue
 from tests.schedulers.inferences import Asked
 
 

@@ -16,11 +16,10 @@ from genserve.config.model_config import (
     StateSpec,
     TensorSpec,
 )
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.inference import RequestFlags
 from genserve.schedulers.sequence_batcher import SequenceQueue
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 from tests.schedulers.inferences import END, START, Asked, Desk
 
 NO_START = "must specify the START flag on the first request of the sequence"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import queue
 import time
 
-from genserve.schedulers.timer import Timer
+from genserve.schedulers.queue_scheduler import Timer
 
 
 def test_calls_come_in_the_order_of_their_times_and_not_before():

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from genserve.metrics import Metrics
+from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.server.app import create_app

@@ -17,7 +17,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from genserve.errors import GenserveError
-from genserve.server.access import is_loopback
+from genserve.server.access_control import is_loopback
 from genserve.server.serve import Server
 from genserve.settings import ServerSettings
 from tests.live import LiveServer

@@ -11,9 +11,9 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-import genserve.server.body
+import genserve.server.request_body
 import genserve.tensor
-from genserve.server.beside import beside, work_of
+from genserve.server.offload import beside, work_of
 from genserve.tensor import Tensor
 from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
@@ -59,7 +59,7 @@ def threads_of(module, *names, monkeypatch):
 
 
 def test_a_large_body_of_another_dialect_is_parsed_beside_it_too(server, monkeypatch):
-    threads = threads_of(genserve.server.body, "parse_json", monkeypatch=monkeypatch)
+    threads = threads_of(genserve.server.request_body, "parse_json", monkeypatch=monkeypatch)
     with httpx2.Client(base_url=server.url) as http:
         assert http.post("/v1/completions", json={"prompt": [1] * 200000}).status_code == 404
     assert threads

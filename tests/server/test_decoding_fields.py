@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from genserve.sampling.params import SamplingOptions, SamplingParams
+from genserve.sampling.sampling_params import SamplingOptions, SamplingParams
 from genserve.sampling.structured_outputs import FORMS
 from genserve.server.routes.openai import ChatBody
 from genserve.server.routes.openai_completions import CompletionBody

@@ -13,7 +13,7 @@ import pytest
 
 from genserve.client import Client
 from genserve.export import export_model
-from genserve.export.progress import SilentProgress
+from genserve.export.export_options import SilentProgress
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.live import LiveServer
 

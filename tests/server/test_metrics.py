@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceRequest
-from genserve.server.access import AccessControl
-from genserve.server.metrics import CpuCollector, InferenceCollector, read_metrics_config
+from genserve.server.access_control import AccessControl
 from genserve.server.metrics_port import MetricsPort, _Handler
+from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.settings import ServerSettings
 from genserve.tensor import Tensor
 from tests.fakes.door import FakeDoor, fake_model

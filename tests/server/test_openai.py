@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from genserve.request import read_chat
+from genserve.prompt import read_chat
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from genserve.client import Client
-from genserve.request import Chat, Message, read_chat
+from genserve.prompt import Chat, Message, read_chat
 
 QUESTION = {"role": "user", "content": "hello there"}
 BEGUN = {"role": "assistant", "content": "Well, "}

@@ -7,10 +7,10 @@ import json
 import httpx2
 import pytest
 
+from genserve.cli.load_generator import Load, run
 from genserve.client.client import Client
-from genserve.client.load import Load, run
-from genserve.request import Chat, Message
-from genserve.sampling.params import sampling_params
+from genserve.prompt import Chat, Message
+from genserve.sampling.sampling_params import sampling_params
 from tests.live import LiveServer
 from tests.thinkers import START, copy_with_tags
 

@@ -9,7 +9,7 @@ import tritonclient.grpc as client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from genserve.errors import GenserveError
-from genserve.server.restrictions import parse_restrictions
+from genserve.server.access_control import parse_restrictions
 from genserve.server.routes.kserve import route_table
 from tests.live import LiveServer
 from tests.models import write_model

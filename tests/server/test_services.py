@@ -11,16 +11,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from genserve.backends.generation_ensemble import GenerationEnsemble
 from genserve.errors import Closed
 from genserve.export import export_model
-from genserve.export.progress import SilentProgress
-from genserve.metrics import Metrics
+from genserve.export.export_options import SilentProgress
+from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.sampling.params import SamplingParams
+from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
+from genserve.textmodel.text_model import TextModel
 from tests.live import LiveServer
 from tests.server.test_overload import gated
 
@@ -28,9 +28,9 @@ from tests.server.test_overload import gated
 class Outdated(Repository):
     """Finds an older model once, as a request does that was prepared while another was loaded."""
 
-    older: list[GenerationEnsemble]
+    older: list[TextModel]
 
-    def get(self, name: str | None = None) -> GenerationEnsemble:
+    def get(self, name: str | None = None) -> TextModel:
         return self.older.pop() if self.older else super().get(name)
 
 

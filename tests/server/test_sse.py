@@ -6,10 +6,10 @@ import json
 import httpx2
 import pytest
 
+from genserve.completion import Delta, FinishReason, Usage
 from genserve.errors import ModelFailed
-from genserve.generation.streams import EventLoopOutbox
-from genserve.request import Delta, FinishReason, Usage
-from genserve.server.sse import EventStream, event
+from genserve.generation.delta_streams import EventLoopOutbox
+from genserve.server.sse_response import EventStream, event
 from tests.fakes.sequences import sequence_of
 
 

@@ -10,7 +10,7 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.request import Chat, Message
+from genserve.prompt import Chat, Message
 from genserve.text.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

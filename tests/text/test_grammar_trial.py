@@ -9,8 +9,8 @@ import pytest
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import StructuredOutputs, structured_outputs
+from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.grammar_trial import compile_refusal
-from genserve.text.grammars import Grammars
 from genserve.text.tokenizer import Tokenizer
 
 ENDLESS = {"type": "string", "allOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(30)]}
@@ -41,8 +41,8 @@ def nested(depth: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def grammars(tiny_repository) -> Grammars:
-    return Grammars(Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1"), vocab_size=320)
+def grammars(tiny_repository) -> GrammarCompiler:
+    return GrammarCompiler(Tokenizer.from_folder(tiny_repository / "tiny_tokenizer" / "1"), vocab_size=320)
 
 
 def test_what_compiles_is_not_refused():

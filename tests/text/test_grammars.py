@@ -11,7 +11,7 @@ import pytest
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import structured_outputs
-from genserve.text.grammars import MAX_COMPILED, Grammar, Grammars
+from genserve.text.grammar_compiler import MAX_COMPILED, Grammar, GrammarCompiler
 from genserve.text.tokenizer import Tokenizer
 from tests.text.vocabularies import (
     bloom,
@@ -31,11 +31,11 @@ def tokenizer(tiny_repository) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer) -> Grammars:
-    return Grammars(tokenizer, vocab_size=VOCAB_SIZE)
+def grammars(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE)
 
 
-def begin(grammars: Grammars, **options) -> Grammar:
+def begin(grammars: GrammarCompiler, **options) -> Grammar:
     form = structured_outputs(options)
     assert form is not None
     return grammars.begin(form)
@@ -226,7 +226,7 @@ with LLM({str(tiny_repository)!r}) as llm:
 @pytest.mark.parametrize("family", [byte_level_bpe, sentencepiece_bpe, bloom])
 def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
     tokenizer = ending(family())
-    grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size)
+    grammars = GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size)
     for seed in range(20):
         text = random_text(
             begin(grammars, regex="ab?( a| b| é)*"), tokenizer, seed=seed, vocab_size=tokenizer.vocab_size
@@ -238,18 +238,18 @@ def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
 def test_a_family_whose_tokens_are_not_is_refused(family):
     tokenizer = ending(family())
     with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
-        begin(Grammars(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
+        begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
 def test_a_tokenizer_of_more_tokens_than_logits_is_refused(tokenizer):
     with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
-        begin(Grammars(tokenizer, vocab_size=300), regex="a")
+        begin(GrammarCompiler(tokenizer, vocab_size=300), regex="a")
 
 
 def test_a_model_that_never_ends_a_text_is_refused():
     tokenizer = tokenizer_of(byte_level_bpe())
     with pytest.raises(InvalidRequest, match="end-of-sequence"):
-        begin(Grammars(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
+        begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
 def ending(backend) -> Tokenizer:

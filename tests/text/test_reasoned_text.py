@@ -7,13 +7,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from genserve.text.reasoned_text import ReasonedText
+from genserve.text.reasoning_parser import ReasoningParser
 
 PIECES = ["<think>", "</think>", "<", "</", "think>", "a", "b c", "\n", " "]
 
 
 def read(text: str, *, cuts: tuple[int, ...] = (), begun: bool = False) -> tuple[str, str]:
-    reader = ReasonedText(begun=begun)
+    reader = ReasoningParser(begun=begun)
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [reader.push(text[start:end]) for start, end in itertools.pairwise(ends)]
     parts.append(reader.push("", last=True))

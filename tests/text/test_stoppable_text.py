@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from genserve.errors import InvalidRequest
 from genserve.text.stop_regex import MAX_MATCH_CHARS, StopRegex
-from genserve.text.stop_strings import StopStrings
-from genserve.text.stoppable_text import Stop, StopFinder, StoppableText
+from genserve.text.stop_strings import Stop, StopChecker, StopFinder, StopStrings
 from tests.text.vocabularies import FAMILIES, tokenizer_of
 
 TOKENIZERS = {family.__name__: tokenizer_of(family()) for family in FAMILIES}
@@ -53,13 +52,13 @@ class Pieces:
 
 def stoppable(
     pieces: Sequence[str], *stops: str, regexes: Sequence[str] = (), rest: str = "", **options: Any
-) -> StoppableText:
+) -> StopChecker:
     finders: list[StopFinder] = [StopStrings(stops)] if stops else []
     finders += map(StopRegex, regexes)
-    return StoppableText(Pieces(pieces, rest), finders, **options)  # type: ignore[arg-type]
+    return StopChecker(Pieces(pieces, rest), finders, **options)  # type: ignore[arg-type]
 
 
-def released(text: StoppableText, num_pieces: int) -> list[str]:
+def released(text: StopChecker, num_pieces: int) -> list[str]:
     shown = []
     for token_id in range(num_pieces):
         shown.append(text.push(token_id))
@@ -143,10 +142,10 @@ def test_a_fork_of_a_text_goes_on_as_one_that_was_written_anew(family: str, data
     begun, *endings = data.draw(ids), data.draw(ids), data.draw(ids)
     stops = [StopStrings(("ab", "e")), StopRegex("a+b")]
 
-    def text() -> StoppableText:
-        return StoppableText(tokenizer.detokenizer(), [stop.fork() for stop in stops], min_tokens=3)
+    def text() -> StopChecker:
+        return StopChecker(tokenizer.detokenizer(), [stop.fork() for stop in stops], min_tokens=3)
 
-    def written(growing: StoppableText, token_ids: Sequence[int]) -> list[str | None]:
+    def written(growing: StopChecker, token_ids: Sequence[int]) -> list[str | None]:
         return [*map(growing.push, token_ids), growing.flush(), growing.stop]
 
     growing = text()
@@ -253,7 +252,7 @@ def test_no_part_of_a_stop_leaks_whatever_tokens_it_comes_in(
     stop = whole[start : start + data.draw(st.integers(1, 8))]
     regex = "".join(f"\\x{{{ord(char):x}}}" for char in stop)
     finder: StopFinder = StopRegex(regex) if is_regex else StopStrings((stop,))
-    growing = StoppableText(tokenizer.detokenizer(), [finder])
+    growing = StopChecker(tokenizer.detokenizer(), [finder])
     shown = ""
     for token_id in ids:
         shown += growing.push(token_id)

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from genserve.errors import RepositoryError
-from genserve.text.chat_template import ChatTemplate
-from genserve.text.template_process import (
+from genserve.text.chat_template import (
     MAX_OWN_CHARS,
     ChatRefused,
+    ChatTemplate,
     TemplateExceeded,
     TemplateFailed,
     TemplateProcess,
@@ -178,7 +178,7 @@ def test_many_threads_may_ask() -> None:
 # Of a script without a guard of its main module, as users write them.
 OWNER = """
 import sys, threading
-from genserve.text.template_process import TemplateProcess
+from genserve.text.chat_template import TemplateProcess
 template = TemplateProcess({source!r}, special_tokens={{}})
 template.compile()
 print(template._child._process.pid, flush=True)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.request import Chat, Message, read_chat
+from genserve.prompt import Chat, Message, read_chat
 from genserve.text.chat_template import ChatTemplate
 from genserve.text.tokenizer import Tokenizer
 from genserve.text.tokenizer_files import TokenizerFiles

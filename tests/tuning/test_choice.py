@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.tuning.choice import Goal, Objective, choose, usable
+from genserve.tuning.best_setting import Goal, Objective, choose, usable
 from genserve.tuning.measurement import Measurement
-from genserve.tuning.setting import Setting
+from genserve.tuning.search_space import Setting
 
 NOW = Setting(graph="model.onnx", threads=2, batch_size=32)
 

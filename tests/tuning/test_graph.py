@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from genserve.tuning.graph import state_types, top1_agreement
+from genserve.tuning.search_space import state_types, top1_agreement
 
 
 def test_the_types_of_a_cache_are_those_of_the_graph_s_inputs(tiny_repository: Path) -> None:

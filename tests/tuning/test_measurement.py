@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from genserve.tuning.measurement import Sample, Samples
-from genserve.tuning.setting import Setting
+from genserve.tuning.search_space import Setting
 
 FOUR = Setting(graph="model.onnx", threads=2, batch_size=4)
 EIGHT = Setting(graph="model.onnx", threads=2, batch_size=8)

@@ -9,7 +9,7 @@ import pytest
 
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
-from genserve.tuning.plan import Plan, make_plan, thread_counts
+from genserve.tuning.search_space import SearchSpace, make_search_space, thread_counts
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -23,7 +23,7 @@ def test_the_settings_are_powers_of_two_and_parts_of_the_cores_and_those_that_ar
 ) -> None:
     config = repository / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text().replace("max_batch_size: 32", "max_batch_size: 24"))
-    assert make_plan(stage(repository)) == Plan(
+    assert make_search_space(stage(repository)) == SearchSpace(
         graphs=("model.onnx",),
         threads=thread_counts(CORES),
         batch_sizes=(1, 2, 4, 8, 16, 24, 32, 64),
@@ -32,7 +32,7 @@ def test_the_settings_are_powers_of_two_and_parts_of_the_cores_and_those_that_ar
 
 
 def test_what_is_asked_for_is_measured_beside_what_is_now(repository: Path) -> None:
-    plan = make_plan(stage(repository), batch_sizes=[4, 2, 4], threads=[CORES + 1], contexts=[9])
+    plan = make_search_space(stage(repository), batch_sizes=[4, 2, 4], threads=[CORES + 1], contexts=[9])
     assert plan.batch_sizes == (2, 4, 32)
     assert plan.threads == (CORES, CORES + 1)
     assert plan.contexts == (9,)
@@ -45,7 +45,7 @@ def test_graphs_beside_the_configured_one_are_measured_too_and_their_weights_are
     for name in ("int4/model.onnx", "int4/model.onnx.data", "int4/in/model.onnx", "ts/model.pt", "b.onnx"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    assert make_plan(stage(repository)).graphs == ("int4/model.onnx", "model.onnx")
+    assert make_search_space(stage(repository)).graphs == ("int4/model.onnx", "model.onnx")
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_a_stage_whose_sequences_share_nothing_is_refused(repository: Path) -> N
     config = repository / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text().replace("max_batch_size: 32", ""))
     with pytest.raises(RepositoryError, match="'tiny_logits' has max_batch_size 0"):
-        make_plan(stage(repository))
+        make_search_space(stage(repository))

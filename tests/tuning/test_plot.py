@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from genserve.errors import RepositoryError
-from genserve.tuning.choice import Choice, Goal, Objective
+from genserve.tuning.best_setting import BestSetting, Goal, Objective
 from genserve.tuning.measurement import Measurement
 from genserve.tuning.plot import check_plot, draw
-from genserve.tuning.setting import Setting
+from genserve.tuning.search_space import Setting
 
 pytest.importorskip("matplotlib")
 
@@ -30,7 +30,7 @@ def test_a_picture_has_a_line_for_each_session_the_bound_and_the_choice(tmp_path
     rows, path = measurements(), tmp_path / "tune.svg"
     check_plot(path)
     goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
-    draw(rows, choice=Choice(best=rows[2], meets_bound=True), goal=goal, title="a title", path=path)
+    draw(rows, choice=BestSetting(best=rows[2], meets_bound=True), goal=goal, title="a title", path=path)
     drawn = path.read_text(encoding="utf-8")
     drawn_words = set(re.findall("<!-- (.*) -->", drawn))
     lines = {"model.onnx, threads 3", "model.onnx, threads 5", "chosen", "bound"}
@@ -40,7 +40,7 @@ def test_a_picture_has_a_line_for_each_session_the_bound_and_the_choice(tmp_path
 def test_the_suffix_is_the_format(tmp_path: Path) -> None:
     rows, path = measurements(), tmp_path / "tune.png"
     goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
-    draw(rows, choice=Choice(best=rows[2], meets_bound=True), goal=goal, title="t", path=path)
+    draw(rows, choice=BestSetting(best=rows[2], meets_bound=True), goal=goal, title="t", path=path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

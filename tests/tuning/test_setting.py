@@ -4,7 +4,7 @@ from pathlib import Path
 
 from genserve.backends.onnx_session import num_cores
 from genserve.repository.index import scan
-from genserve.tuning.setting import Setting, configured
+from genserve.tuning.search_space import Setting, configured
 
 
 def test_a_setting_is_read_from_the_config_that_it_was_put_into(repository: Path) -> None:

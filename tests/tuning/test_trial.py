@@ -13,12 +13,12 @@ import torch
 from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry, scan
-from genserve.tuning.plan import Plan
-from genserve.tuning.trial import samples
+from genserve.tuning.measurement import samples
+from genserve.tuning.search_space import SearchSpace
 from genserve.tuning.tuned_model import find_model
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 
-PLAN = Plan(graphs=("model.onnx",), threads=(1, 2), batch_sizes=(1, 3), contexts=(4, 9))
+PLAN = SearchSpace(graphs=("model.onnx",), threads=(1, 2), batch_sizes=(1, 3), contexts=(4, 9))
 FOREVER = 1e9
 
 
@@ -62,7 +62,7 @@ def test_a_context_is_no_longer_than_a_sequence_can_be(stage: ModelEntry) -> Non
 
 
 def test_a_graph_that_cannot_be_loaded_is_named(stage: ModelEntry) -> None:
-    plan = Plan(graphs=("model.none.onnx",), threads=(1,), batch_sizes=(1,), contexts=(4,))
+    plan = SearchSpace(graphs=("model.none.onnx",), threads=(1,), batch_sizes=(1,), contexts=(4,))
     with pytest.raises(RepositoryError, match=r"model\.none\.onnx"):
         next(samples(stage, plan, budget_s=0, too_long_s=FOREVER))
 
@@ -75,7 +75,7 @@ def test_a_graph_without_a_cache_is_run_with_the_threads_that_its_backend_is_tol
     whole_torchscript(version / "model.pt", tiny_checkpoint)
     before = torch.get_num_threads()
     model = find_model("whole", repository=tmp_path)
-    plan = Plan(graphs=("model.pt",), threads=(before + 1,), batch_sizes=(2,), contexts=(9, 200))
+    plan = SearchSpace(graphs=("model.pt",), threads=(before + 1,), batch_sizes=(2,), contexts=(9, 200))
     try:
         taken = list(itertools.islice(samples(model.logits, plan, budget_s=0, too_long_s=FOREVER), 2))
         assert torch.get_num_threads() == before + 1

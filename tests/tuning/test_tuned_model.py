@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from genserve.config.fault import Severity
+from genserve.config.diagnostics import Severity
 from genserve.errors import GenserveError, ModelNotFound, RepositoryError
 from genserve.export import SilentProgress, export_model
-from genserve.repository.check import repository_faults
 from genserve.repository.index import scan
-from genserve.tuning.setting import Setting
+from genserve.repository.model_validation import repository_diagnostics
+from genserve.tuning.search_space import Setting
 from genserve.tuning.tuned_model import find_model, write_edits
 
 
@@ -41,7 +41,7 @@ def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
     oldest = model.logits.parsed.message.sequence_batching.oldest
     assert oldest.max_candidate_sequences == batch_size
     assert model.edits(setting) == []
-    faults = [fault for of_model in repository_faults([repository]).values() for fault in of_model]
+    faults = [fault for of_model in repository_diagnostics([repository]).values() for fault in of_model]
     assert not [fault for fault in faults if fault.severity is Severity.ERROR]
 
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from genserve.inference import Executor, Inference
 
-__all__ = ["hopeless", "waits_for_itself"]
+__all__ = ["deadlocked", "waits_for_itself"]
 
 
-def hopeless(inference: Inference) -> bool:
+def deadlocked(inference: Inference) -> bool:
     """Whether an inference is stuck, and it or a part of it has no executor yet.
 
     It is stuck, as it waits for itself by way of others, iff every executor that could run it waits for
     something stuck, or a part of it is stuck. An executor that is free, or that executes without waiting, is
     never stuck, however slow it is; one that needs a resource is stuck iff all that keep it from that are.
-    Of a ring of waiting inferences the hopeless ones are those to fail: the others then end by themselves.
+    Of a ring of waiting inferences the deadlocked ones are those to fail: the others then end by themselves.
     """
     found = _stuck_from(inference)
     return any(part in found and not part.started_ns for part in _with_parts(inference))

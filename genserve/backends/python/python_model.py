@@ -1,4 +1,4 @@
-"""Python model: one `TritonPythonModel`, and the contract that its `execute` is held to."""
+"""Python model: one `TritonPythonModel`, and the contract for its `execute`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,93 @@ import asyncio
 import logging
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+import traceback
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
-from genserve.backends.python.event_loop import EventLoop
-from genserve.backends.python.failure import failure_text
-from genserve.backends.python.host import CURRENT_HOST, HOST_NAME, Host, Phase
-from genserve.backends.python.model_file import ModelFile
+from genserve.backends.python.model_context import CONTEXT_GLOBAL, CURRENT_CONTEXT, Host, Phase
+from genserve.backends.python.model_package import ModelPackage
 from genserve.backends.python.pb_utils import InferenceRequest, InferenceResponse, ModelConfig
-from genserve.backends.python.pb_utils.error import TritonModelException
+from genserve.backends.python.pb_utils.pb_error import TritonModelException
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["PythonModel", "complete_config"]
+__all__ = ["EventLoop", "PythonModel", "complete_config", "failure_text"]
+
 
 logger = logging.getLogger(__name__)
+
+_ENDS_WITHIN_S = 10.0
+
+
+class EventLoop:
+    """A running asyncio event loop. What it was given sees the context of whoever gave it."""
+
+    def __init__(self, name: str, *, ends_within_s: float = _ENDS_WITHIN_S) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the instance it belongs to.
+            ends_within_s: how long `close` waits for what does not let itself be cancelled.
+        """
+        self._ends_within_s = ends_within_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"asyncio-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine beside the others; from any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel what runs, and wait for its end: not for ever."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self._ends_within_s)
+        if self._thread.is_alive():
+            logger.error("%s: a coroutine refuses to be cancelled; it is left behind", self._thread.name)
+
+    def _run(self) -> None:
+        # Runner would close the loop on its own; here `close` says when.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
+
+
+_SHOWN = "genserve.backends.python.pb_utils.config"
+
+
+def failure_text(error: BaseException) -> str:
+    """Return `ValueError: boom`, and below it where, the innermost frame first.
+
+    The frames are those of the model and of what it called; ours in front of them are left out.
+    """
+    text = str(error) or "<EMPTY MESSAGE>"
+    frames = _frames(error)
+    where = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
+    return f"{type(error).__name__}: {text}" + (f"\n\nAt:\n{where}" if where else "")
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    step = error.__traceback__
+    while step is not None and CONTEXT_GLOBAL not in step.tb_frame.f_globals:
+        step = step.tb_next
+    return list(traceback.StackSummary.extract(_foreign(step)))
+
+
+def _foreign(step: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames that are not ours. Those of pb_utils are C++ in Triton, and not shown, but for one."""
+    while step is not None:
+        name = step.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith("genserve.") or name == _SHOWN:
+            yield step.tb_frame, step.tb_lineno
+        step = step.tb_next
+
+
+
 
 _READY_WITHIN_S = 5.0
 
@@ -56,10 +125,10 @@ class PythonModel:
         self._iterative = iterative
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()  # of the loop, which any thread may be the first to need
-        self._file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
+        self._file = ModelPackage(path, model=host.model, folders=folders, names={CONTEXT_GLOBAL: host})
         self._path = path
         host.package = self._file.package
-        CURRENT_HOST.set(host)
+        CURRENT_CONTEXT.set(host)
         # For `asyncio.get_event_loop()` in execute: in Triton it runs on a main thread, which has a loop.
         self._thread_loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._thread_loop)
@@ -230,11 +299,11 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
     Raises:
         InferenceError: INTERNAL; what the file or the function raised, and where.
     """
-    file = ModelFile(path, model=host.model, folders=folders, names={HOST_NAME: host})
+    file = ModelPackage(path, model=host.model, folders=folders, names={CONTEXT_GLOBAL: host})
     host.package = file.package
 
     def complete() -> ModelConfig:
-        CURRENT_HOST.set(host)
+        CURRENT_CONTEXT.set(host)
         completed: Any = ModelConfig(config)
         model = _model_class(file, path)
         if hasattr(model, "auto_complete_config"):
@@ -262,7 +331,7 @@ class _BrokenContract(Exception):
         self.remedy = remedy
 
 
-def _model_class(file: ModelFile, path: Path) -> Any:
+def _model_class(file: ModelPackage, path: Path) -> Any:
     if not path.is_file():
         raise _BrokenContract(f"Python model file not found in '{path}'")
     module = file.load()

@@ -6,9 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
+from genserve.export.decoder_weights import Names, interleaved, packed
 from genserve.export.family import Family, require
-from genserve.export.packing import interleaved, packed
-from genserve.export.weights import Names
 
 __all__ = ["BLOOM"]
 

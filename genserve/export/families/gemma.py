@@ -12,10 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Decoder
+from genserve.export.decoder_weights import Names, Part, plus_one
 from genserve.export.families.llama import LLAMA_NAMES, describe_llama
 from genserve.export.family import Family, require
-from genserve.export.packing import plus_one
-from genserve.export.weights import Names, Part
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
 

@@ -6,9 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
+from genserve.export.decoder_weights import Names, Part, packed, transposed, transposed_stack
 from genserve.export.family import Family, read_activation, require
-from genserve.export.packing import packed, transposed, transposed_stack
-from genserve.export.weights import Names, Part
 
 __all__ = ["GPT2"]
 

@@ -6,10 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.family import Family, read_activation
-from genserve.export.packing import interleaved, packed
-from genserve.export.rotary import read_rotary
-from genserve.export.weights import Names
+from genserve.export.decoder_weights import Names, interleaved, packed
+from genserve.export.family import Family, read_activation, read_rotary
 
 __all__ = ["GPT_NEOX"]
 

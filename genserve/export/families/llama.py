@@ -1,16 +1,17 @@
-"""Llama: RMS norms, rotary positions, grouped KV heads and a gated MLP; with it Mistral and SmolLM3."""
+"""Llama, and those with its layers: Mistral, SmolLM3, Qwen 2 and 3, Phi-3."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder, Rotary
-from genserve.export.family import Family, read_activation, require
-from genserve.export.rotary import read_rotary, rotary_limit
-from genserve.export.weights import Names
+from genserve.export.decoder_weights import Names, Part, half, packed, stacked
+from genserve.export.family import Family, read_activation, read_rotary, require, rotary_limit
 
-__all__ = ["LLAMA", "LLAMA_NAMES", "describe_llama"]
+__all__ = ["LLAMA", "LLAMA_NAMES", "PHI3", "QWEN2", "QWEN3", "describe_llama"]
+
 
 LLAMA_NAMES: Names = MappingProxyType(
     {
@@ -87,3 +88,27 @@ LLAMA = Family(
     prefix="model.",
     ignored=("rotary_emb.inv_freq",),
 )
+
+
+_QWEN3_NAMES: Names = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        "layers.{}.attention.query_norm": "model.layers.{}.self_attn.q_norm",
+        "layers.{}.attention.key_norm": "model.layers.{}.self_attn.k_norm",
+    }
+)
+
+QWEN2 = Family(name="qwen2", describe=describe_llama, names=LLAMA_NAMES, prefix="model.")
+QWEN3 = Family(name="qwen3", describe=describe_llama, names=_QWEN3_NAMES, prefix="model.")
+
+
+_PHI3_NAMES: Names = MappingProxyType(
+    {
+        **LLAMA_NAMES,
+        **packed("model.layers.{}.self_attn.qkv_proj", stacked),
+        "layers.{}.mlp.gate": Part(name="model.layers.{}.mlp.gate_up_proj", take=half(0)),
+        "layers.{}.mlp.up": Part(name="model.layers.{}.mlp.gate_up_proj", take=half(1)),
+    }
+)
+
+PHI3 = Family(name="phi3", describe=partial(describe_llama, partial=True), names=_PHI3_NAMES, prefix="model.")

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import string
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from typing import Any
 from urllib.parse import quote, unquote
@@ -15,17 +15,44 @@ from urllib.parse import quote, unquote
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from genserve.errors import GenserveError, InferenceError, Overloaded
-from genserve.kserve.failure import failure
-from genserve.kserve.models import Models
-from genserve.kserve.refusal import cuda_region, refuse_cuda_region, refuse_repository, refuse_unknown_model
+from genserve.errors import GenserveError, InferenceError, Overloaded, Status, status_of
+from genserve.kserve.served_models import (
+    Models,
+    cuda_region,
+    refuse_cuda_region,
+    refuse_repository,
+    refuse_unknown_model,
+)
 from genserve.log import CURRENT_REQUEST, LOG_FORMATS, LoggedRequest
-from genserve.public_text import public_error, public_text
+from genserve.redaction import redacted_error, redacted_text
 from genserve.server.access_log import is_verbose, log_request
-from genserve.server.grpc.codes import status_code
+from genserve.server.error_responses import failure
 from genserve.server.services import Services
 
-__all__ = ["Administration", "abort", "begin_request", "log_call", "method"]
+__all__ = ["Administration", "abort", "begin_request", "log_call", "method", "status_code"]
+
+
+_CODES: Mapping[Status, grpc.StatusCode] = {
+    Status.UNKNOWN: grpc.StatusCode.UNKNOWN,
+    Status.INTERNAL: grpc.StatusCode.INTERNAL,
+    Status.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Status.INVALID_ARG: grpc.StatusCode.INVALID_ARGUMENT,
+    Status.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Status.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Status.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    Status.CANCELLED: grpc.StatusCode.CANCELLED,
+}
+
+def status_code(error: GenserveError) -> grpc.StatusCode:
+    """Return the code that says what kind of failure it is.
+
+    A full queue of a generation model is RESOURCE_EXHAUSTED, gRPC's word for HTTP's 429. UNAVAILABLE is a
+    server that stops, a model that loads, and the full queue of any other model, as Triton has it.
+    """
+    if isinstance(error, Overloaded):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    return _CODES[status_of(error)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +78,7 @@ _LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
 
 async def abort(context: Any, error: GenserveError) -> None:
     """End a call with an error, its remedy in the trailing metadata, and when to come back, if it says so."""
-    error = public_error(error)
+    error = redacted_error(error)
     metadata = []
     if error.remedy:
         remedy = " ".join(error.remedy.split()).encode("ascii", "replace").decode()
@@ -129,7 +156,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
         response = service_pb2.RepositoryIndexResponse()
         for line in self._models.index(ready_only=request.ready):
             version = "" if line.version is None else str(line.version)
-            reason = public_text(line.reason)
+            reason = redacted_text(line.reason)
             response.models.add(name=line.name, version=version, state=line.state or "", reason=reason)
         return response
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from genserve.repository.versions import ModelState
+from genserve.repository.model_versions import ModelState
 from genserve.server.services import SharedServices
 
 __all__ = ["router"]

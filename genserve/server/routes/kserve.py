@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.kserve.failure import failure
 from genserve.log import LoggedRequest
 from genserve.server.access_log import (
     CLIENT_CLOSED_REQUEST,
@@ -24,39 +23,35 @@ from genserve.server.access_log import (
     id_header,
     log_http,
 )
-from genserve.server.routes.kserve_call import Answer, Call, error_answer, message_answer, refusal_answer
-from genserve.server.routes.kserve_control import (
+from genserve.server.error_responses import failure
+from genserve.server.routes.kserve_administration import (
+    cuda_status,
     log_settings,
-    model_trace_settings,
-    repository_index,
-    repository_load,
-    repository_unload,
-    set_log_settings,
-    set_model_trace_settings,
-    set_trace_settings,
-    trace_settings,
-)
-from genserve.server.routes.kserve_generate import generate, generate_stream
-from genserve.server.routes.kserve_infer import infer
-from genserve.server.routes.kserve_metadata import (
     model_config,
     model_metadata,
     model_ready,
-    server_live,
-    server_metadata,
-    server_ready,
-    statistics,
-)
-from genserve.server.routes.kserve_shared_memory import (
-    cuda_status,
+    model_trace_settings,
     region_status,
     register_cuda_region,
     register_region,
+    repository_index,
+    repository_load,
+    repository_unload,
+    server_live,
+    server_metadata,
+    server_ready,
+    set_log_settings,
+    set_model_trace_settings,
+    set_trace_settings,
+    statistics,
+    trace_settings,
     unregister_cuda_region,
     unregister_region,
 )
+from genserve.server.routes.kserve_http import Answer, Call, error_answer, message_answer, refusal_answer
+from genserve.server.routes.kserve_inference import generate, generate_stream, infer
 from genserve.server.services import Services
-from genserve.server.sse import ClientLeft
+from genserve.server.sse_response import ClientLeft
 
 __all__ = ["KServe", "KServeRoute", "is_kserve", "part_of", "route_table"]
 

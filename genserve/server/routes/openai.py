@@ -11,20 +11,28 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from genserve.backends.generation_ensemble import GenerationEnsemble
+from genserve.completion import Completion, Delta, join_choices
 from genserve.errors import InvalidRequest
-from genserve.request import MAX_CHAT_MESSAGES, Chat, Completion, Delta, join_choices, read_messages
-from genserve.sampling.checks import MAX_TOP_LOGPROBS
-from genserve.sampling.params import SamplingParams
-from genserve.server.body import Body, StrictRoute
-from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
-from genserve.server.routes.openai_fields import OpenAIBody
-from genserve.server.routes.prompt_logprobs import prompt_logprobs
-from genserve.server.routes.scored_tokens import NAMELESS, TokenScores
+from genserve.prompt import MAX_CHAT_MESSAGES, Chat, read_messages
+from genserve.sampling.param_table import MAX_TOP_LOGPROBS
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.request_body import Body, StrictRoute
+from genserve.server.routes.logprob_formats import NAMELESS, TokenScores, prompt_logprobs
+from genserve.server.routes.openai_protocol import (
+    FINISH,
+    Chunks,
+    OpenAIBody,
+    best_choices,
+    head,
+    respond,
+    usage,
+)
 from genserve.server.services import Open, SharedServices
-from genserve.text.reasoned_text import ReasonedText
+from genserve.text.reasoning_parser import ReasoningParser
+from genserve.textmodel.text_model import TextModel
 
 __all__ = ["router"]
+
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
@@ -212,7 +220,7 @@ def _prompt_ids(opened: Open, body: ChatBody) -> dict[str, list[int]]:
 
 
 def _choice(
-    index: int, completion: Completion, opened: Open, body: ChatBody, *, reasoned: ReasonedText | None
+    index: int, completion: Completion, opened: Open, body: ChatBody, *, reasoned: ReasoningParser | None
 ) -> dict[str, Any]:
     scores = _scores(opened, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
@@ -226,13 +234,13 @@ def _choice(
     }
 
 
-def _reasoned(opened: Open, body: ChatBody) -> ReasonedText | None:
+def _reasoned(opened: Open, body: ChatBody) -> ReasoningParser | None:
     if body.separate_reasoning is False:
         return None
     return opened.model.reasoned_text(opened.params, begun=opened.begins_thought)
 
 
-def _said(reasoned: ReasonedText | None, part: Delta | Completion) -> list[tuple[str, str]]:
+def _said(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
     """Return the fields of the message to which a part of an answer, or the whole, adds, and what."""
     if reasoned is None:
         return [("content", part.text)] if part.text else []
@@ -259,7 +267,7 @@ def _token(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": spelled}
 
 
-def _model(model: GenerationEnsemble) -> dict[str, Any]:
+def _model(model: TextModel) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

@@ -15,15 +15,22 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, ValidationError, WrapValidator
 
+from genserve.completion import Completion, Delta, FinishReason, join_choices
 from genserve.errors import InvalidRequest
-from genserve.request import COMPLETION_TOKENS, Completion, Delta, FinishReason, join_choices
-from genserve.sampling.checks import MAX_TOP_LOGPROBS
-from genserve.sampling.params import SamplingParams
-from genserve.server.body import StrictRoute
-from genserve.server.routes.legacy_logprobs import LegacyLogprobs
-from genserve.server.routes.openai_answer import FINISH, Chunks, best_choices, head, respond, usage
-from genserve.server.routes.openai_fields import OpenAIBody
-from genserve.server.routes.prompt_logprobs import prompt_logprobs
+from genserve.prompt import COMPLETION_TOKENS
+from genserve.sampling.param_table import MAX_TOP_LOGPROBS
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.request_body import StrictRoute
+from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
+from genserve.server.routes.openai_protocol import (
+    FINISH,
+    Chunks,
+    OpenAIBody,
+    best_choices,
+    head,
+    respond,
+    usage,
+)
 from genserve.server.services import Open, SharedServices
 from genserve.text.tokenizer import Tokenizer
 
@@ -151,7 +158,7 @@ class Choice:
         self._scored = tokenizer if body.prompt_logprobs is not None else None
         self._logprobs = None
         if body.logprobs is not None:
-            self._logprobs = LegacyLogprobs(
+            self._logprobs = CompletionLogprobs(
                 tokenizer.detokenizer(),
                 prompt_ids if body.echo else (),
                 answer=body.detokenizer(tokenizer),

@@ -11,17 +11,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
-from genserve.request import Completion, Delta, FinishReason, Usage, join_choices, likeliest
-from genserve.sampling.checks import MAX_BEST_OF, MAX_STOP_STRINGS
-from genserve.sampling.idle import idle_parameters
-from genserve.server.body import StrictRoute
-from genserve.server.faults import renamed, tgi_error
-from genserve.server.ignored import name_ignored
+from genserve.sampling.param_table import MAX_BEST_OF, MAX_STOP_STRINGS
+from genserve.sampling.sampling_params import unused_parameters
+from genserve.server.error_responses import renamed, tgi_error
+from genserve.server.generation_handler import add_ignored_header
+from genserve.server.request_body import StrictRoute
+from genserve.server.routes.logprob_formats import LikelyTokens, prefill
 from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
-from genserve.server.routes.tgi_scores import LikelyTokens, prefill
 from genserve.server.services import Open, Services, SharedServices
-from genserve.server.sse import EventStream, event, read_all
+from genserve.server.sse_response import EventStream, event, read_all
 from genserve.version import __version__
 
 __all__ = ["router"]
@@ -169,7 +169,7 @@ async def _generate(
 
 def _named(response: Response, opened: Open) -> Response:
     """Add the header that names what nothing came of."""
-    name_ignored(response, (f"parameters.{name}" for name in idle_parameters(opened.params)))
+    add_ignored_header(response, (f"parameters.{name}" for name in unused_parameters(opened.params)))
     return response
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from pydantic import Field
 
-from genserve.sampling.checks import require
-from genserve.sampling.params import SamplingParams, sampling_params
-from genserve.sampling.stages import DRAWING
-from genserve.server.body import Body
+from genserve.sampling.param_table import DRAWING, require
+from genserve.sampling.sampling_params import SamplingParams, sampling_params
 from genserve.server.decoding_fields import DecodingFields
+from genserve.server.request_body import Body
 
 __all__ = ["CompatibleBody", "GenerateBody", "Parameters"]
 

@@ -10,16 +10,15 @@ import numpy as np
 from google.protobuf import text_format
 
 from genserve.backends.backend import ModelSource
-from genserve.backends.python.backend import PythonBackend
-from genserve.config.from_message import model_config
+from genserve.backends.python.python_backend import PythonBackend
 from genserve.config.normalise import normalise
-from genserve.config.schema import new_model_config
+from genserve.config.schema import model_config, new_model_config
 from genserve.errors import InferenceError, Status
+from genserve.generation_metrics import Metrics
 from genserve.inference import Inference, InferenceRequest
-from genserve.metrics import Metrics
+from genserve.inference_statistics import ModelStatistics
 from genserve.repository.instances import Instances, group_placements
-from genserve.schedulers.choice import make_scheduler
-from genserve.statistics import ModelStatistics
+from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.tensor import Tensor
 
 DECOUPLED = "model_transaction_policy { decoupled: true }"

@@ -5,8 +5,8 @@ import re
 import pytest
 from google.protobuf import text_format
 
-from genserve.backends.python.backend import PythonBackend, python_based
 from genserve.backends.python.pb_utils import config
+from genserve.backends.python.python_backend import PythonBackend, python_based
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError
 from tests.backends.python.models import HEADER, floats

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from genserve.backends.python.deadlock import hopeless, waits_for_itself
+from genserve.backends.python.deadlock import deadlocked, waits_for_itself
 from genserve.inference import Backlog, Executor, Inference, InferenceRequest
 
 
@@ -27,17 +27,17 @@ def waits(instance, *calls):
 
 
 def test_an_inference_that_waits_for_a_free_instance_is_not_hopeless():
-    assert not hopeless(inference(executor()))
+    assert not deadlocked(inference(executor()))
 
 
 def test_an_inference_that_needs_no_instance_is_not_hopeless():
-    assert not hopeless(inference())
+    assert not deadlocked(inference())
 
 
 def test_an_inference_behind_a_busy_instance_is_not_hopeless():
     busy = executor()
     executing(busy, inference())
-    assert not hopeless(inference(busy))
+    assert not deadlocked(inference(busy))
 
 
 def test_a_call_to_oneself_is_hopeless():
@@ -45,7 +45,7 @@ def test_a_call_to_oneself_is_hopeless():
     executing(one, inference())
     call = inference(one)
     waits(one, call)
-    assert hopeless(call)
+    assert deadlocked(call)
 
 
 def test_a_call_to_oneself_with_a_second_instance_is_not_hopeless():
@@ -53,7 +53,7 @@ def test_a_call_to_oneself_with_a_second_instance_is_not_hopeless():
     executing(one, inference())
     call = inference(one, two)
     waits(one, call)
-    assert not hopeless(call)
+    assert not deadlocked(call)
 
 
 def test_of_a_ring_only_the_call_without_an_instance_is_hopeless():
@@ -63,8 +63,8 @@ def test_of_a_ring_only_the_call_without_an_instance_is_hopeless():
     executing(b, to_b)
     waits(a, to_b)
     waits(b, back)
-    assert hopeless(back)
-    assert not hopeless(to_b)
+    assert deadlocked(back)
+    assert not deadlocked(to_b)
 
 
 def test_instances_that_all_wait_for_one_of_them_are_hopeless():
@@ -73,7 +73,7 @@ def test_instances_that_all_wait_for_one_of_them_are_hopeless():
     for one, call in zip(pool, calls, strict=True):
         executing(one, inference())
         waits(one, call)
-    assert all(map(hopeless, calls))
+    assert all(map(deadlocked, calls))
 
 
 def test_an_instance_that_waits_for_another_that_works_is_not_hopeless():
@@ -82,7 +82,7 @@ def test_an_instance_that_waits_for_another_that_works_is_not_hopeless():
     to_b = inference()
     executing(b, to_b)
     waits(a, to_b)
-    assert not hopeless(inference(a))
+    assert not deadlocked(inference(a))
 
 
 def test_a_wait_for_what_has_ended_holds_nobody():
@@ -91,7 +91,7 @@ def test_a_wait_for_what_has_ended_holds_nobody():
     call = inference(one)
     waits(one, call)
     call.send(None, final=True)
-    assert not hopeless(inference(one))
+    assert not deadlocked(inference(one))
 
 
 def test_one_hopeless_call_among_others_holds_the_instance():
@@ -99,8 +99,8 @@ def test_one_hopeless_call_among_others_holds_the_instance():
     executing(one, inference())
     fine, back = inference(free), inference(one)
     waits(one, fine, back)
-    assert not hopeless(fine)
-    assert hopeless(back)
+    assert not deadlocked(fine)
+    assert deadlocked(back)
 
 
 def test_an_inference_is_hopeless_with_its_part():
@@ -109,7 +109,7 @@ def test_an_inference_is_hopeless_with_its_part():
     step = inference(one)
     ensemble = inference(parts=[step])
     waits(one, ensemble)
-    assert hopeless(ensemble)
+    assert deadlocked(ensemble)
 
 
 def test_an_inference_whose_part_runs_is_not_hopeless():
@@ -119,7 +119,7 @@ def test_an_inference_whose_part_runs_is_not_hopeless():
     executing(two, step)
     ensemble = inference(parts=[step, inference(two)])
     waits(one, ensemble)
-    assert not hopeless(ensemble)
+    assert not deadlocked(ensemble)
 
 
 def test_a_call_to_an_instance_that_lacks_what_the_caller_holds_is_hopeless():
@@ -128,11 +128,11 @@ def test_a_call_to_an_instance_that_lacks_what_the_caller_holds_is_hopeless():
     call = inference(target)
     waits(caller, call)
     target.blocked_by = lambda: [caller]
-    assert hopeless(call)
+    assert deadlocked(call)
     slow = executor("slow")
     executing(slow, inference())
     target.blocked_by = lambda: [caller, slow]  # who may leave enough of it
-    assert not hopeless(call)
+    assert not deadlocked(call)
 
 
 def in_line(*others):
@@ -157,7 +157,7 @@ def test_a_step_that_calls_the_ensemble_it_is_in_is_hopeless_where_the_line_is_f
     executing(one, ahead)
     call = inference(parts=[in_line(ahead)])
     waits(one, call)
-    assert hopeless(call)
+    assert deadlocked(call)
 
 
 def test_a_line_with_somebody_in_it_who_works_is_not_hopeless():
@@ -167,7 +167,7 @@ def test_a_line_with_somebody_in_it_who_works_is_not_hopeless():
     executing(two, other)
     call = inference(parts=[in_line(ahead, other)])
     waits(one, call)
-    assert not hopeless(call)
+    assert not deadlocked(call)
 
 
 def test_an_answer_waits_for_itself_if_a_later_step_calls_whoever_answers():
@@ -179,7 +179,7 @@ def test_an_answer_waits_for_itself_if_a_later_step_calls_whoever_answers():
     call = inference(producer)
     waits(consumer, call)
     assert waits_for_itself(answered)
-    assert not hopeless(call)       # it is the producer that goes on
+    assert not deadlocked(call)       # it is the producer that goes on
     call.executors = (producer, executor())
     assert not waits_for_itself(answered)
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from genserve.backends.python.decoding import load_decoding
 from genserve.errors import RepositoryError
 from genserve.generation.engine import Engine
+from genserve.textmodel.decoder_stage import load_decoding
 from tests.fakes.logits import PagedLogits, greedy_answer
 from tests.fakes.sequences import sequence_of
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from contextlib import suppress
 
-from genserve.backends.python.event_loop import EventLoop
+from genserve.backends.python.python_model import EventLoop
 
 
 def test_a_coroutine_that_refuses_to_be_cancelled_does_not_hold_up_the_close(caplog):

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from genserve.backends.python.model_file import ModelFile
+from genserve.backends.python.model_package import ModelPackage
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def load():
     files = []
 
     def load(path, **names):
-        file = ModelFile(path, model="m", folders=[path.parent, path.parent.parent], names=names)
+        file = ModelPackage(path, model="m", folders=[path.parent, path.parent.parent], names=names)
         files.append(file)
         return file.load()
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
-from genserve.backends.python.host import Host
-from genserve.backends.python.process import ModelProcess
-from genserve.backends.python.process_side import ModelSetup
+from genserve.backends.python.model_context import Host
+from genserve.backends.python.stub import ModelProcess
+from genserve.backends.python.stub_process import ModelSetup
 from genserve.errors import InferenceError
 from genserve.inference import Backlog, Inference, InferenceRequest
 from genserve.tensor import Tensor

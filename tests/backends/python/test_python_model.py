@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from genserve.data_type import DataType
 from genserve.errors import InferenceError, Status
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 from tests.backends.python.models import DECOUPLED, declared, floats
 
 IDENTITY = """
@@ -96,7 +95,7 @@ def test_initialize_gets_the_instance_in_strings(models):
         (
             "request.set_release_flags(2)\nreturn [answer(np.zeros(1))]",
             "Expected a None object in the execute function return list for reschduled request, found type "
-            "'<class 'genserve.backends.python.pb_utils.response.InferenceResponse'>'.",
+            "'<class 'genserve.backends.python.pb_utils.pb_response.InferenceResponse'>'.",
         ),
     ],
 )

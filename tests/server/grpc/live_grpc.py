@@ -7,8 +7,8 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from genserve.metrics import Metrics
-from genserve.server.grpc.endpoint import GrpcEndpoint
+from genserve.generation_metrics import Metrics
+from genserve.server.grpc.grpc_server import GrpcServer
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from tests.fakes.door import FakeDoor, FakeModel
@@ -31,14 +31,14 @@ class LiveGrpc:
         self.address = f"127.0.0.1:{self.port}"
 
     async def _open(self) -> int:
-        self._endpoint = GrpcEndpoint(self.services)
+        self._endpoint = GrpcServer(self.services)
         return await self._endpoint.open(host="127.0.0.1", port=0)
 
     def open_again(self) -> None:
         """Open a second endpoint on the same port."""
 
         async def open_second() -> None:
-            second = GrpcEndpoint(self.services)
+            second = GrpcServer(self.services)
             try:
                 await second.open(host="127.0.0.1", port=self.port)
             finally:

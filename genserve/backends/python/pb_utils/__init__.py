@@ -15,33 +15,41 @@ import sys
 
 import numpy as np
 
-from genserve.backends.python.host import current_host
+from genserve.backends.python.model_context import current_context
 from genserve.backends.python.pb_utils.config import (
     ModelConfig,
     get_input_config_by_name,
     get_output_config_by_name,
     using_decoupled_model_transaction_policy,
 )
-from genserve.backends.python.pb_utils.data_types import (
-    TRITON_STRING_TO_NUMPY,
-    numpy_to_triton_type,
-    triton_string_to_numpy,
-    triton_to_numpy_type,
-)
-from genserve.backends.python.pb_utils.error import TritonError, TritonModelException
-from genserve.backends.python.pb_utils.logger import Logger
-from genserve.backends.python.pb_utils.metric import Metric, MetricFamily
-from genserve.backends.python.pb_utils.model_control import is_model_ready, load_model, unload_model
-from genserve.backends.python.pb_utils.request import (
+from genserve.backends.python.pb_utils.pb_error import TritonError, TritonModelException
+from genserve.backends.python.pb_utils.pb_request import (
     InferenceRequest,
     InferenceTrace,
     MemoryType,
     PreferredMemory,
 )
-from genserve.backends.python.pb_utils.response import InferenceResponse, ResponseIterator
-from genserve.backends.python.pb_utils.sender import InferenceResponseSender
+from genserve.backends.python.pb_utils.pb_response import (
+    InferenceResponse,
+    InferenceResponseSender,
+    ResponseIterator,
+)
+from genserve.backends.python.pb_utils.pb_server import (
+    Logger,
+    Metric,
+    MetricFamily,
+    is_model_ready,
+    load_model,
+    unload_model,
+)
+from genserve.backends.python.pb_utils.pb_tensor import (
+    TRITON_STRING_TO_NUMPY,
+    Tensor,
+    numpy_to_triton_type,
+    triton_string_to_numpy,
+    triton_to_numpy_type,
+)
 from genserve.backends.python.pb_utils.strings import deserialize_bytes_tensor, serialize_byte_tensor
-from genserve.backends.python.pb_utils.tensor import Tensor
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -107,7 +115,7 @@ def get_model_dir() -> str:
     Raises:
         TritonModelException: no model of a server calls.
     """
-    host = current_host()
+    host = current_context()
     if host is None:
         raise TritonModelException("only a model that a server has loaded has a folder")
     return str(host.folder)

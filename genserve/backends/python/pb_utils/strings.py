@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.data_type import DataType
-from genserve.tensor import Tensor
+from genserve.tensor import DataType, Tensor
 
 __all__ = ["deserialize_bytes_tensor", "serialize_byte_tensor"]
 

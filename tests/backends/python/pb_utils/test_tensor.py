@@ -7,7 +7,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from genserve import tensor as inner
 from genserve.backends.python.pb_utils import Tensor, TritonModelException
-from genserve.data_type import DataType
+from genserve.tensor import DataType
 
 NUMPY = [data_type for data_type in DataType if data_type.name not in ("BYTES", "BF16")]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from genserve.backends.python import pb_utils
-from genserve.backends.python.pb_utils.text_argument import text_argument
+from genserve.backends.python.pb_utils.pb_error import text_argument
 from tests.backends.python.models import declared, floats
 
 # As in the BLS example of Triton's own documentation: the name is an element of a string tensor.

@@ -1,0 +1,241 @@
+"""Model package: a model.py and the modules next to it, imported in isolation from those of other models."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import itertools
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+)
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias
+
+from genserve.backends.libraries import importing
+from genserve.backends.python.model_context import current_context
+
+__all__ = ["PRIVATE", "ModelPackage", "PublicModule", "PublicNames"]
+
+
+PRIVATE = "_genserve_"  # begins the packages of models
+
+
+class PublicNames(MetaPathFinder, Loader):
+    """Finds what nobody else does, for the code of one model alone."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a stand-in for a module in the model's package; None: there is none."""
+        host = current_context()
+        if fullname.startswith(PRIVATE) or host is None or host.package != self._package:
+            return None
+        try:
+            spec = importlib.util.find_spec(f"{self._package}.{fullname}")
+        except ModuleNotFoundError:  # what it would be in is no package
+            return None
+        return None if spec is None else ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the stand-in."""
+        return PublicModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import what it stands for."""
+        importlib.import_module(f"{self._package}.{module.__name__}")
+
+    @staticmethod
+    def forget() -> None:
+        """Drop all stand-ins; those that other models need come back when they ask."""
+        # By name: pairs are new tuples, for which garbage may be collected, and that may call this again.
+        for name in list(sys.modules):
+            if isinstance(sys.modules.get(name), PublicModule):
+                sys.modules.pop(name, None)
+
+
+class PublicModule(ModuleType):
+    """Stands in `sys.modules` for the modules of this name beside several models: each sees its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        host = current_context()
+        foreign = f"module {self.__name__!r} has no attribute {name!r} outside of its model"
+        if host is None or not host.package:
+            raise AttributeError(foreign)
+        try:
+            own = importlib.import_module(f"{host.package}.{self.__name__}")
+        except ModuleNotFoundError:
+            raise AttributeError(foreign) from None
+        return getattr(own, name)
+
+
+_Execute: TypeAlias = Callable[[ModuleType, CodeType], None]
+
+# `sys.meta_path` is replaced, not changed: an import on its way through it would pass over a finder.
+_META_PATH = threading.RLock()
+_numbers = itertools.count()  # a package of a reloaded model is another one
+
+
+class ModelPackage:
+    """The modules of one instance of a model, in a package of their own.
+
+    Every import statement in them sees the modules of `folders` first, whatever other models call theirs:
+    `import helper` and `from .helper import x` are the same module. The standard library is never hidden.
+    Each import is of the text on disk: bytecode is neither read nor written. Who imports by name, as
+    `importlib.import_module` and pickles do, finds them last, and gets a stand-in.
+
+    Attributes:
+        package: its name.
+    """
+
+    def __init__(
+        self, path: Path, *, model: str, folders: Sequence[Path], names: Mapping[str, object]
+    ) -> None:
+        """Make ready to import `path`; nothing is executed yet.
+
+        Args:
+            path: the model.py.
+            model: the name of the model; the package's name is made of it.
+            folders: where the modules beside it are looked for, in this order; usually its own is the first.
+            names: globals of each module.
+        """
+        self._path = path
+        self._names = dict(names)
+        self._folders = [str(folder) for folder in folders]
+        self.package = f"{PRIVATE}{re.sub(r'[^0-9A-Za-z_]', '_', model)}_{next(_numbers)}"
+        self._builtins = {**vars(builtins), "__import__": self._import}
+        self._finder = _Finder(self.package, self._load_module)
+        self._public_names = PublicNames(self.package)
+        self._siblings: dict[str, bool] = {}
+
+    def load(self) -> ModuleType:
+        """Import the file.
+
+        Raises:
+            Exception: what the file raises.
+        """
+        package = ModuleType(self.package)
+        package.__path__ = self._folders
+        sys.modules[self.package] = package
+        with _META_PATH:
+            sys.meta_path = [self._finder, *sys.meta_path, self._public_names]
+        linecache.checkcache()
+        return importlib.import_module(f"{self.package}.{self._path.stem}")
+
+    def forget(self) -> None:
+        """Drop all its modules; the code goes when nothing holds it any more."""
+        with _META_PATH:
+            ours = (self._finder, self._public_names)
+            sys.meta_path = [finder for finder in sys.meta_path if finder not in ours]
+        self._public_names.forget()
+        for name in list(sys.modules):
+            if f"{name}.".startswith(f"{self.package}."):
+                sys.modules.pop(name, None)
+
+    def _load_module(self, module: ModuleType, code: CodeType) -> None:
+        vars(module).update(self._names)
+        vars(module)["__builtins__"] = self._builtins
+        exec(code, vars(module))
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,  # noqa: A002  # the names of `__import__`
+        locals: Mapping[str, object] | None = None,  # noqa: A002
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        """Stand in for `__import__` in the modules of the model."""
+        top = name.partition(".")[0]
+        if level or not self._is_sibling(top):
+            if isinstance(sys.modules.get(top), PublicModule):
+                del sys.modules[top]  # of another model
+            with importing(name):
+                return builtins.__import__(name, globals, locals, fromlist or (), level)
+        private = f"{self.package}.{name}"
+        if isinstance(fromlist, list):
+            return importlib.import_module(name)  # unpickling, which then looks in `sys.modules`
+        if fromlist:
+            return builtins.__import__(private, globals, locals, fromlist, 0)
+        importlib.import_module(private)
+        return sys.modules[f"{self.package}.{top}"]
+
+    def _is_sibling(self, top: str) -> bool:
+        known = self._siblings.get(top)
+        if known is None:
+            known = self._siblings[top] = self._find_sibling(top)
+        return known
+
+    def _find_sibling(self, top: str) -> bool:
+        if top in sys.stdlib_module_names:
+            return False
+        spec = self._finder.find_spec(f"{self.package}.{top}", self._folders)
+        if spec is None:
+            return False
+        # A folder without __init__.py may hold weights, and be called like the package that reads them.
+        return spec.loader is not None or PathFinder.find_spec(top) is None
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules below one package."""
+
+    def __init__(self, package: str, execute: _Execute) -> None:
+        self._prefix = f"{package}."
+        self._execute = execute
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module is; None: not in this package."""
+        if not fullname.startswith(self._prefix):
+            return None
+        portions: list[str] = []
+        for folder in path or ():
+            spec = self._in_folder(fullname, folder)
+            if spec is not None and spec.loader is not None:
+                return spec
+            if spec is not None:
+                portions += spec.submodule_search_locations or []
+        if not portions:
+            return None
+        namespace = ModuleSpec(fullname, None, is_package=True)
+        namespace.submodule_search_locations = portions
+        return namespace
+
+    def _in_folder(self, fullname: str, folder: str) -> ModuleSpec | None:
+        source: Any = partial(_Source, self._execute)
+        finder = FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (source, SOURCE_SUFFIXES))
+        return finder.find_spec(fullname)
+
+
+class _Source(SourceFileLoader):
+    """Reads a module as it is on disk now, and has it executed."""
+
+    def __init__(self, execute: _Execute, fullname: str, path: str) -> None:
+        super().__init__(fullname, path)
+        self._execute = execute
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._execute(module, self.get_code(module.__name__))

@@ -1,0 +1,268 @@
+"""Tensors of a model.py: named arrays, their data types, strings as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve import tensor as inner
+from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
+from genserve.tensor import DataType
+
+__all__ = [
+    "TRITON_STRING_TO_NUMPY",
+    "StringArray",
+    "Tensor",
+    "numpy_to_triton_type",
+    "triton_string_to_numpy",
+    "triton_to_numpy_type",
+]
+
+
+# BF16 is missing, as in Triton: numpy has no such type.
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    data_type.config_name: data_type.numpy.type for data_type in DataType if data_type is not DataType.BF16
+} | {"TYPE_BOOL": bool}
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """Return the numpy type of config.pbtxt's word: TYPE_FP32 is float32, TYPE_STRING is object.
+
+    Raises:
+        KeyError: no such word, or TYPE_BF16, which numpy does not have.
+    """
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """Return the numpy type of a number of `Tensor.triton_dtype`; None: it has none."""
+    return next((one.numpy.type for one in DataType if one.number == data_type and one.name != "BF16"), None)
+
+
+def numpy_to_triton_type(data_type: Any) -> int | None:
+    """Return the number of a numpy type; None: the protocol has no such type."""
+    try:
+        return DataType.of_numpy(np.dtype(data_type)).number
+    except KeyError:
+        return None
+
+
+class StringArray(np.ndarray[Any, np.dtype[np.object_]]):
+    """An array of `bytes` objects that the functions of `np.char` take as well.
+
+    Old releases of Triton made arrays of dtype `S`, and models of that time call `np.char.decode` on their
+    inputs, which refuses arrays of objects. Newer ones make objects, for `S` drops NUL bytes at the end.
+    """
+
+    def __array_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if func.__module__ not in ("numpy.char", "numpy.strings"):
+            return super().__array_function__(func, types, args, kwargs)
+        return func(*(_as_strings(arg) for arg in args), **kwargs)
+
+
+def _as_strings(value: object) -> object:
+    return np.asarray(value).astype("S") if isinstance(value, StringArray) else value
+
+
+_CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # DLDeviceType of dlpack.h
+
+_BY_TORCH_NAME = {
+    f"torch.{data_type.numpy}": data_type for data_type in DataType if data_type is not DataType.BF16
+} | {"torch.bfloat16": DataType.BF16}
+
+
+class Tensor:
+    """A named array. It is handed on by pointer: to the target of a BLS call, and back.
+
+    What a model writes into an array that it handed on is seen by whoever has it.
+    """
+
+    __slots__ = ("_given", "_wrapped")
+
+    def __init__(self, name: str | bytes, numpy_array: NDArray[Any]) -> None:
+        """Name a numpy array; one of strings holds `bytes` or `str`.
+
+        Raises:
+            TritonModelException: no name, or a dtype that the protocol does not have.
+        """
+        name = _read_name(name)
+        if not isinstance(numpy_array, np.ndarray):
+            raise TypeError(f"Tensor(name: str, numpy_array: numpy.ndarray), got {type(numpy_array)}")
+        try:
+            data_type = DataType.of_numpy(numpy_array.dtype)
+        except KeyError:
+            raise TritonModelException("NumPy dtype is not supported.") from None
+        self._given = numpy_array if data_type is DataType.BYTES else None
+        self._wrapped = inner.Tensor(name, _as_held(numpy_array, data_type), data_type=data_type)
+
+    @classmethod
+    def _of(cls, wrapped: inner.Tensor) -> Tensor:
+        self = cls.__new__(cls)
+        self._given = None
+        self._wrapped = wrapped
+        return self
+
+    def name(self) -> str:
+        """Of the input or output."""
+        return self._wrapped.name
+
+    def shape(self) -> list[int]:
+        """Its sizes."""
+        return list(self._wrapped.shape)
+
+    def triton_dtype(self) -> int:
+        """The number of its data type in Triton's enum."""
+        return self._wrapped.data_type.number
+
+    def is_cpu(self) -> bool:
+        """Whether it lies in the memory of the CPU."""
+        return self._wrapped.is_cpu
+
+    def as_numpy(self) -> NDArray[Any]:
+        """Return the array itself, writable; the elements of a string tensor are `bytes`.
+
+        Raises:
+            TritonModelException: it is on a GPU or of BF16, which numpy does not have.
+        """
+        if self._given is not None:
+            return self._given
+        if not self._wrapped.is_cpu:
+            raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
+        if self._wrapped.data_type is DataType.BF16:
+            raise TritonModelException(
+                "Tensor dtype is BF16 and cannot be converted to NumPy. Use to_dlpack() and from_dlpack() "
+                "instead."
+            )
+        array = self._writable()
+        return array.view(StringArray) if self._wrapped.data_type is DataType.BYTES else array
+
+    def _writable(self) -> NDArray[Any]:
+        array = self._wrapped.array
+        if not array.flags.writeable:  # the body of a request; models change their inputs in place
+            array = array.copy()
+            self._wrapped = inner.Tensor(self._wrapped.name, array, data_type=self._wrapped.data_type)
+        return array
+
+    def to_dlpack(self) -> Any:
+        """Return a DLPack capsule of the same memory.
+
+        Raises:
+            TritonModelException: a string tensor.
+        """
+        return self.__dlpack__()
+
+    def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
+        if stream is not None:
+            options["stream"] = stream
+        return self._exporter().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        data = self._wrapped.data
+        return (_CPU, 0) if isinstance(data, np.ndarray) else tuple(data.__dlpack_device__())
+
+    def _exporter(self) -> Any:
+        data, data_type = self._wrapped.data, self._wrapped.data_type
+        if data_type is DataType.BYTES:
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        if not isinstance(data, np.ndarray):
+            return data
+        array = self._writable()
+        if data_type is not DataType.BF16:
+            return array
+        import torch  # has the type that numpy lacks; whoever asks for it has torch as well
+
+        return torch.from_numpy(array).view(torch.bfloat16)
+
+    @staticmethod
+    def from_dlpack(name: str | bytes, tensor: Any) -> Tensor:
+        """Name an array that another library made; its memory is shared.
+
+        Args:
+            name: of the tensor.
+            tensor: a DLPack capsule, or an object with `__dlpack__` and `__dlpack_device__`.
+
+        Raises:
+            TritonModelException: no name, not such an object, not contiguous.
+        """
+        name = _read_name(name)
+        if isinstance(tensor, Tensor):
+            return Tensor._of(tensor._wrapped.renamed(name))
+        return Tensor._of(_imported(name, tensor))
+
+
+def _read_name(given: str | bytes) -> str:
+    name = text_argument(given, "the name of a Tensor")
+    if not name:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return name
+
+
+def _as_held(array: NDArray[Any], data_type: DataType) -> NDArray[Any]:
+    """Return an array as tensors hold it: contiguous, strings as objects of `bytes`."""
+    if data_type is DataType.BYTES:
+        return _of_bytes(array)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _of_bytes(array: NDArray[Any]) -> NDArray[Any]:
+    array = np.asarray(array)  # not a StringArray
+    elements = array.reshape(-1).tolist()
+    if array.dtype.hasobject and array.flags.c_contiguous and all(isinstance(e, bytes) for e in elements):
+        return array
+    held = np.empty(len(elements), dtype=object)
+    held[:] = [element if isinstance(element, bytes) else str(element).encode() for element in elements]
+    return held.reshape(array.shape)
+
+
+def _imported(name: str, tensor: Any) -> inner.Tensor:
+    if type(tensor).__name__ == "PyCapsule":
+        import torch.utils.dlpack  # numpy reads capsules as read-only
+
+        return _of_torch(name, torch.utils.dlpack.from_dlpack(tensor))
+    if not hasattr(tensor, "__dlpack__") or not hasattr(tensor, "__dlpack_device__"):
+        raise TritonModelException(
+            "Provided tensor is not supported. Tensor must be a DLPack capsule         or have `__dlpack__` "
+            "and `__dlpack_device__` attributes"
+        )
+    device = int(tensor.__dlpack_device__()[0])
+    if device not in (_CPU, _CUDA, _CUDA_HOST):
+        raise TritonModelException(f"DLDevice type {device} is not support by Python backend.")
+    if isinstance(tensor, np.ndarray) and not tensor.dtype.hasobject:
+        return _of_numpy(name, tensor)
+    import torch.utils.dlpack
+
+    return _of_torch(name, torch.utils.dlpack.from_dlpack(tensor))
+
+
+def _of_numpy(name: str, array: NDArray[Any]) -> inner.Tensor:
+    _check_contiguous(contiguous=array.flags.c_contiguous)
+    try:
+        return inner.Tensor(name, array)
+    except KeyError:
+        raise TritonModelException("Unsupported triton dtype.") from None
+
+
+def _of_torch(name: str, tensor: Any) -> inner.Tensor:
+    _check_contiguous(contiguous=tensor.is_contiguous())
+    data_type = _BY_TORCH_NAME.get(str(tensor.dtype))
+    if data_type is None:
+        raise TritonModelException("Unsupported triton dtype.")
+    keeps = data_type is DataType.BF16 or tensor.device.type != "cpu"
+    return inner.Tensor(name, tensor if keeps else tensor.numpy(), data_type=data_type)
+
+
+def _check_contiguous(*, contiguous: bool) -> None:
+    if not contiguous:
+        raise TritonModelException(
+            "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are stored in C-Order are "
+            "supported."
+        )

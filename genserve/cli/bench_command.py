@@ -1,0 +1,92 @@
+"""The command `genserve bench`."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
+
+import typer
+
+if TYPE_CHECKING:
+    from genserve.cli.load_generator import LoadResult
+
+__all__ = ["bench"]
+
+
+_HEADINGS = ("at once", "tokens/s", "first token, ms: p50", "p95", "between tokens, ms: p50", "p95")
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one of the server.")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(envvar="GENSERVE_BASE_URL", help="Of the server; its key is GENSERVE_API_KEY.")
+    ] = "http://127.0.0.1:8000",
+    api: Annotated[
+        Literal["chat", "generate", "completions"],
+        typer.Option(help="OpenAI's chat, TGI's /generate_stream, OpenAI's older completions."),
+    ] = "chat",
+    concurrency: Annotated[
+        list[int], typer.Option(min=1, help="Requests at once; may be given again.")
+    ] = [1, 8, 32],  # noqa: B006  # typer copies it
+    prompt_words: Annotated[int, typer.Option(min=1, help="A word is about a token.")] = 40,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the prompts. By default others each time: no prefix cache helps.")
+    ] = None,
+    waves: Annotated[int, typer.Option(min=1, help="Requests one after the other on each connection.")] = 4,
+) -> None:
+    """Load a running server with streaming requests: tokens per second, and waiting times in milliseconds.
+
+    All prompts differ. The client shares the cores of the machine that it runs on with a server there.
+    """
+    from rich.table import Table
+
+    from genserve.cli.console import ConsoleProgress, make_console
+    from genserve.cli.load_generator import Load, run
+    from genserve.cli.model_access import choose_remote
+    from genserve.client import Client
+
+    address = urlsplit(url)
+    if address.scheme != "http" or not address.hostname:
+        raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint="--url")
+    with Client(url) as client:
+        name = choose_remote(model, client.models())
+    load = Load(
+        host=address.hostname,
+        port=address.port or 80,
+        model=name,
+        api=api,
+        concurrency=1,
+        num_requests=1,
+        new_tokens=new_tokens,
+        prompt_words=prompt_words,
+        seed=random.getrandbits(32) if seed is None else seed,
+        api_key=os.environ.get("GENSERVE_API_KEY", ""),
+    )
+    run(load)   # the first request of a server pays for what the others find
+    progress, table = ConsoleProgress(), Table(box=None, pad_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right")
+    for number, at_once in enumerate(concurrency, start=1):
+        with progress.stage(f"{at_once} at once"):
+            wanted = replace(load, concurrency=at_once, num_requests=at_once * waves, seed=load.seed + number)
+            measured = run(wanted)
+        table.add_row(str(at_once), *_cells(measured))
+    make_console().print(table)
+
+
+def _cells(measured: LoadResult) -> list[str]:
+    from genserve.cli.load_generator import percentile
+
+    rate = sum(measured.new_tokens) / measured.elapsed_s
+    times = [
+        f"{percentile(times_s, percent) * 1e3:.1f}" if times_s else ""
+        for times_s in (measured.first_text_s, measured.gaps_s)
+        for percent in (50, 95)
+    ]
+    return [f"{rate:.0f}", *times]

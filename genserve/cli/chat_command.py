@@ -1,0 +1,48 @@
+"""The command `genserve chat`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
+from genserve.sampling.sampling_params import SamplingOptions
+
+__all__ = ["chat"]
+
+
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2."),
+    ] = None,
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    url: Url = None,
+    system: Annotated[
+        str | None, typer.Option(envvar="GENSERVE_SYSTEM", help="What the model is told before all else.")
+    ] = None,
+    temperature: Temperature = 0.7,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006  # typer copies it
+) -> None:
+    """Chat with a model. Reads one message per line if stdin is not a terminal."""
+    from genserve.cli.chat_session import ChatSession, Conversation
+    from genserve.cli.flags import with_assignments
+    from genserve.cli.model_access import open_model
+
+    options = SamplingOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    options = with_assignments(options, set_)
+    with open_model(model, repository=model_repository, url=url) as opened:
+        session = ChatSession(opened, conversation=Conversation(system=system), options=options)
+        if sys.stdin.isatty():
+            from genserve.cli.repl import run_repl
+
+            run_repl(session)
+        else:
+            from genserve.cli.console import read_lines
+
+            for line in read_lines():
+                session.ask(line)

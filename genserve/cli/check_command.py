@@ -1,0 +1,87 @@
+"""The command `genserve check`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepositories
+
+if TYPE_CHECKING:
+    from genserve.config.diagnostics import Diagnostic
+
+__all__ = ["check"]
+
+
+def check(
+    repository: Annotated[
+        list[Path] | None, typer.Argument(help="Folders that hold models.", show_default=False)
+    ] = None,
+    model_repository: ModelRepositories = [DEFAULT_REPOSITORY],  # noqa: B006  # typer copies it
+    model_config_name: Annotated[
+        str, typer.Option(help="Read configs/NAME.pbtxt in place of config.pbtxt, where a model has it.")
+    ] = "",
+    backend_directory: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder with backends in Python, each NAME/model.py; may be given again."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects, one per fault.")] = False,
+) -> None:
+    """List every fault of every model of a repository. The exit code is 1 if one of them is an error."""
+    from genserve.config.diagnostics import Severity
+    from genserve.repository.model_validation import repository_diagnostics
+
+    faults = repository_diagnostics(
+        repository or model_repository,
+        config_name=model_config_name,
+        backend_folders=backend_directory or (),
+    )
+    severities = [fault.severity for of_model in faults.values() for fault in of_model]
+    num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
+    if as_json:
+        print(json.dumps(_objects(faults), indent=2))
+    else:
+        _print_faults(faults)
+        models, errors = _count(len(faults), "model"), _count(num_errors, "error")
+        print(f"{models}: {errors}, {_count(num_warnings, 'warning')}")
+    if num_errors or (strict and num_warnings):
+        raise typer.Exit(1)
+
+
+def _print_faults(faults: Mapping[str, tuple[Diagnostic, ...]]) -> None:
+    from genserve.cli.console import visible
+
+    for model, of_model in faults.items():
+        if not of_model:
+            continue
+        print(visible(model))
+        for fault in of_model:
+            print(visible(f"{fault.where}: {fault.severity.value}: {fault.message}"))
+            if fault.remedy:
+                print(visible(f"  remedy: {fault.remedy}"))
+        print()
+
+
+def _objects(faults: Mapping[str, tuple[Diagnostic, ...]]) -> list[dict[str, str | int | None]]:
+    return [
+        {
+            "model": model,
+            "severity": fault.severity.value,
+            "path": str(fault.path),
+            "line": fault.line,
+            "column": fault.column,
+            "message": fault.message,
+            "remedy": fault.remedy,
+        }
+        for model, of_model in faults.items()
+        for fault in of_model
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,106 @@
+"""Console: text, errors and progress bars out; piped standard input in."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from genserve.errors import GenserveError, InvalidRequest
+
+__all__ = [
+    "ConsoleProgress",
+    "make_console",
+    "print_error",
+    "read_lines",
+    "read_text",
+    "visible",
+    "write_text",
+]
+
+
+# All controls but tab and line feed; those of U+0080 to U+009F drive some terminals too.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints words as they are: no markup, no wrapping, no colours of its own."""
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    r"""Return the text with its control characters spelled out (`\x1b`), so that none drives a terminal."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def write_text(console: Console, text: str) -> None:
+    """Write a piece of a model's text at once: made visible on a terminal, as it is anywhere else."""
+    console.file.write(visible(text) if console.is_terminal else text)
+    console.file.flush()
+
+
+def print_error(error: GenserveError) -> None:
+    """Print an error and its remedy on stderr."""
+    console = make_console(stderr=True)
+    # Triton ends the reason of a load with a line feed.
+    message = visible(error.message.rstrip())
+    console.print(Text.assemble((f"error[{error.code}]", "bold red"), f": {message}"))
+    if error.remedy:
+        console.print(Text.assemble(("  remedy", "bold"), f": {visible(error.remedy)}"))
+
+
+class ConsoleProgress:
+    """The stages of an export on stderr: bars on a terminal, a line each anywhere else."""
+
+    def __init__(self) -> None:
+        self._console = make_console(stderr=True)
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """Show a stage of `total` units (None: unknown); the value advances it by some units."""
+        if not self._console.is_terminal:
+            self._console.print(name)
+            yield lambda _units: None
+            return
+        columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(30))
+        with Progress(*columns, TimeElapsedColumn(), console=self._console) as bars:
+            task = bars.add_task(name, total=total)
+            yield partial(bars.advance, task)
+            bars.update(task, total=total or 1, completed=total or 1)
+
+
+def read_text() -> str:
+    """Return all of it, with line ends as line feeds.
+
+    Raises:
+        InvalidRequest: it is not in the encoding of the locale, UTF-8 nearly everywhere.
+    """
+    return re.sub("\r\n?", "\n", _decoded(sys.stdin.buffer.read(), place="standard input"))
+
+
+def read_lines() -> Iterator[str]:
+    """Yield its lines as they come, without the blanks around them; empty ones are passed over.
+
+    Raises:
+        InvalidRequest: a line is not in the encoding of the locale.
+    """
+    for number, raw in enumerate(sys.stdin.buffer, start=1):
+        if line := _decoded(raw, place=f"line {number} of standard input").strip():
+            yield line
+
+
+def _decoded(raw: bytes, *, place: str) -> str:
+    encoding = sys.stdin.encoding
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"{place} is not {encoding.upper()}, at byte {error.start}",
+            remedy=f"convert it, such as with `iconv -f LATIN1 -t {encoding.upper()}`",
+        ) from None

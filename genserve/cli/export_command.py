@@ -1,0 +1,106 @@
+"""The commands `genserve export` and `genserve pull`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from genserve.cli.flags import (
+    DEFAULT_REPOSITORY,
+    Beside,
+    FileFormat,
+    KvCache,
+    ModelRepository,
+    Overwrite,
+    Precision,
+)
+
+if TYPE_CHECKING:
+    from genserve.export import ExportReport
+
+__all__ = ["export", "print_report", "pull"]
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, a .gguf file, or ORG/NAME on the hub.", show_default=False
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Of the model in the repository.", show_default=False)],
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    file_format: FileFormat = "onnx",
+    precision: Precision = None,
+    kv_cache: KvCache = "float",
+    beside: Beside = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a checkpoint into a model of the repository, and compare it with its source."""
+    from genserve.cli.console import ConsoleProgress
+    from genserve.export import export_model
+
+    report = export_model(
+        source,
+        repository=model_repository,
+        name=name,
+        file_format=file_format,
+        precision=precision,
+        kv_cache=kv_cache,
+        beside=beside,
+        overwrite=overwrite,
+        progress=ConsoleProgress(),
+    )
+    print_report(report, beside=beside)
+
+
+def print_report(report: ExportReport, *, beside: str | None) -> None:
+    """Print what an export made, how near it is to its source, and what to do next."""
+    repository = report.path.parent
+    where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
+    cache = ", KV cache in int8" if report.kv_cache == "int8" else ""
+    print(
+        f"{report.name}: {report.precision}{cache}, {report.size_bytes / 1e6:.1f} MB, "
+        f"made in {report.seconds:.0f} s: {report.path}"
+    )
+    print(
+        f"parity with the source: largest logit difference {report.largest_logit_difference:.3g}, "
+        f"top-1 agreement {report.top1_agreement:.1%}, perplexity x{report.perplexity_ratio:.3f}, "
+        f"KL {report.divergence:.4f}"
+    )
+    if beside is None:
+        print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")
+    else:
+        print(f"next: genserve tune {report.name}{where}, which chooses between the graphs of the model")
+
+
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="smollm2, or ORG/NAME on the Hugging Face hub.", show_default=False)
+    ],
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    precision: Precision = None,
+    kv_cache: KvCache = "float",
+    beside: Beside = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Download a model and make it ready to be served; nothing is done if it is there."""
+    from genserve.cli.console import ConsoleProgress
+    from genserve.cli.export_command import print_report
+    from genserve.export import pull as pull_model
+
+    report = pull_model(
+        name,
+        repository=model_repository,
+        precision=precision,
+        kv_cache=kv_cache,
+        beside=beside,
+        overwrite=overwrite,
+        progress=ConsoleProgress(),
+    )
+    if report is None:
+        again = f"anew in {precision}" if precision else "anew"
+        print(f"{name} is in {model_repository} already and stays as it is; --overwrite makes it {again}")
+    else:
+        print_report(report, beside=beside)

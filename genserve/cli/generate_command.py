@@ -1,0 +1,64 @@
+"""The command `genserve generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
+from genserve.sampling.sampling_params import SamplingOptions
+
+__all__ = ["generate"]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")] = "-",
+    model: Annotated[
+        str | None, typer.Option(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2.")
+    ] = None,
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    url: Url = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[
+        int, typer.Option(envvar="GENSERVE_TOP_K", help="Pick among the k likeliest tokens; 0: all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(envvar="GENSERVE_TOP_P", help="Pick among the likeliest with this share.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given again.")
+    ] = None,
+    seed: Seed = None,
+    set_: Set = [],  # noqa: B006  # typer copies it
+    json_: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
+) -> None:
+    """Go on from a prompt, and print the text as it comes."""
+    from genserve.cli.console import make_console, read_text, write_text
+    from genserve.cli.flags import with_assignments
+    from genserve.cli.model_access import open_model
+
+    options = SamplingOptions(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or (), seed=seed
+    )
+    options = with_assignments(options, set_)
+    if prompt == "-":
+        if sys.stdin.isatty():
+            print("The prompt, and Ctrl-D behind it:", file=sys.stderr)
+        # A pipe's last line end belongs to the line, not to the prompt: it would change the answer.
+        prompt = read_text().removesuffix("\n")
+    console = make_console()
+    with (
+        open_model(model, repository=model_repository, url=url) as opened,
+        opened.text_model.stream(prompt, **options) as stream,
+    ):
+        if json_:
+            print(json.dumps(asdict(stream.final())))
+            return
+        for delta in stream:
+            write_text(console, delta.text)
+    write_text(console, "\n")

@@ -1,0 +1,152 @@
+"""Slash commands: lines of the chat that begin with /."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from genserve.cli.chat_session import ChatSession
+from genserve.cli.flags import read_value
+from genserve.errors import InvalidRequest
+from genserve.sampling.sampling_params import SamplingOptions, sampling_params
+
+__all__ = ["COMMANDS", "SlashCommand", "run_slash"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlashCommand:
+    """One command."""
+
+    usage: str
+    summary: str
+    run: Callable[[ChatSession, str], None]
+
+
+def run_slash(session: ChatSession, line: str) -> None:
+    """Do what the line says.
+
+    Raises:
+        GenserveError: a question was asked again, and failed; what was said before stays.
+        EOFError: the chat is over.
+    """
+    name, _, argument = line.partition(" ")
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        session.note(f"there is no {name}" + (f"; did you mean {near[0]}?" if near else "; see /help"))
+        return
+    command.run(session, argument.strip())
+
+
+def _help(session: ChatSession, _argument: str) -> None:
+    for command in COMMANDS.values():
+        session.note(f"{command.usage:<22}{command.summary}")
+    session.note('Alt-Enter starts a new line, """ opens and closes a block, Ctrl-C stops an answer.')
+
+
+def _set(session: ChatSession, argument: str) -> None:
+    # As `--set` has it, too; no name has a = in it.
+    name, _, value = argument.partition("=" if "=" in argument.partition(" ")[0] else " ")
+    if not name:
+        changed = sampling_params(session.options).changed()
+        for known, current in changed.items():
+            session.note(f"{known} = {json.dumps(current)}")
+        others = (known for known in SamplingOptions.__annotations__ if known not in changed)
+        session.note(f"as usual: {', '.join(others)}")
+        return
+    options: dict[str, object] = {known: said for known, said in session.options.items() if known != name}
+    if value.strip():
+        options[name] = read_value(value.strip())
+    elif name in SamplingOptions.__annotations__:
+        options |= {known: said for known, said in session.first_options.items() if known == name}
+    else:
+        options[name] = None
+    try:
+        sampling_params(options)
+    except InvalidRequest as error:
+        session.note(str(error))
+    else:
+        session.options = cast(SamplingOptions, options)
+        session.note(f"{name} = {json.dumps(options[name])}" if name in options else f"{name} is as usual")
+
+
+def _system(session: ChatSession, argument: str) -> None:
+    session.conversation.system = argument or None
+    session.note("the system prompt is set" if argument else "there is no system prompt any more")
+
+
+def _clear(session: ChatSession, _argument: str) -> None:
+    session.conversation.clear()
+    session.note("forgotten")
+
+
+def _undo(session: ChatSession, _argument: str) -> None:
+    exchange = session.conversation.undo()
+    session.note(f"forgotten: {exchange.question}" if exchange else "there is nothing to undo")
+
+
+def _retry(session: ChatSession, _argument: str) -> None:
+    exchange = session.conversation.undo()
+    if exchange is None:
+        session.note("there is nothing to retry")
+        return
+    num_left = len(session.conversation)
+    try:
+        answer = session.ask(exchange.question)
+    finally:
+        if len(session.conversation) == num_left:   # it failed, or was stopped before its first word
+            session.conversation.add(exchange.question, answer=exchange.answer)
+    session.note(answer.summary(max_length=session.model.max_length))
+
+
+def _save(session: ChatSession, argument: str) -> None:
+    if not argument:
+        session.note("say where: /save FILE")
+        return
+    messages = [message.as_dict() for message in session.conversation.messages()]
+    try:
+        _write_new(
+            Path(argument).expanduser(), json.dumps({"messages": messages}, ensure_ascii=False, indent=2)
+        )
+    except OSError as error:
+        session.note(f"not saved: {error}")
+    else:
+        session.note(f"saved as {argument}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet, whole or not at all."""
+    path.open("x").close()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _stats(session: ChatSession, _argument: str) -> None:
+    tokens = sum(answer.num_tokens for answer in session.answers)
+    session.note(f"{session.model.name}: {len(session.answers)} answers, {tokens} tokens")
+    if session.answers:
+        session.note(f"last: {session.answers[-1].summary(max_length=session.model.max_length)}")
+
+
+def _bye(_session: ChatSession, _argument: str) -> None:
+    raise EOFError
+
+
+COMMANDS: Mapping[str, SlashCommand] = {
+    "/help": SlashCommand(usage="/help", summary="show this", run=_help),
+    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show, change or reset options", run=_set),
+    "/system": SlashCommand(usage="/system [TEXT]", summary="set or remove the system prompt", run=_system),
+    "/clear": SlashCommand(usage="/clear", summary="forget what was said", run=_clear),
+    "/undo": SlashCommand(usage="/undo", summary="forget the last question and answer", run=_undo),
+    "/retry": SlashCommand(usage="/retry", summary="ask the last question again", run=_retry),
+    "/save": SlashCommand(usage="/save FILE", summary="write the chat to a new JSON file", run=_save),
+    "/stats": SlashCommand(usage="/stats", summary="show tokens and speed", run=_stats),
+    "/bye": SlashCommand(usage="/bye", summary="leave, as Ctrl-D does", run=_bye),
+}

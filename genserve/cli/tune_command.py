@@ -1,0 +1,207 @@
+"""The command `genserve tune`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository
+from genserve.errors import RepositoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from genserve.tuning.best_setting import BestSetting, Goal
+    from genserve.tuning.measurement import Measurement, Samples
+    from genserve.tuning.search_space import SearchSpace, Setting
+    from genserve.tuning.tuned_model import TunedModel
+
+__all__ = ["tune"]
+
+
+_QUIET = 0.1    # if others have more of a core, what is measured says more of them than of the model
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2."),
+    ] = None,
+    model_repository: ModelRepository = DEFAULT_REPOSITORY,
+    objective: Annotated[
+        Literal["throughput", "latency"],
+        typer.Option(help="Most tokens per second, or the soonest next token of a request that is alone."),
+    ] = "throughput",
+    max_inter_token_ms: Annotated[
+        float, typer.Option(min=0, help="No request shall wait longer for its next token.")
+    ] = 100,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="To try; may be given again. Default: 1, 2, 4 ... 64.")
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="To try; may be given again. Default: all cores, half, a quarter."),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens before the next one; may be given again. Default: 64 and 512."),
+    ] = None,
+    min_top1_agreement: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Of another graph with its source; with less it is not chosen."),
+    ] = 0.9,
+    budget_seconds: Annotated[
+        float, typer.Option(min=0, help="How long to measure; each setting has its turn at least once.")
+    ] = 60,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what was measured into this .png, .svg or .pdf.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the changes, write nothing.")] = False,
+) -> None:
+    """Measure batch sizes, threads and graphs of a model here, and write the best into its config.pbtxt.
+
+    Ctrl-C ends the measuring: what is known by then is shown, and nothing is written.
+    """
+    from genserve.cli.model_access import choose_model
+    from genserve.tuning.best_setting import Goal, Objective, choose, usable
+    from genserve.tuning.plot import check_plot, draw
+    from genserve.tuning.search_space import make_search_space
+    from genserve.tuning.tuned_model import find_model
+
+    if plot is not None:
+        check_plot(plot)
+    name = model or choose_model(None, repository=model_repository)
+    tuned = find_model(name, repository=model_repository)
+    plan = make_search_space(
+        tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
+    )
+    goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
+    samples, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
+    measurements, agreements = samples.measurements(), tuned.agreements(plan.graphs)
+    candidates = usable(measurements, agreements=agreements, least=min_top1_agreement, now=tuned.now)
+    choice = choose(candidates, goal=goal, now=tuned.now) if candidates else None
+    _print_measurements(measurements, choice=choice, now=tuned.now, agreements=agreements)
+    if samples.lost_share > _QUIET:
+        print(f"other programs had {samples.lost_share:.0%} of the time: tune again when they rest")
+    if choice is not None:
+        _print_choice(choice, goal=goal, measurements=measurements, now=tuned.now)
+    if choice is not None and plot is not None:
+        draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
+    if is_interrupted:
+        print("interrupted: nothing was written")
+        raise typer.Exit(130)
+    if choice is None:
+        raise RepositoryError(
+            f"no setting of {tuned.logits.name!r} has room in its KV cache for the contexts of the others",
+            remedy="a smaller --context, or more `kv_cache_bytes` in its config",
+        )
+    _write(tuned, choice, dry_run=dry_run)
+
+
+def _measure(
+    tuned: TunedModel, plan: SearchSpace, *, goal: Goal, budget_s: float
+) -> tuple[Samples, bool]:
+    """Return what was measured, and whether Ctrl-C ended it."""
+    from genserve.cli.console import ConsoleProgress
+    from genserve.tuning.measurement import Samples, samples
+
+    taken, stage_name = Samples(), f"measuring {tuned.logits.name}"
+    too_long_s = 2 * goal.max_inter_token_s     # so far from the bound that no noise explains it
+    try:
+        with _quiet(), ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
+            last_s = time.monotonic()
+            for sample in samples(tuned.logits, plan, budget_s=budget_s, too_long_s=too_long_s):
+                taken.add(sample)
+                now_s = time.monotonic()
+                advance(round((now_s - last_s) * 1e3))
+                last_s = now_s
+    except KeyboardInterrupt:
+        return taken, True
+    return taken, False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log no warnings: a stage that is loaded again and again would have the same ones again and again."""
+    logger = logging.getLogger("genserve")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _print_measurements(
+    measurements: Sequence[Measurement],
+    *,
+    choice: BestSetting | None,
+    now: Setting,
+    agreements: Mapping[str, float],
+) -> None:
+    from rich.table import Table
+
+    from genserve.cli.console import make_console
+
+    best = choice.best if choice else None
+    contexts = list(best.step_s) if best else []
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("graph", no_wrap=True)
+    times = [f"ms at {context}" for context in contexts]
+    for heading in ("top-1", "threads", "batch", "tokens/s", *times, "MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for m in measurements:
+        remarks = ["now"] * (m.setting == now) + ["best"] * (m is best)
+        table.add_row(
+            m.setting.graph,
+            f"{agreements[m.setting.graph]:.1%}" if m.setting.graph in agreements else "",
+            str(m.setting.threads),
+            str(m.setting.batch_size),
+            f"{m.tokens_per_s:.0f}",
+            *(f"{m.step_s[context] * 1e3:.1f}" for context in contexts),
+            f"{m.cache_bytes / 2**20:.0f}",
+            ", ".join(remarks),
+            style="bold" if m is best else None,
+        )
+    make_console().print(table)
+
+
+def _print_choice(
+    choice: BestSetting, *, goal: Goal, measurements: Sequence[Measurement], now: Setting
+) -> None:
+    if not choice.meets_bound:
+        bound = f"{goal.max_inter_token_s * 1e3:g} ms"
+        print(f"no setting keeps {bound} between tokens; best is the one that comes nearest")
+    for m in measurements:
+        if m.setting == now:
+            print(f"now:  {_line(m)}")
+    print(f"best: {_line(choice.best)}")
+
+
+def _line(m: Measurement) -> str:
+    setting = f"batch {m.setting.batch_size}, threads {m.setting.threads}, {m.setting.graph}"
+    return f"{setting}: {m.tokens_per_s:.0f} tokens/s, at most {m.inter_token_s * 1e3:.0f} ms between tokens"
+
+
+def _write(tuned: TunedModel, choice: BestSetting, *, dry_run: bool) -> None:
+    from genserve.tuning.tuned_model import write_edits
+
+    edits = tuned.edits(choice.best.setting)
+    for edit in edits:
+        print(edit.diff(), end="")
+    if not edits:
+        print("the configs say so already")
+    elif dry_run:
+        print("nothing was written: --dry-run")
+    else:
+        write_edits(edits)
+        print(
+            "written; a running server reads it when it loads the model again, "
+            "which --model-control-mode poll does by itself"
+        )

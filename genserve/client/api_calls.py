@@ -1,0 +1,167 @@
+"""API calls: each method of the clients, as a request to send and a function that reads the reply; no I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from genserve.client import openai_dialect, tgi_dialect
+from genserve.client.reply_errors import not_understood
+from genserve.client.sse_decoder import DeltaDecoder
+from genserve.completion import Completion
+from genserve.errors import InvalidRequest
+from genserve.prompt import Messages, Prompts, read_chat, read_prompts
+from genserve.sampling.sampling_params import SamplingParams, sampling_params
+
+__all__ = [
+    "ApiCall",
+    "ApiRequest",
+    "StreamingApiCall",
+    "chat",
+    "chat_stream",
+    "complete",
+    "generate",
+    "generate_stream",
+    "models",
+]
+
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRequest:
+    """What goes out."""
+
+    method: Literal["GET", "POST"]
+    path: str                   # begins with /
+    body: bytes = b""           # JSON, or nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiCall(Generic[Answer]):
+    """One exchange: `read` takes the headers, looked up in lower case, and the body of a good reply."""
+
+    request: ApiRequest
+    read: Callable[[Mapping[str, str], bytes], Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingApiCall:
+    """One request that is answered by events; `decoder` makes what turns their bytes into deltas."""
+
+    request: ApiRequest
+    decoder: Callable[[], DeltaDecoder]
+
+
+def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> ApiCall[Completion]:
+    """Complete a prompt.
+
+    Raises:
+        InvalidRequest: an option is unknown or out of range.
+    """
+    params = _generate_params(options)
+    body = tgi_dialect.request_body(prompt, model=model, params=params)
+
+    def read(headers: Mapping[str, str], reply: bytes) -> Completion:
+        with not_understood():
+            return tgi_dialect.read_completion(
+                json.loads(reply),
+                prompt_tokens=int(headers["x-prompt-tokens"]),
+                cached_tokens=int(headers.get("x-cached-tokens", 0)),
+                params=params,
+            )
+
+    return ApiCall(request=_post("/generate", body), read=read)
+
+
+def generate_stream(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> StreamingApiCall:
+    """Complete a prompt, delta by delta. Raises what `generate` raises."""
+    params = _generate_params(options)
+    body = tgi_dialect.request_body(prompt, model=model, params=params)
+    return StreamingApiCall(
+        request=_post("/generate_stream", body),
+        decoder=lambda: DeltaDecoder(tgi_dialect.GenerateEvents(params)),
+    )
+
+
+def chat(
+    messages: Messages, *, model: str | None, options: Mapping[str, Any]
+) -> ApiCall[Completion]:
+    """Answer a chat.
+
+    Raises:
+        InvalidRequest: a message is malformed, or an option is unknown or out of range.
+    """
+    params, body = _chat_body(messages, model=model, options=options)
+
+    def read(headers: Mapping[str, str], reply: bytes) -> Completion:
+        with not_understood():
+            return openai_dialect.read_completion(json.loads(reply), params=params)
+
+    return ApiCall(request=_post("/v1/chat/completions", body), read=read)
+
+
+def chat_stream(
+    messages: Messages, *, model: str | None, options: Mapping[str, Any]
+) -> StreamingApiCall:
+    """Answer a chat, delta by delta. Raises what `chat` raises."""
+    params, body = _chat_body(messages, model=model, options=options)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return StreamingApiCall(
+        request=_post("/v1/chat/completions", body),
+        decoder=lambda: DeltaDecoder(openai_dialect.ChatChunks(params)),
+    )
+
+
+def complete(
+    prompts: Prompts, *, n: int, model: str | None, options: Mapping[str, Any]
+) -> ApiCall[tuple[Completion, ...]]:
+    """Complete prompts, `n` times each.
+
+    Raises:
+        InvalidRequest: a prompt is none, or an option is unknown or out of range.
+    """
+    params = sampling_params(options)
+    body = openai_dialect.completions_body(read_prompts(prompts), n=n, model=model, params=params)
+
+    def read(headers: Mapping[str, str], reply: bytes) -> tuple[Completion, ...]:
+        with not_understood():
+            return openai_dialect.read_completions(json.loads(reply), params=params)
+
+    return ApiCall(request=_post("/v1/completions", body), read=read)
+
+
+def models() -> ApiCall[list[str]]:
+    """List the names of the models that answer."""
+
+    def read(headers: Mapping[str, str], reply: bytes) -> list[str]:
+        with not_understood():
+            return [str(row["id"]) for row in json.loads(reply)["data"]]
+
+    return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
+
+
+def _chat_body(
+    messages: Messages, *, model: str | None, options: Mapping[str, Any]
+) -> tuple[SamplingParams, dict[str, Any]]:
+    params = sampling_params(options)
+    return params, openai_dialect.chat_body(read_chat(messages), model=model, params=params)
+
+
+def _generate_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Read the options; TGI's dialect has no answer to these."""
+    params = sampling_params(options)
+    for name, asked in (
+        ("logprob_token_ids", bool(params.logprob_token_ids)),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+    ):
+        if asked:
+            raise InvalidRequest(f"{name} is not for generate", field=name, remedy="use complete, or LLM")
+    return params
+
+
+def _post(path: str, body: Mapping[str, Any]) -> ApiRequest:
+    return ApiRequest(method="POST", path=path, body=json.dumps(body).encode())

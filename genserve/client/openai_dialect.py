@@ -1,0 +1,239 @@
+"""OpenAI dialect: the bodies of /v1/chat/completions and /v1/completions, written and read.
+
+Fields that OpenAI does not have (`top_k`, `repetition_penalty`, `return_token_ids`, `stop_reason` ...) have
+vLLM's names. Tokens are named by their ids (vLLM's `return_tokens_as_token_ids`), since texts are ambiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from genserve.completion import Completion, Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
+from genserve.prompt import Chat
+from genserve.sampling.sampling_params import SamplingParams
+
+__all__ = [
+    "ChatChunks",
+    "chat_body",
+    "completions_body",
+    "finish_reason_of",
+    "read_completion",
+    "read_completions",
+    "read_logprob",
+    "read_prompt_logprobs",
+    "token_id_of",
+]
+
+
+_PREFIX = "token_id:"
+
+
+def token_id_of(name: str) -> int:
+    """Return the id in a name that `return_tokens_as_token_ids` makes; raises ValueError."""
+    return int(name.removeprefix(_PREFIX))
+
+
+def read_logprob(value: float | None) -> float:
+    """Read one; null stands for that of a token that a decoding loop picked by itself: JSON has no nan."""
+    return math.nan if value is None else value
+
+
+def read_prompt_logprobs(
+    prompt_ids: Sequence[int], entries: Sequence[Mapping[str, Mapping[str, Any]] | None]
+) -> tuple[TokenLogprob, ...]:
+    """Read what `prompt_logprobs` answers; nothing, where it was not asked for. The first token has no score.
+
+    Raises:
+        LookupError, TypeError, ValueError: the reply has another shape.
+    """
+    return tuple(
+        _token_logprob(token_id, entry)
+        for token_id, entry in zip(prompt_ids, entries, strict=bool(entries))
+        if entry is not None
+    )
+
+
+def _token_logprob(token_id: int, entry: Mapping[str, Mapping[str, Any]]) -> TokenLogprob:
+    ranked = sorted((one["rank"], int(i), one["logprob"]) for i, one in entry.items() if one["rank"])
+    return TokenLogprob(
+        logprob=entry[str(token_id)]["logprob"], top=tuple((i, level) for _, i, level in ranked)
+    )
+
+
+def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
+    """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
+    return {
+        **({} if model is None else {"model": model}),
+        "messages": [message.as_dict() for message in chat.messages],
+        **_template_fields(chat),
+        **params.changed(),
+        **({"return_tokens_as_token_ids": True} if _wants_others(params) else {}),
+        "temperature": params.temperature,
+        "return_token_ids": True,
+        "separate_reasoning": False,    # the text is the whole answer, as that of `LLM` is
+    }
+
+
+def _template_fields(chat: Chat) -> dict[str, Any]:
+    """Return what the chat says to its template, if anything."""
+    fields = {
+        "add_generation_prompt": chat.add_generation_prompt,
+        "continue_final_message": chat.continue_final_message or None,
+        "chat_template_kwargs": dict(chat.template_kwargs) or None,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Completion:
+    """Read a reply that is not streamed.
+
+    Raises:
+        LookupError, TypeError, ValueError: the reply has another shape.
+    """
+    choice = reply["choices"][0]
+    token_ids, usage = _token_ids(choice), _usage(reply["usage"])
+    if params.best_of > 1:  # the reply counts the answers that it leaves out, too
+        usage = replace(usage, completion_tokens=len(token_ids))
+    return Completion(
+        text=choice["message"]["content"],
+        token_ids=token_ids,
+        logprobs=_logprobs(choice, params),
+        top_logprobs=_top_logprobs(choice, params),
+        prompt_logprobs=read_prompt_logprobs(
+            reply.get("prompt_token_ids") or (), reply.get("prompt_logprobs") or ()
+        ),
+        finish_reason=finish_reason_of(choice),
+        stop_reason=choice.get("stop_reason"),
+        usage=usage,
+    )
+
+
+class ChatChunks:
+    """Reads the chunks of one streamed answer, in their order.
+
+    The reason of the end comes in one chunk and the usage in a later one; the last delta has both.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: StopReason | None = None
+
+    def read(self, chunk: Mapping[str, Any]) -> Delta | None:
+        """Return what the chunk adds, None if nothing. Raises what `read_completion` raises."""
+        # The chunk with the usage has no choice.
+        choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
+        if choice.get("finish_reason"):
+            self._finish_reason, self._stop_reason = finish_reason_of(choice), choice.get("stop_reason")
+        delta = Delta(
+            text=choice["delta"].get("content") or "",
+            token_ids=_token_ids(choice),
+            logprobs=_logprobs(choice, self._params),
+            top_logprobs=_top_logprobs(choice, self._params),
+        )
+        if self._finish_reason and chunk.get("usage"):
+            return replace(
+                delta,
+                finish_reason=self._finish_reason,
+                stop_reason=self._stop_reason,
+                usage=_usage(chunk["usage"]),
+            )
+        return delta if delta.text or delta.token_ids else None
+
+
+def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(choice.get("token_ids") or ())
+
+
+def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float, ...]:
+    found = choice.get("logprobs")
+    if not params.logprobs or not found:
+        return ()
+    return tuple(read_logprob(entry["logprob"]) for entry in found["content"])
+
+
+def _wants_others(params: SamplingParams) -> bool:
+    return bool(params.top_logprobs or params.logprob_token_ids)
+
+
+def _top_logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[TopTokens, ...]:
+    found = choice.get("logprobs")
+    if not _wants_others(params) or not found:
+        return ()
+    tops = (entry["top_logprobs"] for entry in found["content"])
+    return tuple(tuple((token_id_of(one["token"]), one["logprob"]) for one in top) for top in tops)
+
+
+def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:
+    """Return why a choice ended, which `stop_reason` tells more of."""
+    if choice["finish_reason"] in ("length", "repetition"):
+        return FinishReason(choice["finish_reason"])
+    # The string, or the id of the token, that ended the text; null after the end of the sequence.
+    stopped_by = choice.get("stop_reason")
+    return FinishReason.STOP_STRING if isinstance(stopped_by, str) else FinishReason.END_OF_SEQUENCE
+
+
+def _usage(usage: Mapping[str, Any]) -> Usage:
+    return Usage(
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+    )
+
+
+def completions_body(
+    prompts: Sequence[str] | Sequence[Sequence[int]], *, n: int, model: str | None, params: SamplingParams
+) -> dict[str, Any]:
+    """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
+    changed = params.changed()
+    changed.pop("top_logprobs", None)
+    if changed.pop("logprobs", False):
+        changed |= {"logprobs": params.top_logprobs, "return_tokens_as_token_ids": True}
+    return {
+        **({} if model is None else {"model": model}),
+        "prompt": prompts,
+        "n": n,
+        **changed,
+        "temperature": params.temperature,
+        "return_token_ids": True,
+    }
+
+
+def read_completions(reply: Mapping[str, Any], *, params: SamplingParams) -> tuple[Completion, ...]:
+    """Read a reply: the answers in the order of the prompts.
+
+    Raises:
+        LookupError, TypeError, ValueError: the reply has another shape.
+    """
+    return tuple(_completion(choice, params) for choice in reply["choices"])
+
+
+def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion:
+    prompt_ids, token_ids = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
+    told = choice["logprobs"] or {}
+    tops: tuple[TopTokens, ...] = ()
+    if params.top_logprobs or params.logprob_token_ids:
+        tops = tuple(_completion_top(levels or {}, params) for levels in told["top_logprobs"])
+    return Completion(
+        text=choice["text"],
+        prompt_token_ids=prompt_ids,
+        token_ids=token_ids,
+        logprobs=tuple(map(read_logprob, told.get("token_logprobs", ()))),
+        top_logprobs=tops,
+        prompt_logprobs=read_prompt_logprobs(prompt_ids, choice.get("prompt_logprobs") or ()),
+        finish_reason=finish_reason_of(choice),
+        stop_reason=choice.get("stop_reason"),
+        usage=Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(token_ids)),
+    )
+
+
+def _completion_top(levels: Mapping[str, float], params: SamplingParams) -> TopTokens:
+    """Read the others that were asked for; the token itself is beside them."""
+    pairs = ((token_id_of(name), level) for name, level in levels.items())
+    top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+    if params.logprob_token_ids:
+        return tuple(pair for pair in top if pair[0] in params.logprob_token_ids)
+    return tuple(top[: params.top_logprobs])

@@ -1,0 +1,171 @@
+"""Reply errors: a server's error reply, or a broken connection, as an exception of genserve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+
+from genserve.errors import (
+    Closed,
+    ContextLengthExceeded,
+    GenserveError,
+    InvalidRequest,
+    ModelFailed,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    StreamBroken,
+    Unreachable,
+)
+
+__all__ = [
+    "closed",
+    "error_of_event",
+    "error_of_reply",
+    "not_understood",
+    "reaching",
+    "reading_stream",
+    "telling_if_closed",
+]
+
+
+_KINDS: tuple[type[GenserveError], ...] = (
+    InvalidRequest, ContextLengthExceeded, ModelNotFound, ModelNotReady, Overloaded, ModelFailed,
+)
+# What a reply calls the failure, most telling first: genserve's codes, OpenAI's codes, the types of
+# OpenAI and of TGI.
+_BY_WORD: Mapping[str, type[GenserveError]] = {kind.code: kind for kind in _KINDS} | {
+    "slow_down": Overloaded,
+    "server_is_overloaded": Overloaded,
+    "invalid_request_error": InvalidRequest,
+    "authentication_error": InvalidRequest,
+    "permission_error": InvalidRequest,
+    "not_found_error": ModelNotFound,
+    "rate_limit_error": Overloaded,
+    "server_error": ModelFailed,
+    "validation": InvalidRequest,
+    "generation": ModelFailed,
+    "incomplete_generation": ModelFailed,
+}
+_BY_STATUS: Mapping[int, type[GenserveError]] = {
+    404: Unreachable, 429: Overloaded, 502: Unreachable, 503: Overloaded, 504: Unreachable,
+}
+_REMEDIES: Mapping[int, str] = {
+    401: "give the server's key as api_key, or in GENSERVE_API_KEY",
+    404: "check that the base URL is that of a genserve server",
+}
+
+
+def error_of_reply(*, status: int, headers: Mapping[str, str], body: bytes, url: str) -> GenserveError:
+    """Return what an error reply of either dialect, or of a proxy on the way, means.
+
+    Args:
+        status: 300 or above.
+        headers: looked up in lower case; `retry-after-ms` and `retry-after` in seconds are honoured.
+        body: JSON in TGI's or OpenAI's shape, or anything else.
+        url: named in the message if the body does not say what is wrong.
+    """
+    try:
+        payload = json.loads(body)
+    except ValueError:
+        payload = None
+    reply = payload if isinstance(payload, dict) and "error" in payload else {}
+    return _error(reply, status=status, retry_after_s=_retry_after_s(headers), url=url)
+
+
+def error_of_event(payload: Mapping[str, Any]) -> GenserveError:
+    """Return what an event with the key `error`, in the middle of a stream, means."""
+    return _error(payload, status=500, retry_after_s=0, url="the stream")
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return what the server asks for, by OpenAI's exact header before HTTP's; 0 if it says nothing."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        text = headers.get(name, "")
+        if text.isascii() and text.isdigit():
+            return int(text) * unit_s
+    return 0
+
+
+def _error(payload: Mapping[str, Any], *, status: int, retry_after_s: float, url: str) -> GenserveError:
+    inner = payload.get("error")
+    said = inner if isinstance(inner, dict) else {**payload, "message": inner}
+    kind = _kind(said, status=status)
+    message = str(said.get("message") or f"{url} answered with status {status}")
+    remedy = str(said.get("remedy") or _REMEDIES.get(status, ""))
+    if kind is Overloaded:
+        return Overloaded(message, retry_after_s=retry_after_s or 1, remedy=remedy)
+    if kind is ModelNotReady:
+        return ModelNotReady(message, retry_after_s=retry_after_s, remedy=remedy)
+    return kind(message, remedy=remedy, field=said.get("field") or said.get("param"))
+
+
+def _kind(said: Mapping[str, Any], *, status: int) -> type[GenserveError]:
+    for word in (said.get("code"), said.get("error_type"), said.get("type")):
+        if isinstance(word, str) and word in _BY_WORD:
+            return _BY_WORD[word]
+    if status < 400:
+        return Unreachable  # a redirection: what answers is not the server itself
+    return _BY_STATUS.get(status, InvalidRequest if status < 500 else ModelFailed)
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Turn what the transport raises before a reply is complete into Unreachable, with its cause."""
+    try:
+        yield
+    except httpx2.ConnectError as error:
+        raise Unreachable(
+            f"no server answers at {url}", remedy="start one with `genserve serve`, or check the URL"
+        ) from error
+    except httpx2.TimeoutException as error:
+        raise Unreachable(
+            f"{url} did not answer in time", remedy="give the client a longer timeout_s, or ask for less"
+        ) from error
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise Unreachable(
+            f"no answer came from {url}: {error}", remedy="see the server's log, or check the URL"
+        ) from error
+
+
+@contextmanager
+def reading_stream() -> Iterator[None]:
+    """Turn what the transport raises in the middle of a stream into StreamBroken, with its cause."""
+    try:
+        yield
+    except httpx2.HTTPError as error:
+        raise StreamBroken(
+            f"the stream broke off: {error or type(error).__name__}", remedy="see the server's log; ask again"
+        ) from error
+
+
+@contextmanager
+def telling_if_closed(is_closed: Callable[[], bool]) -> Iterator[None]:
+    """Raise Closed where a call broke off because its client was closed meanwhile."""
+    try:
+        yield
+    except (Unreachable, StreamBroken) as error:
+        if is_closed():
+            raise closed() from error
+        raise
+
+
+@contextmanager
+def not_understood() -> Iterator[None]:
+    """Turn the errors of looking into a reply of an unknown shape into Unreachable."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Unreachable(
+            "the server's answer is not one that genserve knows",
+            remedy="check that the base URL is that of a genserve server",
+        ) from error
+
+
+def closed() -> Closed:
+    """Return the error of a client that is used after its end."""
+    return Closed("the client was closed", remedy="make another one")

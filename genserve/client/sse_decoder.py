@@ -1,0 +1,130 @@
+"""SSE decoder: server-sent events from bytes as they arrive, and from these the deltas of an answer; no I/O.
+
+By the standard (https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6), without `id`
+and `retry`: they serve reconnection, and a generation cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from genserve.client.reply_errors import error_of_event, not_understood
+from genserve.completion import Delta
+from genserve.errors import StreamBroken
+
+__all__ = ["DeltaDecoder", "Event", "EventDecoder"]
+
+
+# Only these three end a line: `str.splitlines` would also break at U+2028, which JSON may hold raw.
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event of a stream."""
+
+    data: str                   # the `data` lines, joined by line feeds
+    name: str = "message"
+
+
+class EventDecoder:
+    """Decodes one stream, whatever the borders of its chunks. Linear in the bytes given."""
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._after_cr = False      # a line feed that comes next belongs to the line end before it
+        self._at_start = True
+        self._data: list[str] = []
+        self._name = ""
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Take the next bytes; return the events that they complete."""
+        if not chunk:
+            return []
+        lines = _LINE_END.split(chunk[1:] if self._after_cr and chunk.startswith(b"\n") else chunk)
+        self._after_cr = chunk.endswith(b"\r")
+        events = []
+        for ended in lines[:-1]:
+            event = self._end_line(ended)
+            if event is not None:
+                events.append(event)
+        self._line += lines[-1]
+        return events
+
+    def _end_line(self, rest: bytes) -> Event | None:
+        line = bytes(self._line + rest)
+        self._line.clear()
+        if self._at_start:
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+            self._at_start = False
+        if not line:
+            return self._dispatch()
+        field, _, value = line.decode("utf-8", errors="replace").partition(":")
+        self._read_field(field, value.removeprefix(" "))
+        return None
+
+    def _read_field(self, field: str, value: str) -> None:
+        if field == "data":
+            self._data.append(value)
+        elif field == "event":
+            self._name = value
+        # An empty field name is a comment: servers send them to keep the connection alive.
+
+    def _dispatch(self) -> Event | None:
+        event = Event(data="\n".join(self._data), name=self._name or "message") if self._data else None
+        self._data.clear()
+        self._name = ""
+        return event
+
+
+class _AnswerEvents(Protocol):
+    """What one dialect says in its events."""
+
+    def read(self, event: Mapping[str, Any], /) -> Delta | None: ...
+
+
+class DeltaDecoder:
+    """Decodes one streamed reply, whatever the borders of its chunks."""
+
+    def __init__(self, answer: _AnswerEvents) -> None:
+        self._events = EventDecoder()
+        self._answer = answer
+        self._finished = False
+
+    def feed(self, chunk: bytes) -> Iterator[Delta]:
+        """Take the next bytes; yield the deltas that they complete. To be read to its end.
+
+        Raises:
+            GenserveError: an event says that the request failed.
+            Unreachable: an event has another shape.
+        """
+        for event in self._events.feed(chunk):
+            if self._finished or event.data == "[DONE]":
+                continue
+            delta = self._read(event.data)
+            if delta is not None:
+                self._finished = delta.finish_reason is not None
+                yield delta
+
+    def end(self) -> None:
+        """Say that no more bytes come.
+
+        Raises:
+            StreamBroken: the last delta is missing.
+        """
+        if not self._finished:
+            raise StreamBroken(
+                "the stream ended before its last event", remedy="see the server's log; ask again"
+            )
+
+    def _read(self, data: str) -> Delta | None:
+        with not_understood():
+            payload = json.loads(data)
+            if payload.get("error") is None:
+                return self._answer.read(payload)
+        raise error_of_event(payload)

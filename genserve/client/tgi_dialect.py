@@ -1,0 +1,113 @@
+"""TGI dialect: the bodies of /generate and /generate_stream, written and read.
+
+The shapes are those of Text Generation Inference; `cached_tokens`, `stop_reason`, `model` and parameters
+with vLLM's names are genserve's additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from genserve.client.openai_dialect import read_logprob
+from genserve.completion import Completion, Delta, FinishReason, TopTokens, Usage
+from genserve.sampling.param_table import DRAWING
+from genserve.sampling.sampling_params import SamplingParams
+
+__all__ = ["GenerateEvents", "read_completion", "request_body"]
+
+
+def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
+    """Return the body of either route. What is off is not sent, for TGI has no value that means off."""
+    changed = params.changed()
+    changed.pop("logprobs", None)  # the details have them
+    if "max_tokens" in changed:
+        changed["max_new_tokens"] = changed.pop("max_tokens")
+    if "top_logprobs" in changed:
+        changed["top_n_tokens"] = changed.pop("top_logprobs")
+    if params.temperature == 0:  # TGI draws as soon as one of these is there, whatever do_sample says
+        changed = {name: value for name, value in changed.items() if name not in DRAWING}
+    parameters = {"details": True, "do_sample": params.temperature > 0, **changed}
+    body = {"inputs": prompt, "parameters": parameters}
+    return body if model is None else body | {"model": model}
+
+
+def read_completion(
+    reply: Mapping[str, Any], *, prompt_tokens: int, cached_tokens: int, params: SamplingParams
+) -> Completion:
+    """Read the reply of /generate.
+
+    Args:
+        reply: with `details`.
+        prompt_tokens: from the header x-prompt-tokens; the body has no such figure.
+        cached_tokens: of these, from the header x-cached-tokens.
+        params: what was asked for.
+
+    Raises:
+        LookupError, TypeError, ValueError: the reply has another shape.
+    """
+    details = reply["details"]
+    return Completion(
+        text=reply["generated_text"],
+        token_ids=tuple(token["id"] for token in details["tokens"]),
+        logprobs=_logprobs(details["tokens"], params),
+        top_logprobs=_top_logprobs(details.get("top_tokens") or ()),
+        finish_reason=_finish_reason(details),
+        stop_reason=details.get("stop_reason"),
+        usage=Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=details["generated_tokens"],
+            cached_tokens=cached_tokens,
+        ),
+    )
+
+
+class GenerateEvents:
+    """Reads the events of one answer of /generate_stream, in their order."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._num_chars = 0
+
+    def read(self, event: Mapping[str, Any]) -> Delta | None:
+        """Return what the event adds. Raises what `read_completion` raises."""
+        token = event["token"]
+        whole_text = event["generated_text"]
+        finish_reason, stop_reason, usage = None, None, None
+        if whole_text is None:
+            text = token["text"]
+        else:
+            # Not the token's own text: that may be the end-of-sequence token's, which is none of the answer.
+            text = whole_text[self._num_chars :]
+            finish_reason = _finish_reason(event["details"])
+            stop_reason = event["details"].get("stop_reason")
+            usage = Usage(
+                prompt_tokens=event["details"]["input_length"],
+                completion_tokens=event["details"]["generated_tokens"],
+                cached_tokens=event["details"].get("cached_tokens", 0),
+            )
+        self._num_chars += len(text)
+        return Delta(
+            text=text,
+            token_ids=(token["id"],),
+            logprobs=_logprobs([token], self._params),
+            top_logprobs=_top_logprobs([event["top_tokens"]]) if event.get("top_tokens") else (),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            usage=usage,
+        )
+
+
+def _finish_reason(details: Mapping[str, Any]) -> FinishReason:
+    # TGI has no word of its own for it.
+    if details.get("stop_reason") == "repetition_detected":
+        return FinishReason.REPETITION
+    return FinishReason(details["finish_reason"])
+
+
+def _logprobs(tokens: list[Mapping[str, Any]], params: SamplingParams) -> tuple[float, ...]:
+    return tuple(read_logprob(token["logprob"]) for token in tokens) if params.logprobs else ()
+
+
+def _top_logprobs(tops: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[TopTokens, ...]:
+    return tuple(tuple((token["id"], token["logprob"]) for token in top) for top in tops)

@@ -1,0 +1,152 @@
+"""Config JSON: a config as Triton shows it in JSON, and as a load request brings it."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from typing import Any
+
+from google.protobuf import json_format
+
+from genserve.config.schema import enum_name, new_model_config
+from genserve.errors import RepositoryError
+
+__all__ = ["config_json", "read_config_json"]
+
+
+# What Triton takes, and JSON does not: strings in single quotes, names without any, commas at the end.
+_TOKEN = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\])*") | '(?P<single>(?:\\.|[^'\\])*)' | (?P<name>[A-Za-z_]\w*)(?=\s*:)
+      | (?P<comma>,)(?=\s*[}\]])""",
+    re.VERBOSE,
+)
+_OLD_NAMES = {"generative_sequence": "iterative_sequence", "generativeSequence": "iterative_sequence"}
+
+
+def read_config_json(text: str, *, name: str) -> Any:
+    """Read the JSON form of an `inference.ModelConfig`, as leniently as Triton does.
+
+    Args:
+        text: names as in the schema or in camel case, numbers and truth values also in quotes, enums in
+            any case, one value where a list of one is meant.
+        name: of the model, for the error.
+
+    Raises:
+        RepositoryError: it is not JSON, or not of the schema.
+    """
+    try:
+        value = json.loads(_TOKEN.sub(_strict, text))
+        if not isinstance(value, dict):
+            raise json_format.ParseError("a config is an object: {...}")
+        message = new_model_config()
+        return json_format.ParseDict(_by_schema(value, message.DESCRIPTOR), message)
+    except (ValueError, json_format.ParseError) as error:
+        raise RepositoryError(
+            f"Invalid config override: {error}",
+            remedy=f"load {name!r} with what `/v2/models/{name}/config` shows, changed, as one JSON string",
+        ) from None
+
+
+def _strict(token: re.Match[str]) -> str:
+    if token["comma"]:
+        return ""
+    if token["name"]:
+        return f'"{token["name"]}"'
+    if token["string"]:
+        return token["string"]
+    return '"' + token["single"].replace("\\'", "'").replace('"', '\\"') + '"'
+
+
+def _by_schema(value: Any, descriptor: Any) -> Any:
+    """Bring what is lenient in the values to what protobuf's own reader takes."""
+    if not isinstance(value, dict):
+        return value
+    fields = dict(descriptor.fields_by_camelcase_name) | dict(descriptor.fields_by_name)
+    named = {_OLD_NAMES.get(name, name): item for name, item in value.items()}
+    return {name: _lenient_field(item, fields[name]) if name in fields else item for name, item in named.items()}
+
+
+def _lenient_field(value: Any, field: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_values = field.message_type.fields_by_name["value"]
+        entries = value.items() if isinstance(value, dict) else ()
+        return {key: _lenient_item(item, of_values) for key, item in entries} or value
+    if field.is_repeated and value is not None:
+        return [_lenient_item(item, field) for item in (value if isinstance(value, list) else [value])]
+    return _lenient_item(value, field)
+
+
+def _lenient_item(value: Any, field: Any) -> Any:
+    if field.message_type is not None:
+        return _by_schema(value, field.message_type)
+    if not isinstance(value, str):
+        return value
+    if field.enum_type is not None:
+        return value.upper()
+    return {"true": True, "false": False}.get(value, value) if field.type == field.TYPE_BOOL else value
+
+
+# Numbers of 64 bits that Triton leaves in quotes, as protobuf's JSON has them; it takes them off the others.
+_IN_QUOTES = {
+    "inference.ModelInstanceGroup.SecondaryDevice.device_id",
+    "inference.ModelOptimizationPolicy.Cuda.GraphSpec.Shape.dim",
+    "inference.ModelSequenceBatching.InitialState.dims",
+}
+
+
+def config_json(message: Any) -> str:
+    """Return an `inference.ModelConfig` as JSON, character by character as Triton writes it.
+
+    Names are those of the schema; every scalar is written, messages only if they are set; maps, whose
+    order Triton leaves to chance, are sorted.
+    """
+    return json.dumps(_members(message), separators=(",", ":"), ensure_ascii=False)
+
+
+def _members(message: Any) -> dict[str, Any]:
+    # In the order of the schema, but scalars that exclude each other come last.
+    fields = sorted(message.DESCRIPTOR.fields, key=_is_scalar_choice)
+    return {field.name: _value(message, field) for field in fields if _is_written(message, field)}
+
+
+def _is_scalar_choice(field: Any) -> bool:
+    return field.containing_oneof is not None and field.message_type is None
+
+
+def _is_written(message: Any, field: Any) -> bool:
+    return not field.has_presence or message.HasField(field.name)
+
+
+def _value(message: Any, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_values = field.message_type.fields_by_name["value"]
+        return {str(key): _item(item, of_values) for key, item in sorted(value.items())}
+    if field.is_repeated:
+        return [_item(item, field) for item in value]
+    if field.enum_type is not None:
+        return enum_name(message, field.name)
+    return _item(value, field)
+
+
+def _item(value: Any, field: Any) -> Any:
+    if field.message_type is not None:
+        return _members(value)
+    if field.full_name in _IN_QUOTES:
+        return str(value)
+    return _shortest(value, field) if isinstance(value, float) else value
+
+
+def _shortest(value: float, field: Any) -> float | int:
+    """The fewest digits that mean the same number, without `.0`."""
+    if value.is_integer():
+        return int(value)
+    if field.type != field.TYPE_FLOAT:
+        return value
+    candidates = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next(candidate for candidate in candidates if _float32(candidate) == value)
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])

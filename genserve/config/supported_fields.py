@@ -1,0 +1,199 @@
+"""Supported fields: the fields of Triton's schema that have an effect here, and what the others are replaced by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from google.protobuf.message import Message
+
+from genserve.config.diagnostics import Severity
+from genserve.config.schema import enum_name
+
+__all__ = ["Role", "UnsupportedField", "unsupported_fields", "unsupported_in_role"]
+
+
+# The honoured fields of each message. A message without a line here is looked into by rules alone.
+_HONOURED = {
+    "": {
+        "name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "batch_input",
+        "batch_output", "optimization", "dynamic_batching", "sequence_batching", "ensemble_scheduling",
+        "instance_group", "default_model_filename", "metric_tags", "parameters", "model_warmup",
+        "model_transaction_policy", "response_cache", "model_metrics",
+    },
+    "input": {
+        "name", "data_type", "dims", "reshape", "allow_ragged_batch", "optional",
+        "is_shape_tensor", "is_non_linear_format_io",  # refused by rules
+    },
+    "optimization": {"graph", "execution_accelerators", "input_pinned_memory", "output_pinned_memory"},
+    "sequence_batching": {
+        "direct", "oldest", "max_sequence_idle_microseconds", "control_input", "state", "iterative_sequence",
+    },
+    "sequence_batching.state": {
+        "input_name", "output_name", "data_type", "dims", "initial_state", "use_same_buffer_for_input_output",
+    },
+    "ensemble_scheduling": {"step", "max_inflight_requests"},
+    "ensemble_scheduling.step": {"model_name", "model_version", "input_map", "output_map"},
+    "instance_group": {"name", "kind", "count", "gpus", "rate_limiter", "profile"},  # profile: see rules
+}  # fmt: skip
+
+# What happens instead.
+_INSTEAD = {
+    "runtime": "the backend's own runtime is used",
+    "cc_model_filenames": "`default_model_filename` is loaded on every device",
+    "model_operations": "no libraries of operators are loaded",
+    "input.format": "dimensions are taken in the order of `dims`",
+    "optimization.priority": "all models run with one priority",
+    "optimization.cuda": "no CUDA graphs are captured",
+    "optimization.gather_kernel_buffer_threshold": "inputs are gathered by the backend's own rules",
+    "optimization.eager_batching": "inputs are gathered when the model runs",
+    "sequence_batching.state.use_growable_memory": "memory is reserved at load, and taken as tokens come",
+    "ensemble_scheduling.step.model_namespace": "models are found by name alone; Triton, too, writes its own "
+    "value over it",
+    "instance_group.secondary_devices": "the instances run on their first device alone",
+    "instance_group.passive": "the instances take requests like all others",
+    "instance_group.host_policy": "threads and memory are placed by the operating system",
+    "model_repository_agents": "the agents would not see the files",
+}
+_ERRORS = ("model_repository_agents",)      # without which the model would be another
+
+
+class Role(StrEnum):
+    """What a model is to a text model, whose stages one engine runs."""
+
+    ENSEMBLE = "text model"
+    TOKENIZER = "tokenizer stage"
+    LOGITS = "logits stage"                         # with a KV cache
+    LOGITS_WITHOUT_CACHE = "logits stage without a KV cache"
+    DECODER = "decoder stage"
+
+
+# What the engine that runs a text model has no use for, by role: fields of `_HONOURED` that act elsewhere.
+_ONE_INSTANCE = {
+    "instance_group.count": "one engine runs the model, as one instance, and `max_batch_size` of the logits "
+    "stage says how many sequences run together",
+    "instance_group.rate_limiter": "the steps of the engine hold no resources",
+}
+_ON_THE_CPU = {"instance_group.kind": "it runs on the CPU", "instance_group.gpus": "it runs on the CPU"}
+_ITSELF_ALONE = "it acts on requests to the stage itself, not on those to its ensemble"
+_IN_THE_ENGINE = "the decoding loop runs in the engine of its ensemble, a coroutine for each sequence"
+_COMPUTED = "the engine gives the graph token ids and their positions, and nothing else"
+_BATCHING = "sequences join and leave the batch of the engine at each step"
+_NO_FILE = "the files of the stages are loaded"
+_AS_IT_IS = "tensors have the shapes that `dims` say"
+_LOGITS = _ONE_INSTANCE | {
+    "input.reshape": "the graph is given ids [batch, tokens]",
+    "input.allow_ragged_batch": "rows of different lengths are padded",
+    "batch_input": _COMPUTED,
+    "batch_output": _COMPUTED,
+    "dynamic_batching": _BATCHING,
+    "sequence_batching.direct": _BATCHING,
+    "sequence_batching.oldest.max_candidate_sequences": "`max_batch_size` sequences run together",
+    "sequence_batching.oldest.preferred_batch_size": _BATCHING,
+    "sequence_batching.oldest.max_queue_delay_microseconds": _BATCHING,
+    "sequence_batching.oldest.preserve_ordering": _BATCHING,
+    "sequence_batching.max_sequence_idle_microseconds": "each request is a sequence of its own",
+    "sequence_batching.control_input": _COMPUTED,
+    "sequence_batching.state.initial_state.data_file": "the KV cache of a sequence begins empty",
+    "response_cache": "answers are not kept; what prompts begin with is, in the KV cache",
+}
+_IN_ROLE: Mapping[Role, Mapping[str, str]] = {
+    Role.ENSEMBLE: {
+        "default_model_filename": _NO_FILE,
+        "batch_input": _NO_FILE,
+        "batch_output": _NO_FILE,
+        "input.allow_ragged_batch": "each request is a sequence of its own",
+        "response_cache": "answers are not kept; what prompts begin with is, in the KV cache",
+    },
+    Role.TOKENIZER: dict.fromkeys(
+        ("dynamic_batching", "sequence_batching", "response_cache", "model_warmup", *_ONE_INSTANCE),
+        _ITSELF_ALONE,
+    )
+    | _ON_THE_CPU
+    | dict.fromkeys(("batch_input", "batch_output", "input.allow_ragged_batch"), "it takes texts alone")
+    | dict.fromkeys(("optimization.graph", "optimization.execution_accelerators"), "there is no graph"),
+    Role.LOGITS: _LOGITS
+    | {
+        "optimization.graph": "the graph is optimised as far as ONNX Runtime can",
+        "optimization.execution_accelerators": "the graph runs by the kernels of its device alone",
+    },
+    Role.LOGITS_WITHOUT_CACHE: _LOGITS,
+    Role.DECODER: dict.fromkeys(
+        (
+            "dynamic_batching", "sequence_batching", "response_cache", "model_warmup", "batch_input",
+            "batch_output", "optimization.graph", "optimization.execution_accelerators", *_ONE_INSTANCE,
+        ),
+        _IN_THE_ENGINE,
+    )
+    | _ON_THE_CPU
+    | dict.fromkeys(("input.reshape", "input.allow_ragged_batch", "output.reshape"), _AS_IT_IS),
+}  # fmt: skip
+# Without these a logits stage's graph would be given something else than its config says.
+_ERRORS_IN_LOGITS = (
+    "batch_input", "sequence_batching.control_input", "sequence_batching.state.initial_state.data_file",
+)  # fmt: skip
+# Values that ask for what happens anyway.
+_AS_IT_HAPPENS = {
+    "instance_group.count": ("1",),
+    "instance_group.kind": ("KIND_AUTO", "KIND_CPU", "KIND_MODEL"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsupportedField:
+    """A field that is written and not honoured."""
+
+    path: str               # as `Places` takes it
+    severity: Severity
+    message: str
+
+
+def unsupported_fields(message: Any) -> Iterator[UnsupportedField]:
+    """Yield what an `inference.ModelConfig` asks for in vain; a field of a newer schema is among it."""
+    for _, name, path in _written(message):
+        schema, _, field = name.rpartition(".")
+        honoured = _HONOURED.get(schema)
+        if honoured is not None and field not in honoured:
+            instead = _INSTEAD.get(name, "it has no effect")
+            yield _unhonoured(name, path=path, instead=instead, is_error=name in _ERRORS)
+
+
+def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
+    """Yield what an `inference.ModelConfig` asks for in vain because its model is part of a text model."""
+    is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
+    for owner, name, path in _written(message):
+        instead = _IN_ROLE[role].get(name)
+        if instead is None:
+            continue
+        meant = _AS_IT_HAPPENS.get(name, ())
+        if name == "sequence_batching.oldest.max_candidate_sequences":
+            meant = (str(message.max_batch_size),)      # as `genserve export` writes it
+        if _text(owner, name) not in meant:
+            is_error = is_logits and name in _ERRORS_IN_LOGITS
+            yield _unhonoured(name, path=path, instead=instead, is_error=is_error, where=f" in a {role}")
+
+
+def _written(message: Any, *, schema: str = "", path: str = "") -> Iterator[tuple[Any, str, str]]:
+    """Yield the message, the name in the schema and the path of each written field, at any depth."""
+    for field, value in message.ListFields():
+        name, place = f"{schema}.{field.name}".lstrip("."), f"{path}{field.name}"
+        yield message, name, place
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            members = [value] if isinstance(value, Message) else value
+            for index, member in enumerate(members):
+                yield from _written(member, schema=name, path=f"{place}[{index}].")
+
+
+def _text(owner: Any, name: str) -> str:
+    field = owner.DESCRIPTOR.fields_by_name[name.rpartition(".")[2]]
+    return enum_name(owner, field.name) if field.enum_type else str(getattr(owner, field.name))
+
+
+def _unhonoured(name: str, *, path: str, instead: str, is_error: bool, where: str = "") -> UnsupportedField:
+    return UnsupportedField(
+        path=path,
+        severity=Severity.ERROR if is_error else Severity.WARNING,
+        message=f"{name.rpartition('.')[2]} is not honoured{where}: {instead}",
+    )

@@ -1,0 +1,112 @@
+"""ONNX graph: a model that is written node by node, its weights streamed to one file next to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import onnx
+from numpy.typing import DTypeLike, NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "Graph"]
+
+
+MODEL_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+
+Dims = Sequence[int | str]
+
+_ALIGNMENT = 4096  # bytes: a weight can be mapped into memory where it lies
+_OPSETS = {"": 21, "com.microsoft": 1, "genserve": 1}
+_IR_VERSION = 10
+_DOMAINS = {"GatherBlockQuantized": "com.microsoft", "Linear": "genserve", "PagedAttention": "genserve"}
+
+
+class Graph:
+    """Builds `model.onnx` and `model.onnx.data` in a folder; one weight at a time is in memory.
+
+    Values are named by strings. Use it as a context manager, and `save` it at the end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._data = (folder / DATA_FILE).open("wb")
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._values: list[onnx.ValueInfoProto] = []
+        self._functions: list[onnx.FunctionProto] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._data.close()
+
+    def input(self, name: str, dtype: DTypeLike, dims: Dims) -> str:
+        """Declare an input of the graph; a dimension that is a string is symbolic."""
+        self._inputs.append(_value(name, dtype, dims))
+        return name
+
+    def output(self, name: str, dtype: DTypeLike, dims: Dims) -> None:
+        """Declare that the value of that name is an output of the graph."""
+        self._outputs.append(_value(name, dtype, dims))
+
+    def node(self, op: str, inputs: Sequence[str], *outputs: str, **attributes: Any) -> str:
+        """Add an operator; returns the name of its first output. An empty name leaves a value out."""
+        domain = _DOMAINS.get(op, "")
+        node = helper.make_node(op, inputs, outputs, name=outputs[0], domain=domain, **attributes)
+        self._nodes.append(node)
+        return outputs[0]
+
+    def value(self, name: str, dtype: DTypeLike) -> str:
+        """Declare the type of a value that an operator of ours puts out: nobody else can infer it."""
+        self._values.append(_value(name, dtype, None))
+        return name
+
+    def function(self, function: onnx.FunctionProto) -> None:
+        """Add what an operator of ours does, in operators of others: for a runtime without our kernels."""
+        self._functions.append(function)
+
+    def constant(self, name: str, value: NDArray[Any]) -> str:
+        """Add a small constant, kept in the graph itself: shapes and indices."""
+        self._weights.append(numpy_helper.from_array(value, name))
+        return name
+
+    def weight(self, name: str, value: NDArray[Any]) -> str:
+        """Add a weight as it is; its bytes go to the data file at once."""
+        self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
+        self._weights.append(_pointer(name, value, offset=self._data.tell()))
+        self._data.write(np.ascontiguousarray(value).data)
+        return name
+
+    def save(self, *, metadata: Mapping[str, str]) -> None:
+        """Write the graph file, with what it says of itself; nothing can be added afterwards."""
+        graph = helper.make_graph(
+            self._nodes, "genserve", self._inputs, self._outputs, self._weights, value_info=self._values
+        )
+        opsets = [helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()]
+        model = helper.make_model(
+            graph, functions=self._functions, opset_imports=opsets, ir_version=_IR_VERSION
+        )
+        helper.set_model_props(model, {**metadata, "genserve.operators": str(_OPSETS["genserve"])})
+        self._data.close()
+        (self._folder / MODEL_FILE).write_bytes(model.SerializeToString())
+
+
+def _value(name: str, dtype: DTypeLike, dims: Dims | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), dims)
+
+
+def _pointer(name: str, value: NDArray[Any], *, offset: int) -> TensorProto:
+    """Say that the bytes of a weight are in the data file, from `offset` on."""
+    data_type = helper.np_dtype_to_tensor_dtype(value.dtype)
+    tensor = TensorProto(name=name, data_type=data_type, dims=value.shape)
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, place in {"location": DATA_FILE, "offset": offset, "length": value.nbytes}.items():
+        tensor.external_data.add(key=key, value=str(place))
+    return tensor

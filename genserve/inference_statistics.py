@@ -1,0 +1,171 @@
+"""Inference statistics: the counts and durations of one version of a model, as Triton reports them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import Inference
+
+__all__ = ["BatchStatistics", "FailureReason", "LatencyHistogram", "Measured", "ModelStatistics"]
+
+
+class FailureReason(StrEnum):
+    """Why a request failed; the label of `nv_inference_request_failure`."""
+
+    REJECTED = "REJECTED"       # timed out in the queue; what a full one refuses is not counted, as in Triton
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"         # the model
+    OTHER = "OTHER"             # a step of an ensemble
+
+
+@dataclass(slots=True)
+class Measured:
+    """How often something happened, and how long it took together."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, *, count: int = 1) -> None:
+        """Count it once more."""
+        self.count += count
+        self.ns += ns
+
+
+@dataclass(slots=True)
+class BatchStatistics:
+    """The executions of one batch size."""
+
+    compute_infer: Measured = field(default_factory=Measured)
+
+    @property
+    def compute_input(self) -> Measured:
+        """As often as the model computed, in no time: inputs are handed over as they are."""
+        return Measured(self.compute_infer.count)
+
+    @property
+    def compute_output(self) -> Measured:
+        """As often as the model computed, in no time, as for the inputs."""
+        return Measured(self.compute_infer.count)
+
+
+class LatencyHistogram:
+    """How many durations were at most so long; safe from any thread."""
+
+    def __init__(self, bounds_ms: Sequence[float]) -> None:
+        """Begin with none; `bounds_ms`: of the buckets, ascending, milliseconds."""
+        self._bounds_ms = tuple(bounds_ms)
+        self._counts = [0] * (len(self._bounds_ms) + 1)
+        self._sum_ms = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, ns: int) -> None:
+        """Count a duration."""
+        ms = ns / 1e6
+        bucket = bisect_left(self._bounds_ms, ms)
+        with self._lock:
+            self._counts[bucket] += 1
+            self._sum_ms += ms
+
+    def read(self) -> tuple[list[tuple[float, int]], float]:
+        """Return how many were at most as long as each bound, infinity at last, and the sum of all, ms."""
+        with self._lock:
+            counts, sum_ms = itertools.accumulate(self._counts), self._sum_ms
+            return list(zip((*self._bounds_ms, math.inf), counts, strict=True)), sum_ms
+
+
+class ModelStatistics:
+    """Counts of one version of a model; its methods are safe from any thread.
+
+    Attributes, read by the protocols (see `InferStatistics` of the KServe v2 extensions):
+        inference_count: rows that were executed with success.
+        execution_count: batches that were executed.
+        last_inference_ms: wall-clock time of the last request, milliseconds since 1970.
+        success, fail, queue, compute_input, compute_infer, compute_output, cache_hit, cache_miss.
+        batches: by the number of rows of the executed batch.
+        failures: requests that failed, by reason.
+        first_response: from the request to the first response; None: it is not measured.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.inference_count = 0
+        self.execution_count = 0
+        self.last_inference_ms = 0
+        self.success = Measured()
+        self.fail = Measured()
+        self.queue = Measured()
+        self.compute_infer = Measured()
+        self.cache_hit = Measured()
+        self.cache_miss = Measured()
+        self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
+        self.first_response: LatencyHistogram | None = None
+        self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
+
+    @property
+    def compute_input(self) -> Measured:
+        """As often as a model computed, in no time: inputs are handed over as they are."""
+        return Measured(self.compute_infer.count)
+
+    @property
+    def compute_output(self) -> Measured:
+        """As often as a model computed, in no time, as for the inputs."""
+        return Measured(self.compute_infer.count)
+
+    def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
+        """Note one execution, whether its requests have ended or not."""
+        size = batch[0].batch_size if len(batch) == 1 else sum(one.batch_size for one in batch)
+        with self._lock:
+            self.execution_count += 1
+            self.batches[size].compute_infer.add(ended_ns - started_ns)
+
+    def executed_alone(self, inference: Inference) -> None:
+        """Note the execution of a request by what does not form batches of requests: a graph, an engine."""
+        self.executed((inference,), started_ns=inference.started_ns, ended_ns=time.monotonic_ns())
+
+    def ended(self, inference: Inference) -> None:
+        """Note the end of a request that was accepted."""
+        error = inference.error
+        now_ns = time.monotonic_ns()
+        total_ns = now_ns - inference.submitted_ns
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            if error is not None:
+                self.fail.add(total_ns)
+                self.failures[_reason(inference, error)] += 1
+                return
+            self.success.add(total_ns)
+            self.inference_count += inference.batch_size
+            self.queue.add(inference.started_ns - inference.submitted_ns)
+            self.compute_infer.add(now_ns - inference.started_ns)
+
+    def cache_hit_ended(self, inference: Inference, *, lookup_ns: int) -> None:
+        """Note a request that the response cache answered."""
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            self.success.add(time.monotonic_ns() - inference.submitted_ns)
+            self.queue.add(0)
+            self.cache_hit.add(lookup_ns)
+
+    def cache_missed(self, *, lookup_and_insert_ns: int) -> None:
+        """Note a request that the response cache did not know."""
+        with self._lock:
+            self.cache_miss.add(lookup_and_insert_ns)
+
+
+def _reason(inference: Inference, error: GenserveError) -> FailureReason:
+    if inference.cancelled or (isinstance(error, InferenceError) and error.status is Status.CANCELLED):
+        return FailureReason.CANCELED
+    if inference.parts:
+        return FailureReason.OTHER  # an ensemble's: the step has the reason
+    if not inference.started_ns:
+        return FailureReason.REJECTED
+    return FailureReason.BACKEND

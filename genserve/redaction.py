@@ -1,0 +1,103 @@
+"""Redaction: removes the paths of the server's file system from error texts that clients see.
+
+Errors are raised with full paths, for the log and for the person who runs the command. They quote model.py,
+ONNX Runtime, torch and the operating system, so paths are removed where an error leaves the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from genserve.errors import GenserveError
+
+__all__ = ["redact_repositories", "redacted_error", "redacted_text"]
+
+
+logger = logging.getLogger(__name__)
+
+_Error = TypeVar("_Error", bound=GenserveError)
+
+_BEFORE = r"(?<![\w.~/-])(?:file://)?"  # not in the middle of another path, or of a URL
+# Where systems keep files: what lies below is a path, whoever wrote it. `/v2/models` is none.
+_TOP_FOLDERS = (
+    "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
+    "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var"
+)
+# As Python and TorchScript print it; the exception itself is told on the line behind it.
+_TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
+
+_repositories: set[str] = set()
+
+
+def redact_repositories(roots: Iterable[Path]) -> None:
+    """Tell paths below these folders as from there: `m/config.pbtxt:3:1`. For the whole process."""
+    for root in roots:
+        _repositories.update(map(str, (root, root.absolute(), root.resolve())))
+    _patterns.cache_clear()
+
+
+def redacted_text(text: str) -> str:
+    """Return a text without tracebacks and without the paths of this machine.
+
+    A path in a model repository is told as from there, one of an installed package as from where packages
+    are; of any other the last part is left.
+    """
+    below, quoted, others = _patterns()
+    text = below.sub(_without_folder, _TRACEBACK.sub("", text))
+    text = quoted.sub(lambda path: path["quote"] + (path["last"] or path["top"]) + path["quote"], text)
+    return others.sub(lambda path: path["last"] or path["top"], text)
+
+
+def redacted_error(error: _Error) -> _Error:
+    """Return an error as clients are told of it, by `redacted_text`.
+
+    What they are not told goes to the log, at a verbose level: it may quote the request.
+    """
+    message, remedy = redacted_text(error.message), redacted_text(error.remedy)
+    if (message, remedy) == (error.message, error.remedy):
+        return error
+    # Quoted, as it may hold what a client sent: no line of the log is a client's.
+    logger.debug("clients are told of this error without paths: %r", str(error))
+    told = type(error).__new__(type(error), message)    # `copy` would call `__init__`, each of another form
+    vars(told).update(vars(error), message=message, remedy=remedy)
+    return told
+
+
+def _without_folder(found: re.Match[str]) -> str:
+    if found["slash"]:
+        return ""
+    if found["folder"] in _repositories and found["folder"].startswith("/"):
+        return "the model repository"
+    return found["folder"].rpartition("/")[2]
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return what finds the folders that paths are told as from, and all other paths: in quotes, and not."""
+    packages = {*sysconfig.get_paths().values(), str(Path(__file__).parents[1])}
+    temporary = tempfile.gettempdir()
+    folders = {path for path in (*_repositories, *packages) if path.strip("./")}
+    places = (*folders, temporary, str(Path.cwd()), *sys.path)
+    tops = {path.split("/")[1] for path in places if path.strip("/") and path.startswith("/")}
+    uploads = rf"{re.escape(temporary)}/genserve-\w+"  # see `repository.upload`
+    known = f"(?P<folder>{uploads}|{_one_of(folders)})"
+    part = r"[^\s/'\"`,;:()<>\[\]{}|]+"
+    top = rf"/+(?P<top>{_one_of(tops)}|{_TOP_FOLDERS})(?![\w-])"
+    return (
+        re.compile(rf"{_BEFORE}{known}(?:(?P<slash>/+)|(?![\w.-]))"),
+        # Between quotes a name may have spaces.
+        re.compile(rf"(?P<quote>['\"`]){top}(?:/+(?P<last>[^/'\"`\n]+))*/*(?P=quote)"),
+        re.compile(rf"{_BEFORE}{top}(?:/+(?P<last>{part}))*/*"),
+    )
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))

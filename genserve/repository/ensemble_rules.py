@@ -1,0 +1,448 @@
+"""Ensemble rules: whether the steps of an ensemble fit together.
+
+Where Triton reports the same error, the message is Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from genserve.config.diagnostics import Diagnostic, Severity, nearest
+from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
+from genserve.errors import RepositoryError
+from genserve.repository.ensemble_steps import (
+    all_step_models,
+    generation_stages,
+    is_decoupled,
+    step_models,
+)
+from genserve.repository.index import ModelEntry, served_versions
+
+__all__ = ["EnsembleGraph", "TensorSignature", "ensemble_diagnostics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSignature:
+    """What the config of a model says of a tensor."""
+
+    model: str
+    data_type: str
+    dims: tuple[int, ...]
+    batches: bool
+
+    @classmethod
+    def of(cls, spec: TensorSpec, *, config: ModelConfig, dims: tuple[int, ...]) -> TensorSignature:
+        """Return what a config says by one of its inputs or outputs, whose shape is `dims`."""
+        return cls(
+            model=config.name, data_type=spec.data_type, dims=dims, batches=config.max_batch_size > 0
+        )
+
+    @property
+    def full_dims(self) -> tuple[int, ...]:
+        """The shape with that of the batch."""
+        return (-1, *self.dims) if self.batches else self.dims
+
+    def conflict(self, other: TensorSignature) -> str:
+        """Return in which both contradict each other, in Triton's words; empty: they do not."""
+        if "TYPE_INVALID" in (self.data_type, other.data_type) or not (self.dims and other.dims):
+            return ""  # left to the model's file
+        if self.data_type != other.data_type:
+            return (
+                f"inconsistent data type: {self.data_type} is inferred from model {self.model} while "
+                f"{other.data_type} is inferred from model {other.model}"
+            )
+        if not _fit(self.dims, other.dims) and not _fit(self.full_dims, other.full_dims):
+            return (
+                f"inconsistent shape: {_list(self.full_dims)} is inferred from model {self.model} while "
+                f"{_list(other.full_dims)} is inferred from model {other.model}"
+            )
+        return ""
+
+
+def _fit(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
+
+
+def _list(dims: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, dims))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnsembleGraph:
+    """The tensors of one ensemble.
+
+    Attributes:
+        steps: in the order of the config, which means nothing.
+        inputs: what the request brings.
+        outputs: what the response takes.
+        made: what the request or a step makes.
+        used: what a step takes.
+    """
+
+    steps: tuple[EnsembleStep, ...]
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+    made: frozenset[str]
+    used: frozenset[str]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> EnsembleGraph:
+        """Read the graph from the config of an ensemble."""
+        inputs = frozenset(spec.name for spec in config.inputs)
+        steps = config.ensemble_steps
+        return cls(
+            steps=steps,
+            inputs=inputs,
+            outputs=frozenset(spec.name for spec in config.outputs),
+            made=inputs.union(*(step.output_map.values() for step in steps)),
+            used=frozenset[str]().union(*(step.input_map.values() for step in steps)),
+        )
+
+    def after(self, tensor: str) -> frozenset[str]:
+        """Return the tensors that cannot be made without this one."""
+        found = {tensor}
+        while True:
+            more = {
+                name
+                for step in self.steps
+                if found & set(step.input_map.values())
+                for name in step.output_map.values()
+            }
+            if more <= found:
+                return frozenset(found)
+            found |= more
+
+    def waiting_steps(self) -> list[EnsembleStep]:
+        """Return the steps that wait for each other, or for one that does; empty: there is no circle."""
+        waiting = list(self.steps)
+        while True:
+            to_come = {tensor for step in waiting for tensor in step.output_map.values()} - self.inputs
+            still = [step for step in waiting if to_come & set(step.input_map.values())]
+            if len(still) == len(waiting):
+                return still
+            waiting = still
+
+    def mixing_steps(self, decoupled: Container[str]) -> Iterator[EnsembleStep | None]:
+        """Yield the steps whose inputs do not all follow the same responses; None: the outputs do not.
+
+        Args:
+            decoupled: the models that give any number of responses.
+        """
+        # Which decoupled step's responses each tensor follows; 0: it comes once.
+        source = dict.fromkeys(self.inputs, 0)
+        waiting = list(self.steps)
+        while ready := [step for step in waiting if source.keys() >= set(step.input_map.values())]:
+            for step in ready:
+                waiting.remove(step)
+                sources = {source[tensor] for tensor in step.input_map.values()} or {0}
+                if len(sources) > 1:
+                    yield step
+                follows = 1 + self.steps.index(step) if step.model_name in decoupled else max(sources)
+                source.update(dict.fromkeys(step.output_map.values(), follows))
+        if len({source[tensor] for tensor in self.outputs if tensor in source}) > 1:
+            yield None
+
+
+def ensemble_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Iterator[Diagnostic]:
+    """Yield what is wrong between an ensemble and the models of its steps; not what is wrong with those."""
+    if entry.config is None or not entry.config.ensemble_steps:
+        return  # which is a fault of the config
+    ensemble = _Ensemble(entry=entry, config=entry.config, entries=entries)
+    yield from _limit(ensemble)
+    yield from _steps(ensemble)
+    yield from _graph(ensemble)
+    for fault in (*_models(ensemble), *_circle(ensemble), *_consistency(ensemble), *_decoupling(ensemble)):
+        yield replace(fault, at_load=True)  # what the ensemble alone does not show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ensemble:
+    entry: ModelEntry
+    config: ModelConfig
+    entries: Mapping[str, ModelEntry]
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def steps(self) -> Iterator[tuple[str, int, EnsembleStep]]:
+        """Each step with its path and its number."""
+        for index, step in enumerate(self.config.ensemble_steps):
+            yield f"ensemble_scheduling.step[{index}]", index, step
+
+    @property
+    def known_steps(self) -> Iterator[tuple[str, EnsembleStep, ModelConfig]]:
+        """Each step whose model's config can be read, with its path and that config."""
+        for path, _, step in self.steps:
+            model = self.entries.get(step.model_name)
+            if model is not None and model.config is not None:
+                yield path, step, model.config
+
+    def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
+        """Make an error at a field, or at the entry of a map that has this key."""
+        return self.entry.parsed.fault(Severity.ERROR, path, message, remedy=remedy, key=key)
+
+
+def _limit(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield a warning if there is a limit of what is on its way between stages of one engine."""
+    if ensemble.config.max_inflight_requests and generation_stages(ensemble.entry, ensemble.entries):
+        yield ensemble.entry.parsed.fault(
+            Severity.WARNING,
+            "ensemble_scheduling[0].max_inflight_requests",
+            "max_inflight_requests is not honoured: one engine runs the stages, and nothing waits between "
+            "them",
+            remedy="leave it out; --max-queue bounds how many requests wait for the engine",
+        )
+
+
+def _steps(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield the steps that do not say what they must."""
+    for path, index, step in ensemble.steps:
+        for field, value in (
+            ("model_name", step.model_name),
+            ("input_map", step.input_map),
+            ("output_map", step.output_map),
+        ):
+            if not value:
+                yield ensemble.error(
+                    path,
+                    f"must specify '{field}' in step {index} of ensemble '{ensemble.name}'",
+                    remedy='add `model_name: "..."`'
+                    if field == "model_name"
+                    else f'add `{field} {{ key: "..." value: "..." }}`: the name of the tensor at the model, '
+                    "and in the ensemble",
+                )
+
+
+def _graph(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield the tensors that are made by nobody or twice, or go nowhere."""
+    graph = EnsembleGraph.of(ensemble.config)
+    yield from _made_twice(ensemble)
+    yield from _not_made(ensemble, graph)
+    yield from _not_used(ensemble, graph)
+    yield from _waiting(ensemble, graph)
+
+
+def _made_twice(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    made = {spec.name for spec in ensemble.config.inputs}
+    for path, index, step in ensemble.steps:
+        for key, tensor in step.output_map.items():
+            if tensor in made:
+                yield ensemble.error(
+                    f"{path}.output_map",
+                    f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble "
+                    f"'{ensemble.name}' step {index}",
+                    remedy="give each output of a step a name of its own, that no input has",
+                    key=key,
+                )
+            made.add(tensor)
+
+
+def _not_made(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
+    for path, _, step in ensemble.steps:
+        for key, tensor in step.input_map.items():
+            if tensor in graph.made:
+                continue
+            missed = graph.outputs & graph.after(tensor)
+            message = (
+                f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'"
+                if not missed
+                else f"output '{min(missed)}' for ensemble '{ensemble.name}' is not written: at least one of "
+                f"its depending tensors, '{tensor}', is not connected"
+            )
+            remedy = f"no input and no step makes '{tensor}'; {nearest(tensor, known=sorted(graph.made))}"
+            yield ensemble.error(f"{path}.input_map", message, remedy=remedy, key=key)
+
+
+def _not_used(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
+    config, end = ensemble.config, f"for ensemble {ensemble.name}' is not used"
+    for index, spec in enumerate(config.inputs):
+        if spec.name not in graph.used:
+            yield ensemble.error(
+                f"input[{index}].name",
+                f"ensemble input '{spec.name}' {end}",
+                remedy="leave it out, or map it to an input of a step",
+            )
+    for index, spec in enumerate(config.outputs):
+        if spec.name not in graph.made | graph.used:
+            yield ensemble.error(
+                f"output[{index}].name",
+                f"ensemble output '{spec.name}' {end}",
+                remedy=nearest(spec.name, known=sorted(graph.made)),
+            )
+    for path, _, step in ensemble.steps:
+        for key, tensor in step.output_map.items():
+            if tensor not in graph.used | graph.outputs:
+                yield ensemble.error(
+                    f"{path}.output_map",
+                    f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'",
+                    remedy="take it out of the `output_map`, or add it to the ensemble's `output`",
+                    key=key,
+                )
+
+
+def _waiting(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
+    """Yield one fault if steps wait for each other."""
+    waiting = graph.waiting_steps()
+    if not waiting:
+        return
+    tensors = {tensor for step in waiting for tensor in step.output_map.values()}
+    names = ", ".join(repr(step.model_name) for step in waiting)
+    yield ensemble.error(
+        f"ensemble_scheduling.step[{graph.steps.index(waiting[0])}]",
+        f"output '{min(tensors & graph.outputs or tensors)}' for ensemble '{ensemble.name}' is not written",
+        remedy=f"these steps wait for each other's tensors: {names}; a step takes what the ensemble or an "
+        "earlier step makes",
+    )
+
+
+def _models(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield the steps whose model, version or tensors are not there."""
+    for path, _, step in ensemble.steps:
+        model = ensemble.entries.get(step.model_name)
+        if model is None:
+            if step.model_name:
+                yield ensemble.error(
+                    f"{path}.model_name",
+                    f"ensemble {ensemble.name} contains models that are not available or ambiguous: "
+                    f"{step.model_name}",
+                    remedy=nearest(step.model_name, known=_others(ensemble)),
+                )
+        elif model.config is not None:
+            yield from _version(ensemble, step, model, path=path)
+            yield from _batch_size(ensemble, step, model.config, path=path)
+            yield from _inputs(ensemble, step, model.config, path=path)
+            yield from _outputs(ensemble, step, model.config, path=path)
+
+
+def _others(ensemble: _Ensemble) -> list[str]:
+    return [name for name in ensemble.entries if name != ensemble.name]
+
+
+def _version(ensemble: _Ensemble, step: EnsembleStep, model: ModelEntry, *, path: str) -> Iterator[Diagnostic]:
+    if step.model_version == -1 or model.config is None:
+        return
+    try:
+        served = served_versions(model.config, model.versions)
+    except RepositoryError:
+        return  # which is a fault of the model
+    if step.model_version not in served:
+        yield ensemble.error(
+            f"{path}.model_version",
+            f"ensemble '{ensemble.name}' depends on '{step.model_name}' whose required version "
+            f"{step.model_version} is not loaded.",
+            remedy=f"write `model_version: -1` for the latest; served are {', '.join(map(str, served))}",
+        )
+
+
+def _batch_size(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Diagnostic]:
+    if 0 < model.max_batch_size < ensemble.config.max_batch_size:
+        yield ensemble.error(
+            f"{path}.model_name",
+            f"ensemble {ensemble.name} allows maximum batch size {ensemble.config.max_batch_size}, but it "
+            f"contains model {step.model_name} which only allows maximum batch size to be "
+            f"{model.max_batch_size}",
+            remedy=f"write `max_batch_size: {model.max_batch_size}` in the ensemble, or more in the model",
+        )
+
+
+def _inputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Diagnostic]:
+    start, end = f"in ensemble {ensemble.name}, ", f"in model {step.model_name}"
+    for name in _unknown(step.input_map, tensors=model.inputs):
+        yield ensemble.error(
+            f"{path}.input_map",
+            f"{start}ensemble tensor {step.input_map[name]} is mapping to non-existing input {name} {end}",
+            remedy=nearest(name, known=[spec.name for spec in model.inputs]),
+            key=name,
+        )
+    for spec in model.inputs:
+        if not spec.optional and spec.name not in step.input_map:
+            yield ensemble.error(
+                path,
+                f"{start}input {spec.name} {end} is not mapped to any ensemble tensors",
+                remedy=f'add `input_map {{ key: "{spec.name}" value: ... }}`',
+            )
+
+
+def _outputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Diagnostic]:
+    for name in _unknown(step.output_map, tensors=model.outputs):
+        yield ensemble.error(
+            f"{path}.output_map",
+            f"in ensemble {ensemble.name}, ensemble tensor {step.output_map[name]} is mapped from "
+            f"non-existing output {name} in model {step.model_name}",
+            remedy=nearest(name, known=[spec.name for spec in model.outputs]),
+            key=name,
+        )
+
+
+def _unknown(mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...]) -> list[str]:
+    """The names that no tensor has; a config without tensors leaves them to the model's file."""
+    names = [spec.name for spec in tensors]
+    return [name for name in mapped if names and name not in names]
+
+
+def _circle(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield one fault if the ensemble is, over others, a step of itself."""
+    for model in [ensemble.entry, *all_step_models(ensemble.entry, ensemble.entries)]:
+        steps = model.config.ensemble_steps if model.config else ()
+        if any(step.model_name == ensemble.name for step in steps):
+            yield ensemble.error(
+                "ensemble_scheduling",
+                f"circular dependency between ensembles: {ensemble.name} -> ... -> {model.name} -> "
+                f"{ensemble.name}",
+                remedy="take one of them out of the other's steps",
+            )
+            return
+
+
+def _consistency(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield the tensors of which two configs say different things."""
+    config = ensemble.config
+    said = {
+        spec.name: TensorSignature.of(
+            spec, config=config, dims=spec.dims if spec.reshape is None else spec.reshape
+        )
+        for spec in (*config.inputs, *config.outputs)
+    }
+    for path, step, model in ensemble.known_steps:
+        for field, mapped, specs in (
+            ("input_map", step.input_map, model.inputs),
+            ("output_map", step.output_map, model.outputs),
+        ):
+            for spec in specs:
+                if spec.name not in mapped:
+                    continue
+                tensor = mapped[spec.name]
+                new = TensorSignature.of(spec, config=model, dims=spec.dims)
+                conflict = said.setdefault(tensor, new).conflict(new)
+                if conflict:
+                    yield ensemble.error(
+                        f"{path}.{field}",
+                        f"in ensemble {ensemble.name}, ensemble tensor {tensor}: {conflict}",
+                        remedy="both configs must say the same of it; -1 fits any size",
+                        key=spec.name,
+                    )
+
+
+def _decoupling(ensemble: _Ensemble) -> Iterator[Diagnostic]:
+    """Yield the steps that would have to match responses of one decoupled step with those of another."""
+    decoupled = {
+        model.name
+        for model in step_models(ensemble.entry, ensemble.entries)
+        if is_decoupled(model, ensemble.entries)
+    }
+    graph = EnsembleGraph.of(ensemble.config)
+    for step in graph.mixing_steps(decoupled):
+        outputs = step.output_map.values() if step else ()
+        is_last = step is None or any(ensemble.config.output(name) for name in outputs)
+        index = ensemble.config.ensemble_steps.index(step) if step else 0
+        yield ensemble.error(
+            f"ensemble_scheduling.step[{index}]" if step else "output",
+            f"in ensemble {ensemble.name}, step of model "
+            f"'{ensemble.name if step is None or is_last else step.model_name}' receives inputs originated "
+            "from different decoupled models",
+            remedy="give it only what comes through one and the same decoupled step, whose responses it "
+            "follows one by one",
+        )

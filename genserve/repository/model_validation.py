@@ -1,0 +1,312 @@
+"""Model validation: all diagnostics of a model in a repository: of its config, sizes, files and steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from genserve.backends.python.source_rules import source_diagnostics
+from genserve.config.diagnostics import Diagnostic, Severity, first_error
+from genserve.config.model_config import ModelConfig, OldestStrategy, SpecificVersions
+from genserve.config.normalise import num_gpus
+from genserve.config.parameter_rules import byte_size
+from genserve.config.supported_fields import Role
+from genserve.errors import RepositoryError, Status
+from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.repository.index import ModelEntry, links_out, scan, served_versions
+from genserve.repository.model_file_rules import content_diagnostics, placeholder_diagnostics
+from genserve.tensor import DataType
+from genserve.textmodel.logits_runtime import CacheKind, cache_kind, context_length
+from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics
+from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
+from genserve.textmodel.stage_rules import draft_diagnostics, role_of, stage_diagnostics
+
+__all__ = ["accept", "model_diagnostics", "repository_diagnostics", "size_diagnostics"]
+
+
+# More than anybody has use for, and still quickly made.
+_MAX_INSTANCES = 4096           # each is a thread, or a process
+_MAX_SEQUENCES = 2**20          # at a time, of all instances
+_MAX_PRIORITY_LEVELS = 2**16    # each has a queue
+_STRING_BYTES = 64              # of an empty one in an array, roughly
+
+
+def size_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None) -> Iterator[Diagnostic]:
+    """Yield the sizes that are too large.
+
+    Args:
+        entry: the model.
+        config: its config.
+        role: what it is to a text model.
+    """
+    is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)    # an engine runs its sequences
+    yield from _instances(entry, config)
+    yield from _priorities(entry, config)
+    yield from _sequences(entry, config, is_logits=is_logits)
+    available = total_memory_bytes()
+    if available is None:
+        return
+    for path, what, num_bytes in _needs(config, is_logits=is_logits):
+        if num_bytes > available:
+            message = f"{what} would take {num_bytes} bytes; this machine has {available}"
+            yield _fault(entry, path, message, remedy="write smaller sizes")
+    if role is Role.LOGITS:
+        yield from _kv_cache(entry, config, available=available)
+
+
+def _instances(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
+    total = 0
+    for index, group in enumerate(config.instance_groups):
+        total += max(1, group.count) * max(1, len(group.gpus))
+        if total > _MAX_INSTANCES:
+            message = (
+                f"{total} instances are configured, each with its own thread; the limit is {_MAX_INSTANCES}"
+            )
+            remedy = "write no more than there are cores, or GPUs"
+            yield _fault(entry, f"instance_group[{index}].count", message, remedy=remedy)
+            return
+
+
+def _priorities(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
+    levels = config.dynamic_batching.priority_levels if config.dynamic_batching else 0
+    if levels > _MAX_PRIORITY_LEVELS:
+        message = f"priority_levels is {levels}, each with its own queue; the limit is {_MAX_PRIORITY_LEVELS}"
+        remedy = "set it to the number of priorities that clients use"
+        yield _fault(entry, "dynamic_batching.priority_levels", message, remedy=remedy)
+
+
+def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> Iterator[Diagnostic]:
+    batching = config.sequence_batching
+    count, path = max(1, config.max_batch_size), "max_batch_size"
+    if not is_logits:
+        if batching is None:
+            return
+        if isinstance(batching.strategy, OldestStrategy) and batching.strategy.max_candidate_sequences:
+            count = batching.strategy.max_candidate_sequences
+            path = "sequence_batching.oldest.max_candidate_sequences"
+        count *= sum(max(1, group.count) for group in config.instance_groups) or 1
+    if count > _MAX_SEQUENCES:
+        message = f"{count} concurrent sequences are configured; the limit is {_MAX_SEQUENCES}"
+        yield _fault(entry, path, message, remedy="set it to the number that is to run concurrently")
+
+
+def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iterator[Diagnostic]:
+    """Yield a warning if the bound of a KV cache in the host's memory bounds nothing."""
+    asked = byte_size(config.parameters.get("kv_cache_bytes", "")) or 0
+    if asked > available and not num_gpus():
+        yield entry.parsed.fault(
+            Severity.WARNING,
+            "parameters",
+            f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a cache that grows beyond "
+            "them ends the server",
+            remedy="write less, or leave it out: half of what is free at the load",
+            key="kv_cache_bytes",
+        )
+
+
+def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, int]]:
+    """Yield the path of a field, what is made by it, and how many bytes that takes."""
+    for index, sample in enumerate(config.warmups):
+        num_bytes = sum(_num_bytes(spec.data_type, spec.dims) for spec in sample.inputs) * sample.batch_size
+        yield f"model_warmup[{index}]", f"warmup sample '{sample.name}'", num_bytes
+    if not is_logits:   # whose states are the KV cache
+        states = config.sequence_batching.states if config.sequence_batching else ()
+        for index, state in enumerate(states):
+            dims = state.dims if state.initial_state is None else state.initial_state.dims
+            path, what = f"sequence_batching.state[{index}]", f"the state '{state.input_name}' of a sequence"
+            yield path, what, _num_bytes(state.data_type, dims)
+        return
+    max_num_seqs = max(1, config.max_batch_size)
+    for index, spec in enumerate(config.outputs):
+        vocab_size = max(1, *spec.dims[-1:])
+        what = f"a row of '{spec.name}' for each of {max_num_seqs} sequences"
+        path = "max_batch_size" if vocab_size < max_num_seqs else f"output[{index}].dims"
+        yield path, what, max_num_seqs * vocab_size * 4
+    if cache_kind(config) is CacheKind.NONE:
+        try:
+            longest = context_length(config)
+        except RepositoryError:
+            return      # which is a fault of the parameters
+        what = f"the token ids of {max_num_seqs} sequences of {longest} tokens"
+        yield "parameters", what, max_num_seqs * longest * 8
+
+
+def _num_bytes(data_type: str, dims: Sequence[int]) -> int:
+    try:
+        itemsize = DataType.from_config_name(data_type).itemsize or _STRING_BYTES
+    except KeyError:    # which is a fault of the tensor
+        itemsize = 1
+    return math.prod(max(1, dim) for dim in dims) * itemsize
+
+
+def _fault(entry: ModelEntry, path: str, message: str, *, remedy: str) -> Diagnostic:
+    return entry.parsed.fault(Severity.ERROR, path, message, remedy=remedy)
+
+
+logger = logging.getLogger(__name__)
+
+# What is meant as the folder of a version, rightly named or not.
+_VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", re.IGNORECASE)
+# The backends whose models are files, and those that need a second one.
+_WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
+_MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
+_BRINGS_FILES = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
+
+
+def repository_diagnostics(
+    roots: Iterable[Path], *, config_name: str = "", backend_folders: Iterable[Path] = ()
+) -> dict[str, tuple[Diagnostic, ...]]:
+    """Return the faults of each model of one or more repositories, by name; an empty tuple: none.
+
+    Args:
+        roots: see `scan`, as for the others.
+        config_name: of the configs to take where a model has more than one.
+        backend_folders: with backends that are written in Python.
+
+    Raises:
+        RepositoryError: a root is not a folder.
+    """
+    roots = list(roots)
+    entries = scan(roots, config_name=config_name, backend_folders=backend_folders)
+    real_roots = [root.resolve() for root in roots]
+    found: dict[str, tuple[Diagnostic, ...]] = {}
+    for name, entry in entries.items():
+        faults = model_diagnostics(entry, entries)
+        # A file that is missing or a config that is wrong would be told of twice.
+        opened = () if first_error(faults) else _content_faults(entry)
+        found[name] = (*faults, *_source_faults(entry), *opened, *_link_faults(entry, real_roots))
+    return found
+
+
+def accept(faults: Iterable[Diagnostic]) -> None:
+    """Raise the first error among the faults of what is to be loaded, or else log its warnings.
+
+    Raises:
+        RepositoryError: the first error.
+    """
+    known = list(faults)
+    error = first_error(known)
+    if error is not None:
+        raise error
+    for fault in known:
+        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
+
+
+def model_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[Diagnostic, ...]:
+    """Return all faults of one model, those of its config first.
+
+    Args:
+        entry: the model.
+        entries: all models of the repository, by name.
+    """
+    faults = list(entry.parsed.faults)
+    if entry.config is None:
+        return tuple(faults)
+    faults += _version_faults(entry, entry.config)
+    if entry.is_ensemble:
+        faults += ensemble_diagnostics(entry, entries)
+    else:
+        faults += _file_faults(entry, entry.config)
+        faults += draft_diagnostics(entry, entry.config, entries)
+    role = role_of(entry, entry.config, entries)
+    faults += stage_diagnostics(entry, entry.config, role)
+    faults += size_diagnostics(entry, entry.config, role)
+    return tuple(faults)
+
+
+def _version_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
+    versions = entry.versions
+    for name in sorted(path.name for path in entry.path.iterdir() if path.is_dir()):
+        like = _VERSION_LIKE.fullmatch(name)
+        if like and name not in map(str, versions):
+            yield Diagnostic(
+                severity=Severity.WARNING,
+                path=entry.path / name,
+                message=f"the folder {name!r} is not a version, and is passed over",
+                remedy=f"rename it to {like['number'].lstrip('0') or '1'!r}: digits that do not begin with 0",
+            )
+    if isinstance(config.version_policy, SpecificVersions):
+        for version in sorted(set(config.version_policy.versions) - set(versions)):
+            yield _policy_fault(
+                entry,
+                Severity.WARNING,
+                f"version {version} is specified for model '{entry.name}', but the version directory is not "
+                "present",
+                remedy=f"add the folder {str(version)!r}, or leave the version out",
+            )
+    try:
+        served_versions(config, versions)
+    except RepositoryError as error:
+        yield _policy_fault(entry, Severity.ERROR, error.message, remedy=error.remedy)
+
+
+def _policy_fault(entry: ModelEntry, severity: Severity, message: str, *, remedy: str) -> Diagnostic:
+    """Make a fault of the version policy; one of the folder where there is no version at all."""
+    if not entry.versions:
+        return Diagnostic(severity=severity, path=entry.path, message=message, remedy=remedy)
+    return entry.parsed.fault(severity, "version_policy", message, remedy=remedy)
+
+
+def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:
+    """Return the versions whose files are looked at; none where the policy has a fault, which was told."""
+    try:
+        return served_versions(config, entry.versions)
+    except RepositoryError:
+        return ()
+
+
+def _content_faults(entry: ModelEntry) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the content of the files that a load opens."""
+    if entry.config is None or entry.config.backend not in _WITH_FILES:
+        return
+    for version in _served(entry, entry.config):
+        yield from content_diagnostics(entry, entry.config, entry.path / str(version))
+
+
+def _source_faults(entry: ModelEntry) -> Iterator[Diagnostic]:
+    """Yield what a load would find in each model.py; of a decoder stage's, `_file_faults` does."""
+    if entry.config is None or entry.config.backend != "python":
+        return
+    for version in _served(entry, entry.config):
+        file = entry.path / str(version) / entry.config.default_model_filename
+        if file.is_file() and file.suffix == ".py" and not decodes(file):
+            yield from source_diagnostics(file)
+
+
+def _link_faults(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator[Diagnostic]:
+    """Yield a warning where the model's folder leads out of the repository; one, as links come in numbers."""
+    links = links_out(entry.path, real_roots)
+    if links:
+        more = f", and so do {len(links) - 1} more" if links[1:] else ""
+        yield Diagnostic(
+            severity=Severity.WARNING,
+            path=links[0],
+            message=f"the link leads out of the model repository{more}",
+            remedy="it is followed, unless the server is started with --strict-repository-paths",
+        )
+
+
+def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
+    if config.backend not in _WITH_FILES:
+        return
+    for version in _served(entry, config):
+        folder = entry.path / str(version)
+        file = folder / config.default_model_filename
+        yield from placeholder_diagnostics(
+            folder, backend=config.backend, filename=config.default_model_filename
+        )
+        if config.backend == "python" and file.is_file() and decodes(file):
+            yield from plugin_diagnostics(file)
+        for name in (config.default_model_filename, *_MORE_FILES.get(config.backend, ())):
+            if not (folder / name).exists():
+                yield Diagnostic(
+                    severity=Severity.ERROR,
+                    path=folder,
+                    message=f"{name} is missing",
+                    remedy=_BRINGS_FILES,
+                    status=Status.UNAVAILABLE,
+                    at_load=True,
+                )

@@ -1,0 +1,360 @@
+"""Model versions: the versions of models that answer requests, and the table of their states."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from genserve.config.model_config import ModelConfig
+from genserve.errors import Closed, GenserveError, InferenceError, Status
+from genserve.inference import Inference, InferenceResponse
+from genserve.inference_statistics import LatencyHistogram, ModelStatistics
+from genserve.repository.request_validation import Admission
+from genserve.repository.response_cache import ResponseCache
+from genserve.repository.upload import Upload
+from genserve.tracing import Span
+
+__all__ = ["IndexEntry", "ModelState", "Runner", "Served", "Versions"]
+
+
+_LOADS = itertools.count()  # a model that is loaded anew does not answer from the cache of the old one
+
+
+class Runner(Protocol):
+    """What runs the inferences of one version of a model: instances, an ensemble's graph, an engine."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can answer now."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences taken and not executed yet."""
+
+    def submit(self, inference: Inference) -> None:
+        """Take an inference whose request fits the config; must not block.
+
+        Raises:
+            GenserveError: it is not taken; nothing was sent.
+        """
+
+    def close(self) -> None:
+        """End what still waits, and let go of everything; blocks."""
+
+
+class Served:
+    """One version of a model, its checks and its statistics. Safe from any thread.
+
+    Attributes:
+        config: normalised.
+        version: the number of its folder.
+        statistics: what it has done.
+        load_s: how long its load took, seconds.
+        labels: of the classes, by output name, for the outputs that have a `label_filename`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        config: ModelConfig,
+        version: int,
+        statistics: ModelStatistics,
+        cache: ResponseCache | None = None,
+        labels: Mapping[str, Sequence[str]] | None = None,
+        upload: Upload | None = None,
+        load_s: float = 0.0,
+        histogram_latencies: bool = False,
+    ) -> None:
+        """Serve by a runner.
+
+        Args:
+            runner: started; closed with this.
+            config: normalised.
+            version: the number of its folder.
+            statistics: to be counted in.
+            cache: where answers are kept; None: nowhere.
+            labels: of the classes, by output name.
+            upload: the folder that the model is from, which lasts as long as this.
+            load_s: how long the load took.
+            histogram_latencies: the time to the first response is measured.
+        """
+        self.config = config
+        self.version = version
+        self.statistics = statistics
+        if histogram_latencies:
+            statistics.first_response = LatencyHistogram(config.first_response_buckets_ms)
+        self.load_s = load_s
+        self.labels = labels or {}
+        self.runner = runner
+        self._admission = Admission(config)
+        self._cache = cache
+        self._load = next(_LOADS)
+        self._upload = upload
+        self._reshapes_inputs = any(spec.reshape is not None for spec in config.inputs)
+        self._reshapes_outputs = any(spec.reshape is not None for spec in config.outputs)
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # entered by the lock: a condition is slower to enter
+        self._pending: set[Inference] = set()
+        self._closing = False
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.config.name
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers."""
+        return not self._closing and self.runner.ready
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not executed yet."""
+        return self.runner.num_waiting
+
+    @property
+    def num_pending(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self._pending)
+
+    def submit(self, inference: Inference) -> None:
+        """Check a request and run it.
+
+        Raises:
+            InferenceError: it does not fit the config, or is refused by its queue.
+            Closed: this version is being unloaded; another may have taken its place.
+        """
+        request = inference.request
+        inference.batch_size = self._admission.check(request)
+        inference.model_name, inference.model_version = self.config.name, self.version
+        with self._lock:
+            if self._closing:
+                raise Closed(f"model '{self.name}' is being unloaded")
+            self._pending.add(inference)
+        if self.statistics.first_response is not None:
+            _time_first_response(inference, self.statistics.first_response)
+        if request.cause is not None:
+            _trace(inference, request.cause)
+        if self._reshapes_inputs:
+            inference.inputs = self._admission.reshaped(request.inputs)
+        if self._reshapes_outputs:
+            self._reshape_outputs(inference)
+        if self._cache is not None and self._answer_from(self._cache, inference):
+            return
+        inference.when_ended(self._ended)
+        try:
+            self.runner.submit(inference)
+        except Exception as error:  # of any kind: an unload waits for what has not left
+            if isinstance(error, GenserveError) and inference.ended:
+                return  # this version was closed meanwhile, and has told it
+            self._leave(inference)  # what is refused is not counted
+            if inference.span is not None:
+                inference.span.close(started_ns=0)
+            if isinstance(error, Closed):  # not to be asked again elsewhere, as what was never taken is
+                raise InferenceError(error.message, status=Status.UNAVAILABLE) from error
+            raise
+
+    def close(self, *, timeout_s: float) -> None:
+        """Take no more, wait until what was accepted has ended, fail what has not, and close the runner."""
+        with self._idle:
+            self._closing = True
+            self._idle.wait_for(lambda: not self._pending, timeout=timeout_s)
+            late = tuple(self._pending)
+        for inference in late:
+            inference.fail(_unloaded(self.name))
+        self.runner.close()
+
+    def _ended(self, inference: Inference) -> None:
+        self.statistics.ended(inference)
+        self._leave(inference)
+
+    def _leave(self, inference: Inference) -> None:
+        with self._lock:
+            self._pending.discard(inference)
+            if self._closing and not self._pending:
+                self._idle.notify_all()
+
+    def _answer_from(self, cache: ResponseCache, inference: Inference) -> bool:
+        """Answer with what the cache has; if it has nothing, keep what the model answers."""
+        started_ns = time.monotonic_ns()
+        key = cache.key(inference.request, load=self._load)
+        kept = cache.get(key)
+        lookup_ns = time.monotonic_ns() - started_ns
+        if kept is not None:
+            with suppress(Closed):  # this version was closed meanwhile, and has told it
+                inference.send(kept, final=True)
+            self.statistics.cache_hit_ended(inference, lookup_ns=lookup_ns)
+            self._leave(inference)
+            return True
+        answer = inference.on_response
+
+        def keep(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+            started_ns = time.monotonic_ns()
+            if response is not None and response.error is None:
+                cache.put(key, response)
+            if final:
+                insert_ns = time.monotonic_ns() - started_ns
+                self.statistics.cache_missed(lookup_and_insert_ns=lookup_ns + insert_ns)
+            answer(response, final)
+
+        inference.on_response = keep
+        return False
+
+    def _reshape_outputs(self, inference: Inference) -> None:
+        answer = inference.on_response
+
+        def reshape(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+            answer(response and self._admission.reshaped_response(response), final)
+
+        inference.on_response = reshape
+
+
+def _time_first_response(inference: Inference, histogram: LatencyHistogram) -> None:
+    answer = inference.on_response
+
+    def time_first(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+        if response is not None and inference.num_responses == 1:
+            histogram.observe(time.monotonic_ns() - inference.submitted_ns)
+        answer(response, final)
+
+    inference.on_response = time_first
+
+
+def _trace(inference: Inference, cause: Span) -> None:
+    """Have it written down what becomes of an inference."""
+    request, answer = inference.request, inference.on_response
+    span = cause.open(
+        model=inference.model_name,
+        version=inference.model_version,
+        request_id=request.id,
+        inputs=request.inputs.values(),
+        at_ns=inference.submitted_ns,
+    )
+    if span is None:
+        return
+    inference.span = span
+
+    def note(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
+        if response is not None:
+            span.answered(() if response.error is not None else response.outputs)
+        if final:
+            span.close(started_ns=inference.started_ns)
+        answer(response, final)
+
+    inference.on_response = note
+
+
+def _unloaded(model: str) -> InferenceError:
+    return InferenceError(
+        f"model '{model}' was unloaded before this request has ended",
+        status=Status.UNAVAILABLE,
+        remedy="send it again once the model is ready; an unload waits for --exit-timeout-secs",
+    )
+
+
+class ModelState(StrEnum):
+    """Triton's words for where a version stands."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexEntry:
+    """One line of the repository's index."""
+
+    name: str
+    version: int | None = None          # None: the model was never loaded
+    state: ModelState | None = None
+    reason: str = ""
+
+
+class Versions:
+    """The table of all versions. Any thread may read it; a new table takes the place of the old at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, int], IndexEntry] = {}
+        # By name and version; the highest of a name also as version -1. Never changed, only replaced.
+        self._routes: Mapping[tuple[str, int], Served] = {}
+
+    @property
+    def served(self) -> list[Served]:
+        """All that answer, by name and version."""
+        found = [(key, served) for key, served in self._routes.items() if key[1] != -1]
+        return [served for _, served in sorted(found, key=lambda item: item[0])]
+
+    def index(self) -> list[IndexEntry]:
+        """Return what is known of each version, by name and version."""
+        with self._lock:
+            return [self._entries[key] for key in sorted(self._entries)]
+
+    def states(self, name: str) -> list[IndexEntry]:
+        """Return what is known of the versions of one model."""
+        return [entry for entry in self.index() if entry.name == name]
+
+    def of(self, name: str) -> list[Served]:
+        """Return the versions of a model that answer, ascending."""
+        return [served for served in self.served if served.name == name]
+
+    def get(self, name: str, version: int = -1) -> Served | None:
+        """Return the version of a model; -1: the highest that answers; None: there is none."""
+        return self._routes.get((name, version))
+
+    def find(self, name: str, version: int = -1) -> Served:
+        """Return the version of a model; -1: the highest that answers.
+
+        Raises:
+            InferenceError: there is none; with Triton's text.
+        """
+        served = self.get(name, version)
+        if served is not None:
+            return served
+        raise self._not_found(name, version)
+
+    def _not_found(self, name: str, version: int) -> InferenceError:
+        known = [entry.version for entry in self.states(name)]
+        start, status = f"Request for unknown model: '{name}'", Status.NOT_FOUND
+        if not known:
+            text = "is not found"
+        elif version == -1:
+            text = "has no available versions"
+        elif version in known:
+            text, status = f"version {version} is not at ready state", Status.UNAVAILABLE
+        else:
+            text = f"version {version} is not found"
+        return InferenceError(f"{start} {text}", status=status)
+
+    def set_state(self, name: str, version: int, state: ModelState, *, reason: str = "") -> None:
+        """Note where a version stands; routes stay as they are."""
+        with self._lock:
+            self._entries[name, version] = IndexEntry(
+                name=name, version=version, state=state, reason=reason
+            )
+
+    def put(self, name: str, fresh: Iterable[Served]) -> list[Served]:
+        """Let these versions answer in place of all others of the model; returns those replaced."""
+        with self._lock:
+            old = [served for (n, version), served in self._routes.items() if n == name and version != -1]
+            routes = {key: served for key, served in self._routes.items() if key[0] != name}
+            self._entries = {
+                key: entry
+                for key, entry in self._entries.items()
+                if key[0] != name or entry.state is not ModelState.LOADING
+            }
+            for served in sorted(fresh, key=lambda served: served.version):
+                routes[name, served.version] = routes[name, -1] = served
+                self._entries[name, served.version] = IndexEntry(
+                    name=name, version=served.version, state=ModelState.READY
+                )
+            self._routes = routes
+        return old

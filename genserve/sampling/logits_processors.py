@@ -1,0 +1,260 @@
+"""Built-in logits processors: penalties, biases and bans of one request, as edits of its row of logits."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.generation.logits_model import FloatArray, TokenArray
+from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.sampling.logits_edits import Entries, LogitsEdits
+from genserve.sampling.sampling_params import SamplingParams
+
+__all__ = ["NO_BREAKERS", "Breakers", "LogitRules", "Repetition", "logit_rules"]
+
+
+# A repetition that is longer counts as so long: it costs more than any logit is worth.
+MAX_LENGTH = 256
+MAX_PENALTY = 1e9   # nothing is left of a token, and sums of what is weighted stay exact
+
+
+class Breakers:
+    """The texts that no repetition reaches over, as token ids. All answers to a request share them."""
+
+    def __init__(self, spellings: Iterable[Sequence[int]]) -> None:
+        self._by_last_id: defaultdict[int, list[list[int]]] = defaultdict(list)
+        for token_ids in spellings:
+            self._by_last_id[token_ids[-1]].append(list(token_ids))
+
+    def stands_before(self, token_ids: Sequence[int], end: int) -> bool:
+        """Whether one of them ends before the place `end`."""
+        known = self._by_last_id.get(token_ids[end - 1], ())
+        return any(token_ids[max(0, end - len(breaker)) : end] == breaker for breaker in known)
+
+    def __contains__(self, token_id: int) -> bool:
+        """Whether a token is one of them by itself."""
+        return [token_id] in self._by_last_id.get(token_id, ())
+
+
+NO_BREAKERS = Breakers(())
+
+
+class Repetition:
+    """Don't repeat yourself (DRY), for one token sequence. Reads each token once.
+
+    If the last n tokens stand somewhere before, the token that followed them there loses
+    multiplier * base ** (n - allowed_length), for the longest such n. No repetition reaches over a breaker.
+
+    Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677, with the details of
+    llama.cpp's sampler, but for MAX_LENGTH.
+    """
+
+    def __init__(self, params: SamplingParams, *, breakers: Breakers) -> None:
+        """Begin before the first token."""
+        self._multiplier = params.dry_multiplier
+        self._base = params.dry_base
+        self._allowed_length = params.dry_allowed_length
+        self._window = params.dry_penalty_last_n
+        self._breakers = breakers
+        self._token_ids = array("q")
+        self._last_break = 0        # what lies before is not repeated
+
+    def penalties(self, token_ids: Sequence[int]) -> tuple[TokenArray, FloatArray]:
+        """Return the tokens that would go on with a repetition, and what comes off the logit of each.
+
+        Args:
+            token_ids: all there are; those of the last call are the first of them.
+        """
+        self._read(token_ids)
+        first = 0 if self._window < 0 else max(0, len(self._token_ids) - self._window)
+        lengths = self._longest(np.array(self._token_ids[first:], dtype=np.int64))
+        repeated = np.fromiter(lengths, dtype=np.int64, count=len(lengths))
+        exponents = np.fromiter(lengths.values(), dtype=np.float64, count=len(lengths)) - self._allowed_length
+        with np.errstate(over="ignore"):
+            penalties = self._multiplier * self._base**exponents
+        return repeated, np.minimum(penalties, MAX_PENALTY).astype(np.float32)
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        known = len(self._token_ids)
+        self._token_ids.extend(token_ids[known:])
+        for end in range(len(token_ids), known, -1):
+            if self._breakers.stands_before(token_ids, end):
+                self._last_break = end
+                return
+
+    def _longest(self, ids: NDArray[np.int64]) -> dict[int, int]:
+        """Return, by the token that went on with it, how long the longest repetition is."""
+        limit = min(len(self._token_ids) - self._last_break, len(ids), MAX_LENGTH)
+        lengths: dict[int, int] = {}
+        if limit < self._allowed_length:
+            return lengths
+        last = len(ids) - 1
+        ends = np.arange(last)      # where the last `length` tokens stand, too
+        for length in range(1, limit + 1):
+            ends = ends[ends >= length - 1]
+            ends = ends[ids[ends - length + 1] == ids[last - length + 1]]
+            if not ends.size:
+                break
+            if length >= self._allowed_length:
+                lengths.update(dict.fromkeys(ids[ends + 1].tolist(), length))
+        return {token_id: length for token_id, length in lengths.items() if token_id not in self._breakers}
+
+
+class LogitRules:
+    """The rules of one token sequence. Reads each of its tokens once; belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        num_prompt_tokens: int,
+        ending_ids: frozenset[int],
+        bad_words: Sequence[Sequence[int]],
+        dry_breakers: Breakers = NO_BREAKERS,
+        plugins: SequencePlugins,
+    ) -> None:
+        """Begin before the first token.
+
+        Args:
+            params: of the request.
+            num_prompt_tokens: what follows them is the answer.
+            ending_ids: of the tokens that end the answer.
+            bad_words: `params.bad_words` as token ids, in each way in which one can be written.
+            dry_breakers: `params.dry_sequence_breakers`.
+            plugins: of the sequence.
+        """
+        self._plugins = plugins
+        self._num_prompt_tokens = num_prompt_tokens
+        self._min_length = num_prompt_tokens + params.min_tokens
+        self._ending_ids = tuple(ending_ids)
+        self._suppressed = params.suppress_tokens
+        self._bad_words = [tuple(word) for word in bad_words]
+        self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
+        self._biased = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._repetition = params.repetition_penalty
+        self._frequency = params.frequency_penalty
+        self._presence = params.presence_penalty
+        self._ngram_size = params.no_repeat_ngram_size
+        self._window = params.penalty_window
+        repeats = params.dry_multiplier and params.dry_penalty_last_n
+        self._repetition_ahead = Repetition(params, breakers=dry_breakers) if repeats else None
+        self._num_read = 0
+        self._num_forgotten = 0
+        self._seen: Counter[int] = Counter()        # how often a token is there
+        self._seen_ids: TokenArray = np.empty(0, dtype=np.int64)
+        self._generated: Counter[int] = Counter()   # how often the answer has it
+        self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+
+    def edits(self, token_ids: Sequence[int], *, row: int) -> LogitsEdits:
+        """Return what is to be changed of the logits after these tokens, which lie in row `row`."""
+        self._read(token_ids)
+        lowered, amounts = self._lowered(token_ids)
+        return LogitsEdits(
+            before=self._plugins.edits("pre", token_ids, row=row),
+            allowed=Entries.of(self._allowed, row=row),
+            biased=Entries.of(self._biased, self._bias, row=row),
+            repeated=Entries.of(self._repeated(), self._repetition, row=row),
+            lowered=Entries.of(lowered, amounts, row=row),
+            banned=Entries.of(self._banned(token_ids), row=row),
+            after=self._plugins.edits("post_penalty", token_ids, row=row),
+        )
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        read, length = self._num_read, len(token_ids)
+        self._count(token_ids, read, length, Counter.update)
+        if self._window and length - self._window > self._num_forgotten:
+            self._count(token_ids, self._num_forgotten, length - self._window, _forget)
+            self._num_forgotten = length - self._window
+        for position in range(read, length) if self._ngram_size else ():
+            first = position + 1 - self._ngram_size
+            if first >= 0:
+                self._followers[tuple(token_ids[first:position])].add(token_ids[position])
+        self._num_read = length
+
+    def _count(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        last: int,
+        change: Callable[[Counter[int], Sequence[int]], None],
+    ) -> None:
+        if self._repetition != 1:
+            change(self._seen, token_ids[first:last])
+        if self._frequency or self._presence:
+            change(self._generated, token_ids[max(first, self._num_prompt_tokens) : last])
+
+    def _repeated(self) -> TokenArray:
+        # A long prompt has most tokens already: it seldom grows by one. A window may lose one as it does.
+        if self._window or len(self._seen) != self._seen_ids.size:
+            self._seen_ids = np.fromiter(self._seen, dtype=np.int64)
+        return self._seen_ids
+
+    def _lowered(self, token_ids: Sequence[int]) -> tuple[TokenArray, FloatArray]:
+        """Return the tokens from whose logits something is taken, and how much."""
+        generated = np.fromiter(self._generated, dtype=np.int64)
+        counts = np.fromiter(self._generated.values(), dtype=np.float32)
+        amounts = self._frequency * counts + self._presence
+        if self._repetition_ahead is None:
+            return generated, amounts
+        repeated, penalties = self._repetition_ahead.penalties(token_ids)
+        both, place = np.unique(np.concatenate([generated, repeated]), return_inverse=True)
+        summed = np.bincount(place, weights=np.concatenate([amounts, penalties]), minlength=both.size)
+        return both, summed.astype(np.float32)
+
+    def _banned(self, token_ids: Sequence[int]) -> Iterator[int]:
+        length = len(token_ids)
+        yield from self._suppressed
+        if length < self._min_length:
+            yield from self._ending_ids
+        if self._ngram_size and length + 1 >= self._ngram_size:
+            yield from self._followers.get(tuple(token_ids[length + 1 - self._ngram_size :]), ())
+        for *begun, last in self._bad_words:
+            if list(token_ids[max(0, length - len(begun)) :]) == begun:
+                yield last
+
+
+def _forget(counts: Counter[int], token_ids: Sequence[int]) -> None:
+    counts.subtract(token_ids)
+    for token_id in set(token_ids):
+        if not counts[token_id]:
+            del counts[token_id]
+
+
+def logit_rules(
+    params: SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    ending_ids: frozenset[int],
+    bad_words: Sequence[Sequence[int]],
+    dry_breakers: Breakers = NO_BREAKERS,
+    plugins: SequencePlugins,
+) -> LogitRules | None:
+    """Return the rules of a request, None if it changes no logit. Arguments are those of `LogitRules`."""
+    changes = (
+        params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+        or (params.dry_multiplier and params.dry_penalty_last_n)
+        or params.no_repeat_ngram_size
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.suppress_tokens
+        or params.min_tokens
+        or bad_words
+        or plugins.processes
+    )
+    if not changes:
+        return None
+    return LogitRules(
+        params,
+        num_prompt_tokens=num_prompt_tokens,
+        ending_ids=ending_ids,
+        bad_words=bad_words,
+        dry_breakers=dry_breakers,
+        plugins=plugins,
+    )

@@ -1,0 +1,190 @@
+"""Sequence tensors: the control inputs and the implicit states of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from genserve.config.model_config import Control, InitialState, SequenceBatching, StateSpec
+from genserve.errors import InferenceError, InvalidRequest, RepositoryError, Status
+from genserve.inference import (
+    Inference,
+    InferenceRequest,
+    InferenceResponse,
+    RequestFlags,
+    with_request_id,
+)
+from genserve.tensor import DataType, Tensor
+
+__all__ = ["SequenceControls", "SequenceStates", "null_inference"]
+
+
+class SequenceStates:
+    """Makes the first states of sequences; the backend replaces them after each execution."""
+
+    def __init__(self, specs: Sequence[StateSpec], *, max_batch_size: int, path: Path) -> None:
+        """Read the initial states.
+
+        Args:
+            specs: of the states.
+            max_batch_size: of the model; other than 0, states have a batch dimension of 1.
+            path: of the model, whose folder `initial_state` has the data files.
+
+        Raises:
+            RepositoryError: a data file cannot be read, or is too short.
+        """
+        rows = (1,) if max_batch_size else ()
+        self._first = [_first(spec, rows=rows, path=path) for spec in specs]
+
+    def start(self) -> dict[str, Tensor] | None:
+        """Return the states of a new sequence, by the name of the input; its own, to be written into."""
+        if not self._first:
+            return None
+        return {
+            tensor.name: Tensor(tensor.name, tensor.array.copy(), data_type=tensor.data_type)
+            for tensor in self._first
+        }
+
+
+def _first(spec: StateSpec, *, rows: tuple[int, ...], path: Path) -> Tensor:
+    initial = spec.initial_state
+    data_type = DataType.from_config_name(spec.data_type)
+    if initial is not None and initial.data_file:
+        data = _read(initial, data_type=data_type, file=path / "initial_state" / initial.data_file)
+        return Tensor(spec.input_name, data.array.reshape(rows + initial.dims), data_type=data_type)
+    dims = spec.dims if initial is None else initial.dims
+    array = np.zeros(rows + tuple(max(dim, 1) for dim in dims), data_type.numpy)  # -1 starts as 1
+    if data_type is DataType.BYTES:
+        array.fill(b"")
+    return Tensor(spec.input_name, array, data_type=data_type)
+
+
+def _read(initial: InitialState, *, data_type: DataType, file: Path) -> Tensor:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise RepositoryError(
+            f"failed to open text file for read {file}: {error.strerror}",
+            status=Status.INTERNAL,
+            remedy="put the file of `initial_state { data_file }` there",
+        ) from None
+    num_bytes = math.prod(initial.dims) * data_type.itemsize
+    if len(data) < num_bytes:
+        raise RepositoryError(
+            f"initial_state setting expects {num_bytes} bytes, but the data provided from "
+            f"{initial.data_file}only has {len(data)} bytes.",
+            remedy=f"{file} must hold {data_type.name} elements for dims {list(initial.dims)}, row-major",
+        )
+    content = data if data_type is DataType.BYTES else data[:num_bytes]
+    try:
+        return Tensor.from_bytes(initial.data_file, content, data_type=data_type, shape=initial.dims)
+    except InvalidRequest as error:
+        raise RepositoryError(f"{file}: {error.message}", remedy=error.remedy) from None
+
+
+class SequenceControls:
+    """Makes the control tensors of a model, of shape [1, 1] where it batches, else [1].
+
+    The model gets them as inputs like any other; it must not write into them.
+    """
+
+    def __init__(self, config: SequenceBatching, *, max_batch_size: int) -> None:
+        self._shape = (1, 1) if max_batch_size else (1,)
+        by_kind = {control.kind.removeprefix("CONTROL_SEQUENCE_"): control for control in config.controls}
+        self._corrid = by_kind.pop("CORRID", None)
+        self._tensors = {
+            (kind, is_true): self._flag(control, is_true=is_true)
+            for kind, control in by_kind.items()
+            for is_true in (False, True)
+        }
+        self._kinds = tuple(by_kind)
+
+    def check(self, request: InferenceRequest) -> None:
+        """Check that the model can be told the correlation id of a request.
+
+        Raises:
+            InferenceError: it is a number and the model expects a string, or the other way round.
+        """
+        if self._corrid is None:
+            return
+        given = DataType.BYTES if isinstance(request.correlation_id, str) else DataType.UINT64
+        expected = DataType.from_config_name(self._corrid.data_type)
+        if (given is DataType.BYTES) != (expected is DataType.BYTES):
+            raise InferenceError(
+                with_request_id(
+                    f"sequence batching control '{self._corrid.name}' data-type is '{given.name}', "
+                    f"but model '{request.model_name}' expects '{expected.name}'",
+                    request.id,
+                )
+            )
+
+    def of(self, request: InferenceRequest) -> dict[str, Tensor]:
+        """Return the controls of a request that runs."""
+        return self._make(
+            start=RequestFlags.SEQUENCE_START in request.flags,
+            end=RequestFlags.SEQUENCE_END in request.flags,
+            ready=True,
+            correlation_id=request.correlation_id,
+        )
+
+    @property
+    def of_null(self) -> dict[str, Tensor]:
+        """The controls of what fills an empty slot: everything false, and no correlation id."""
+        return self._make(start=False, end=False, ready=False, correlation_id=0)
+
+    def _make(
+        self, *, start: bool, end: bool, ready: bool, correlation_id: int | str
+    ) -> dict[str, Tensor]:
+        values = {"START": start, "END": end, "READY": ready}
+        tensors = [self._tensors[kind, values[kind]] for kind in self._kinds]
+        if self._corrid is not None:
+            tensors.append(self._correlation_id(self._corrid, correlation_id))
+        return {tensor.name: tensor for tensor in tensors}
+
+    def _flag(self, control: Control, *, is_true: bool) -> Tensor:
+        data_type = DataType.from_config_name(control.data_type)
+        array = np.full(self._shape, control.false_true[is_true], data_type.numpy)
+        return Tensor(control.name, array, data_type=data_type)
+
+    def _correlation_id(self, control: Control, correlation_id: int | str) -> Tensor:
+        data_type = DataType.from_config_name(control.data_type)
+        if data_type is DataType.BYTES:
+            array = np.empty(self._shape, object)
+            array.fill(correlation_id.encode() if isinstance(correlation_id, str) else b"")
+        else:  # a narrower type gets the low bits
+            array = np.full(self._shape, correlation_id, np.uint64).astype(data_type.numpy)
+        return Tensor(control.name, array, data_type=data_type)
+
+
+def null_inference(like: Inference, *, controls: SequenceControls) -> Inference:
+    """Make what fills an empty slot of a batch: inputs as in `like`, all zeros; its responses go nowhere."""
+    request = like.request
+    null = Inference(
+        request=InferenceRequest(
+            model_name=request.model_name,
+            model_version=request.model_version,
+            inputs={name: _zeros(tensor) for name, tensor in like.inputs.items()},
+        ),
+        on_response=_ignore,
+        batch_size=like.batch_size,
+        model_name=like.model_name,
+        model_version=like.model_version,
+    )
+    null.inputs.update(controls.of_null)
+    if like.states is not None:
+        null.states = {name: _zeros(tensor) for name, tensor in like.states.items()}
+    return null
+
+
+def _ignore(response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
+    """Nobody asked."""
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    array = np.zeros(tensor.shape, tensor.data_type.numpy)
+    if tensor.data_type is DataType.BYTES:
+        array.fill(b"")
+    return Tensor(tensor.name, array, data_type=tensor.data_type)

@@ -1,0 +1,222 @@
+"""gRPC server: the port, its key and restrictions, and the standard health service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+from tritonclient.grpc import service_pb2_grpc
+
+from genserve.api_key import bearer, is_bearer
+from genserve.errors import GenserveError
+from genserve.log import LoggedRequest, quoted
+from genserve.server.access_control import Restrictions, address_of, parse_restrictions
+from genserve.server.grpc.administration import log_call
+from genserve.server.grpc.inference_service import Service
+from genserve.server.services import Services
+from genserve.server.tls import grpc_credentials
+
+__all__ = ["ApiKeyInterceptor", "GrpcServer", "Health", "RestrictionInterceptor"]
+
+
+_OPEN = "/grpc.health.v1.Health/"
+_PARTS = {
+    "ServerLive": "health",
+    "ServerReady": "health",
+    "ModelReady": "health",
+    "ServerMetadata": "metadata",
+    "ModelMetadata": "metadata",
+    "ModelInfer": "inference",
+    "ModelStreamInfer": "inference",
+    "ModelConfig": "model-config",
+    "ModelStatistics": "statistics",
+    "RepositoryIndex": "model-repository",
+    "RepositoryModelLoad": "model-repository",
+    "RepositoryModelUnload": "model-repository",
+    "TraceSetting": "trace",
+    "LogSettings": "logging",
+}
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
+    """Asks for the metadata `authorization: Bearer KEY`, as the HTTP port does; compared in constant time."""
+
+    def __init__(self, api_key: str) -> None:
+        self._expected = bearer(api_key).encode()
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        """Let the call through, or have it end as UNAUTHENTICATED."""
+        handler = await continuation(call)
+        given = dict(call.invocation_metadata or ()).get("authorization", "")
+        if handler is None or call.method.startswith(_OPEN) or self._knows(given):
+            return handler
+        return _refusing(call.method, grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
+
+    def _knows(self, given: str | bytes) -> bool:
+        return is_bearer(given.encode() if isinstance(given, str) else given, self._expected)
+
+
+class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
+    """Asks for the metadata of `--grpc-restricted-protocol`, as Triton does."""
+
+    def __init__(self, restrictions: Restrictions) -> None:
+        self._restrictions = restrictions
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        """Let the call through, or have it end as UNAVAILABLE."""
+        handler = await continuation(call)
+        restriction = self._restrictions.get(_part(call.method))
+        if handler is None or restriction is None:
+            return handler
+        if restriction.is_met_by(dict(call.invocation_metadata or ()).get(restriction.header)):
+            return handler
+        text = f"This protocol is restricted, expecting header '{restriction.header}'"
+        return _refusing(call.method, grpc.StatusCode.UNAVAILABLE, text)
+
+
+def _part(method: str) -> str:
+    """Return the part of KServe that a method belongs to; empty: none."""
+    name = method.rpartition("/")[2]
+    if method.startswith(_OPEN):
+        return "health"
+    return "shared-memory" if "SharedMemory" in name else _PARTS.get(name, "")
+
+
+def _refusing(method: str, code: grpc.StatusCode, text: str) -> Any:
+    """Return a handler that logs every call of a method, and ends it with an error."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        log_call(LoggedRequest(id=""), code, context=context, method=quoted(method.rpartition("/")[2]))
+        await context.abort(code, text)
+
+    # The kind that reads requests only when asked to: one may be of gigabytes.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+_WATCH_S = 0.5  # between two looks at the models
+
+
+class Health:
+    """Tells whether the server is ready; for any service, as Triton does.
+
+    The requests are never read, as they say nothing that matters here: these calls need no key, and a message
+    of gigabytes would be held in memory first.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._watched: Any = None       # what watchers saw last
+        self._next_look = 0.0           # time of the event loop
+
+    @property
+    def handler(self) -> Any:
+        """What a gRPC server calls."""
+        write = health_pb2.HealthCheckResponse.SerializeToString
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME,
+            {
+                # The kind that reads requests only when asked to; clients with one request cannot tell.
+                "Check": grpc.stream_stream_rpc_method_handler(self._check, response_serializer=write),
+                "Watch": grpc.stream_stream_rpc_method_handler(self._watch, response_serializer=write),
+            },
+        )
+
+    async def _check(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
+        yield health_pb2.HealthCheckResponse(status=await self._status())
+
+    async def _watch(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """Say it, and say it again whenever it has changed, until the server drains."""
+        last = None
+        while True:
+            await self._look()
+            if self._watched != last:
+                last = self._watched
+                yield health_pb2.HealthCheckResponse(status=last)
+            if self._services.draining:
+                return
+            await asyncio.sleep(_WATCH_S)
+
+    async def _look(self) -> None:
+        """Bring what is watched up to date: one look for all watchers."""
+        now = asyncio.get_running_loop().time()
+        if self._watched is None or now >= self._next_look or self._services.draining:
+            self._next_look = now + _WATCH_S
+            self._watched = await self._status()
+
+    async def _status(self) -> Any:
+        statuses = health_pb2.HealthCheckResponse
+        return statuses.SERVING if await self._services.is_ready() else statuses.NOT_SERVING
+
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    ("grpc.max_send_message_length", 2**31 - 1),
+)
+
+
+class _Unknown(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
+    """Answers calls of methods that there are not as the library does, and logs them."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Return the handler of a method."""
+
+        async def refuse(request: Any, context: Any) -> None:
+            code, method = grpc.StatusCode.UNIMPLEMENTED, quoted(handler_call_details.method)
+            log_call(LoggedRequest(id=""), code, context=context, method=method)
+            await context.abort(code, "Method not found!")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class GrpcServer:
+    """The services on one port. Construct, open and close it on the event loop."""
+
+    def __init__(self, services: Services) -> None:
+        self._settings = settings = services.settings
+        interceptors: list[Any] = [ApiKeyInterceptor(settings.api_key)] if settings.api_key else []
+        prefix = "triton-grpc-protocol-"
+        if restrictions := parse_restrictions(settings.grpc_restricted_protocol, prefix=prefix):
+            interceptors.append(RestrictionInterceptor(restrictions))
+        self._server: Any = grpc.aio.server(
+            options=(
+                *_OPTIONS,
+                ("grpc.so_reuseport", int(settings.reuse_grpc_port)),   # 0: a port that is taken is an error
+                *settings.grpc_channel_arguments,
+            ),
+            interceptors=interceptors,
+        )
+        service = Service(services)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
+        self._server.add_generic_rpc_handlers((Health(services).handler,))
+        self._server.add_generic_rpc_handlers((_Unknown(),))     # asked after the others
+
+    async def open(self, *, host: str, port: int) -> int:
+        """Listen; return the port, which is a free one for port 0.
+
+        Raises:
+            GenserveError: the port is taken, or the address is not of this machine.
+        """
+        address = address_of(host, port)
+        try:
+            bound: int = self._add_port(address)
+        except RuntimeError as error:
+            raise GenserveError(
+                f"cannot listen on {address} for gRPC: it is in use, or not an address of this machine",
+                remedy="choose another port with --grpc-port; 0 takes a free one, --allow-grpc=false none",
+            ) from error
+        await self._server.start()
+        return bound
+
+    def _add_port(self, address: str) -> Any:
+        credentials = grpc_credentials(self._settings)
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
+
+    async def close(self, *, drain_s: float) -> None:
+        """Accept no more calls, let those that run end for a while, then cancel them."""
+        await self._server.stop(drain_s)

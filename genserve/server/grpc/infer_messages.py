@@ -1,0 +1,382 @@
+"""Infer messages: `ModelInferRequest` to an inference, and its response to `ModelInferResponse`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2
+
+from genserve.config.model_config import ModelConfig
+from genserve.errors import InferenceError
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, Parameter, RequestFlags
+from genserve.kserve.request_tensors import (
+    RequestedOutput,
+    check_shape,
+    fail,
+    input_tensor,
+    prepared,
+    read_data_type,
+)
+from genserve.kserve.served_models import ServedModel
+from genserve.kserve.shared_memory import RegionPart, SharedMemory
+from genserve.server.offload import beside, work_of
+from genserve.tensor import DataType, Tensor
+
+__all__ = [
+    "SHARED_MEMORY",
+    "GrpcRequest",
+    "RequestParameters",
+    "empty_response",
+    "read_classification",
+    "read_parameters",
+    "read_request",
+    "read_shared_memory",
+    "write_parameter",
+    "write_response",
+]
+
+
+# Of an input or output: where in shared memory it is.
+SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
+
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_CHOICE = "parameter_choice"
+_CUSTOM = ("int64_param", "bool_param", "string_param", "double_param")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParameters:
+    """What the parameters of a request ask for; `custom` is what the model gets to see."""
+
+    custom: Mapping[str, Parameter]
+    correlation_id: int | str = 0
+    flags: RequestFlags = RequestFlags.NONE
+    priority: int = 0
+    timeout_us: int = 0
+    empty_final_response: bool = False
+
+
+def read_parameters(messages: Mapping[str, Any]) -> RequestParameters:
+    """Read `ModelInferRequest.parameters`: names to `InferParameter`.
+
+    Raises:
+        InferenceError: a value has the wrong type, or a name is reserved.
+    """
+    custom: dict[str, Parameter] = {}
+    known: dict[str, Any] = {}
+    flags = RequestFlags.NONE
+    for name, message in messages.items():
+        if name == "sequence_id":
+            correlation_id = _typed(message, "int64_param", "string_param", what=f"'{name}' parameter")
+            known["correlation_id"] = _unsigned(correlation_id)
+        elif name in _FLAGS:
+            flags |= _FLAGS[name] * _typed(message, "bool_param", what=f"'{name}' parameter")
+        elif name == "priority":
+            known["priority"] = _priority(message)
+        elif name == "timeout":
+            known["timeout_us"] = _unsigned(_typed(message, "int64_param", what=f"'{name}' parameter"))
+        elif name == _EMPTY_FINAL:
+            known["empty_final_response"] = _typed(message, "bool_param", what=f"'{name}' parameter")
+        elif name.startswith("triton_"):
+            raise InferenceError(
+                "parameter keys starting with 'triton_' are reserved for Triton usage. "
+                f"Only the following keys starting with 'triton_' are allowed: {_EMPTY_FINAL}"
+            )
+        else:
+            custom[name] = _custom(name, message)
+    return RequestParameters(custom=custom, flags=flags, **known)
+
+
+def read_classification(messages: Mapping[str, Any]) -> int:
+    """Return how many classes the parameters of an output ask for; 0: its values.
+
+    Raises:
+        InferenceError: it is no number, or less than one.
+    """
+    message = messages.get("classification")
+    if message is None:
+        return 0
+    if message.WhichOneof(_CHOICE) != "int64_param":
+        raise InferenceError("invalid value type for 'classification' parameter, expected int64_param")
+    count: int = message.int64_param
+    if count <= 0:
+        raise InferenceError("invalid value for 'classification' parameter, expected >= 0")
+    return count
+
+
+def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> RegionPart | None:
+    """Return the part of a region that the parameters of an input or output name; None: they name none.
+
+    Raises:
+        InferenceError: they contradict each other, or there is no such part.
+    """
+    messages, name = tensor.parameters, tensor.name
+    region, size, offset = (messages.get(key) for key in SHARED_MEMORY)
+    where = f"parameter for tensor '{name}'"
+    if region is None:
+        for key, message in ((SHARED_MEMORY[2], offset), (SHARED_MEMORY[1], size)):
+            if message is not None:
+                raise InferenceError(f"'{key}' can not be specified without '{SHARED_MEMORY[0]}' {where}")
+        return None
+    region_name = _typed(region, "string_param", what=f"'{SHARED_MEMORY[0]}' {where}")
+    start = 0 if offset is None else _typed(offset, "int64_param", what=f"'{SHARED_MEMORY[2]}' {where}")
+    if size is None:
+        text = f"'{SHARED_MEMORY[1]}' must be specified along with '{SHARED_MEMORY[0]}' {where}"
+        raise InferenceError(text)
+    byte_size = _typed(size, "int64_param", what=f"'{SHARED_MEMORY[1]}' {where}")
+    return shared_memory.part(region_name, offset=start, byte_size=byte_size)
+
+
+def write_parameter(message: Any, value: Parameter) -> None:
+    """Set an `InferParameter`."""
+    if isinstance(value, bool):
+        message.bool_param = value
+    elif isinstance(value, int):
+        message.int64_param = value
+    elif isinstance(value, float):
+        message.double_param = value
+    else:
+        message.string_param = value
+
+
+def _typed(message: Any, *choices: str, what: str) -> Any:
+    choice = message.WhichOneof(_CHOICE)
+    if choice not in choices:
+        raise InferenceError(f"invalid value type for {what}, expected {' or '.join(choices)}.")
+    return getattr(message, choice)
+
+
+_FLAGS = {"sequence_start": RequestFlags.SEQUENCE_START, "sequence_end": RequestFlags.SEQUENCE_END}
+
+
+def _unsigned(value: int | str) -> int | str:
+    return value % 2**64 if isinstance(value, int) else value  # as Triton casts it
+
+
+def _priority(message: Any) -> int:
+    priority: int = _typed(message, "int64_param", "uint64_param", what="'priority' parameter")
+    if priority < 0:
+        raise InferenceError("invalid value for 'priority', expected value >= 0.")
+    return priority
+
+
+def _custom(name: str, message: Any) -> Parameter:
+    choice = message.WhichOneof(_CHOICE)
+    if choice not in _CUSTOM:
+        raise InferenceError(
+            f"invalid value type for '{name}' parameter, expected int64_param, bool_param, or string_param."
+        )
+    value: Parameter = getattr(message, choice)
+    return value
+
+
+# Which field of `InferTensorContents` holds elements of a type; FP16 and BF16 have none.
+_FIELDS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+# What a field holds when it is not what was expected.
+_FIELD_TYPES: Mapping[str, str] = {
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcRequest:
+    """A request, and how its responses are to be written.
+
+    Attributes:
+        inference: what is asked of the model.
+        message: the `ModelInferRequest`.
+        model: that it is asked of.
+        outputs: those that are not simply sent, by name.
+        empty_final_response: in a stream, an end without a response is a message too.
+    """
+
+    inference: InferenceRequest
+    message: Any
+    model: ServedModel
+    outputs: Mapping[str, RequestedOutput]
+    empty_final_response: bool
+
+
+def read_request(
+    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
+) -> GrpcRequest:
+    """Read a `ModelInferRequest`; tensors in raw form are views of its bytes.
+
+    Args:
+        message: the request.
+        model: that it names.
+        shared_memory: where its tensors may be.
+        headers: that are forwarded to the model as parameters.
+
+    Raises:
+        InferenceError: it contradicts itself. What the model's config says of it is left to the door.
+    """
+    parameters = read_parameters(message.parameters)
+    inputs: dict[str, Tensor] = {}
+    for tensor in _tensors(message, model.config, shared_memory):
+        if tensor.name in inputs:
+            raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
+        inputs[tensor.name] = tensor
+    for output in message.outputs:
+        if model.config.output(output.name) is None:
+            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
+    request = InferenceRequest(
+        model_name=model.name,
+        # Without a version the door chooses, even if another one has become the latest meanwhile.
+        model_version=model.version if message.model_version else -1,
+        id=message.id,
+        inputs=inputs,
+        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
+        parameters={**parameters.custom, **headers} if headers else parameters.custom,
+        correlation_id=parameters.correlation_id,
+        flags=parameters.flags,
+        priority=parameters.priority,
+        timeout_us=parameters.timeout_us,
+    )
+    return GrpcRequest(
+        inference=request,
+        message=message,
+        model=model,
+        outputs={
+            output.name: _requested_output(output, shared_memory)
+            for output in message.outputs
+            if output.parameters
+        },
+        empty_final_response=parameters.empty_final_response,
+    )
+
+
+def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> Iterator[Tensor]:
+    raw = message.raw_input_contents
+    blobs = iter(raw)
+    for spec in message.inputs:
+        if config.input(spec.name) is None:
+            raise InferenceError(f"unexpected inference input '{spec.name}' for model '{config.name}'")
+        if spec.HasField("contents"):
+            if raw:
+                raise InferenceError(
+                    "contents field must not be specified when using raw_input_contents for "
+                    f"'{spec.name}' for model '{config.name}'"
+                )
+            yield _typed_tensor(spec, config=config, request_id=message.id)
+            continue
+        data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=message.id)
+        part = read_shared_memory(spec, shared_memory) if spec.parameters else None
+        blob = next(blobs, None) if part is None else part.read()
+        if blob is None:
+            raise InferenceError(
+                f"unable to find data for input tensor '{spec.name}' for model '{config.name}' in request."
+            )
+        yield input_tensor(
+            spec.name, blob, data_type=data_type, shape=spec.shape, config=config, request_id=message.id
+        )
+
+
+def _requested_output(spec: Any, shared_memory: SharedMemory) -> RequestedOutput:
+    return RequestedOutput(
+        name=spec.name,
+        classification=read_classification(spec.parameters),
+        target=read_shared_memory(spec, shared_memory),
+    )
+
+
+def _typed_tensor(spec: Any, *, config: ModelConfig, request_id: str) -> Tensor:
+    expected = _FIELDS.get(spec.datatype)
+    elements: Any = ()
+    for field, value in spec.contents.ListFields():
+        if field.name != expected:
+            known = spec.datatype if spec.datatype in DataType.__members__ else "<invalid>"
+            raise InferenceError(
+                f"unexpected explicit tensor data for input tensor '{spec.name}' for model '{config.name}' "
+                f"of type '{_FIELD_TYPES[field.name]}', expected datatype '{known}'"
+            )
+        elements = value
+    data_type = read_data_type(spec.datatype, name=spec.name, config=config, request_id=request_id)
+    array = _array(elements, data_type)
+    check_shape(spec.name, spec.shape, config=config, request_id=request_id)
+    if array.size == np.prod(spec.shape, dtype=np.int64):
+        return Tensor(spec.name, array.reshape(spec.shape), data_type=data_type)
+    # Bytes that do not fit give the same error as they do in raw form.
+    data = Tensor(spec.name, array, data_type=data_type).to_bytes()
+    return input_tensor(
+        spec.name, data, data_type=data_type, shape=spec.shape, config=config, request_id=request_id
+    )
+
+
+def _array(elements: Any, data_type: DataType) -> NDArray[Any]:
+    if data_type is DataType.BYTES:
+        array = np.empty(len(elements), dtype=object)
+        array[:] = elements
+        return array
+    # The narrow types travel in 32 bits; what does not fit is cut off, as Triton does.
+    wide = {"i": np.int64, "u": np.uint64}.get(data_type.numpy.kind, data_type.numpy)
+    return np.fromiter(elements, dtype=wide, count=len(elements)).astype(data_type.numpy, copy=False)
+
+
+def empty_response(request: GrpcRequest) -> Any:
+    """Return a `ModelInferResponse` that says only whose it is."""
+    inference = request.inference
+    return service_pb2.ModelInferResponse(model_name=inference.model_name, id=inference.id)
+
+
+async def write_response(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
+    """Return a `ModelInferResponse` of a response without an error.
+
+    Raises:
+        InferenceError: an output cannot be given as it was requested.
+    """
+    work = sum(_writing(output, request) for output in response.outputs)
+    return await beside(work, _written, response, request=request, inference=inference)
+
+
+def _writing(output: Tensor, request: GrpcRequest) -> int:
+    requested = request.outputs.get(output.name)
+    return work_of(output, copied=requested is None or not requested.classification)
+
+
+def _written(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
+    message = empty_response(request)
+    message.model_version = str(inference.model_version)
+    for name, value in response.parameters.items():
+        write_parameter(message.parameters[name], value)
+    for output in response.outputs:
+        _write_output(message, output, request)
+    return message
+
+
+def _write_output(message: Any, output: Tensor, request: GrpcRequest) -> None:
+    requested = request.outputs.get(output.name)
+    tensor = prepared(output, requested=requested, model=request.model)
+    entry = message.outputs.add(name=tensor.name, datatype=tensor.data_type.name, shape=tensor.shape)
+    if requested is None or requested.target is None:
+        message.raw_output_contents.append(bytes(tensor.to_bytes()))
+        return
+    message.raw_output_contents.append(b"")     # clients count on one for each output
+    [spec] = [spec for spec in request.message.outputs if spec.name == output.name][:1]
+    for key in SHARED_MEMORY:
+        if key in spec.parameters:
+            entry.parameters[key].CopyFrom(spec.parameters[key])

@@ -1,0 +1,189 @@
+"""Inference service: the methods of `inference.GRPCInferenceService`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import Parameter
+from genserve.kserve.served_models import (
+    EXTENSIONS,
+    ServedModel,
+    find_for_statistics,
+    model_metadata,
+    statistics_json,
+)
+from genserve.kserve.triton_parsing import read_version
+from genserve.server.grpc.administration import Administration, abort, log_call, method
+from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
+from genserve.server.grpc.infer_stream import InferStream
+from genserve.server.offload import ONE_BY_ONE, beside
+from genserve.server.running_inference import RunningInference
+from genserve.server.services import Services
+from genserve.tracing import Trace
+from genserve.version import __version__
+
+__all__ = ["Service"]
+
+
+# The methods have the protocol's names, which are not Python's.
+# ruff: noqa: N802
+_GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that shall end at an error
+
+
+class Service(Administration):
+    """KServe v2 and Triton's extensions over the models of one server; runs on its event loop."""
+
+    def __init__(self, services: Services) -> None:
+        """Call it on the event loop."""
+        super().__init__(services)
+        self._outbox = services.response_dispatcher()
+        pattern = services.settings.grpc_header_forward_pattern
+        self._forwarded = re.compile(pattern, re.IGNORECASE) if pattern else None
+
+    @method
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        """Whether the server runs."""
+        return service_pb2.ServerLiveResponse(live=True)
+
+    @method
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        """Whether every model that was to be loaded answers."""
+        return service_pb2.ServerReadyResponse(ready=await self._services.is_ready())
+
+    @method
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        """Whether a model answers; false, too, for one that there is not."""
+        version = read_version(request.version)
+        ready = await self._services.readiness.of_model(request.name, version)
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    @method
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        """Name, version and extensions."""
+        name = self._services.settings.server_id
+        return service_pb2.ServerMetadataResponse(name=name, version=__version__, extensions=EXTENSIONS)
+
+    @method
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        """Inputs, outputs and versions of a model."""
+        model = self._find(request.name, request.version)
+        versions = [model.version] if request.version else self._models.versions(model.name)
+        return service_pb2.ModelMetadataResponse(**model_metadata(model.config, versions=versions))
+
+    @method
+    async def ModelConfig(self, request: Any, context: Any) -> Any:
+        """The complete config of a model."""
+        config = self._find(request.name, request.version).config.message
+        response = service_pb2.ModelConfigResponse()
+        response.config.MergeFromString(config.SerializeToString())  # its class may be another one
+        return response
+
+    @method
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:
+        """What a version, a model or, without a name, every model has done."""
+        found = find_for_statistics(self._models, request.name, read_version(request.version))
+        return service_pb2.ModelStatisticsResponse(**statistics_json(found))
+
+    @method
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """Run a model that gives one response; cancelled when the client leaves."""
+        trace = self._sampled(request)
+        if trace is None:
+            return await self._infer(request, context)
+        context.add_done_callback(lambda _context: _close(trace))
+        try:
+            return await self._infer(request, context, trace=trace)
+        finally:
+            trace.note("GRPC_SEND_START")
+
+    async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        """Run many requests, of any models; cancelled when the client leaves."""
+        stream = InferStream(
+            lambda request: self._submit_of_stream(request, context),
+            log=partial(log_call, context=context, method="ModelStreamInfer"),
+            ends_at_error=_GRPC_ERROR in (context.invocation_metadata() or ()),
+        )
+        try:
+            async for message in stream.answers(request_iterator):
+                yield message
+        except GenserveError as error:
+            await abort(context, error)
+
+    async def _infer(self, request: Any, context: Any, *, trace: Trace | None = None) -> Any:
+        asked, running = await self._submit(request, context, streams=False, trace=trace)
+        with running:
+            response = await running.single()
+        if response.error is not None:
+            raise response.error
+        return await write_response(response, request=asked, inference=running.inference)
+
+    async def _submit_of_stream(self, message: Any, context: Any) -> tuple[GrpcRequest, RunningInference]:
+        trace = self._sampled(message)
+        try:
+            return await self._submit(message, context, streams=True, trace=trace)
+        except BaseException:
+            if trace is not None:
+                trace.close()
+            raise
+
+    def _sampled(self, message: Any) -> Trace | None:
+        """Return the trace of a request that was just read; None: it is not traced."""
+        trace = self._services.trace_settings.sample(message.model_name)
+        if trace is not None:
+            trace.note("GRPC_WAITREAD_START")  # it was read before anybody here was asked
+            trace.note("GRPC_WAITREAD_END")
+        return trace
+
+    async def _submit(
+        self, message: Any, context: Any, *, streams: bool, trace: Trace | None
+    ) -> tuple[GrpcRequest, RunningInference]:
+        if self._services.draining:
+            remedy = "try again on another server"
+            raise InferenceError("the server is stopping", status=Status.UNAVAILABLE, remedy=remedy)
+        model = self._find(message.model_name, message.model_version)
+        if model.config.decoupled and not streams:
+            raise InferenceError(
+                "ModelInfer RPC doesn't support models with decoupled transaction policy",
+                status=Status.UNSUPPORTED,
+                remedy="call ModelStreamInfer, or POST /v2/models/NAME/generate_stream over HTTP",
+            )
+        request = await beside(
+            _reading(message),
+            read_request,
+            message,
+            model=model,
+            shared_memory=self._services.shared_memory,
+            headers=self._headers(context),
+        )
+        if trace is not None:
+            request = replace(request, inference=replace(request.inference, cause=trace.root))
+        return request, RunningInference(request.inference, door=self._models, outbox=self._outbox)
+
+    def _find(self, name: str, version: str) -> ServedModel:
+        return self._models.find(name, read_version(version))
+
+    def _headers(self, context: Any) -> Mapping[str, Parameter]:
+        if self._forwarded is None:
+            return {}
+        metadata = context.invocation_metadata() or ()
+        return {
+            name: value for name, value in metadata if isinstance(value, str) and self._forwarded.search(name)
+        }
+
+
+def _close(trace: Trace) -> None:
+    trace.note("GRPC_SEND_END")
+    trace.close()
+
+
+def _reading(message: Any) -> int:
+    """Return how much work it is to read a `ModelInferRequest`: numbers in raw form are only looked at."""
+    one_by_one = any(spec.datatype == "BYTES" or spec.HasField("contents") for spec in message.inputs)
+    return message.ByteSize() * ONE_BY_ONE if one_by_one else 0

@@ -1,0 +1,155 @@
+"""Request body: bodies read under a size limit and parsed strictly.
+
+A key given twice, NaN, half a surrogate pair and a nesting that exhausts the stack, which the usual JSON
+parser accepts, are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+
+from genserve.errors import InvalidRequest
+from genserve.server.offload import beside
+
+__all__ = ["Body", "BodyTooLarge", "StrictRoute"]
+
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_INT_DIGITS = 20
+_JSON_OBJECT = "send a JSON object in UTF-8; GET /docs has examples"
+
+
+class Body(BaseModel):
+    """Base of all request bodies: no coercion, no NaN, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is larger than `max_body_bytes`."""
+
+    code = "body_too_large"
+
+
+class StrictRoute(APIRoute):
+    """A route whose bodies are read by `StrictRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wrap FastAPI's handler."""
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            strict = StrictRequest(request.scope, request.receive)
+            # Here, because FastAPI would turn an error into one of its own.
+            if await strict.body():
+                await strict.json()
+            return await handle(strict)
+
+        return handle_strictly
+
+
+class StrictRequest(Request):
+    """A request whose body is bounded, and whose JSON is parsed by the letter."""
+
+    async def body(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            BodyTooLarge: before more than the limit is held in memory.
+        """
+        if not hasattr(self, "_body"):
+            limit = self.app.state.services.settings.max_body_bytes
+            if int(self.headers.get("content-length") or 0) > limit:
+                raise _too_large(limit)
+            body = bytearray()
+            async for chunk in self.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise _too_large(limit)
+            self._body = bytes(body)
+        return self._body
+
+    async def json(self) -> Any:
+        """Return the parsed body; raises InvalidRequest, which never quotes the body's content."""
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            self._json = await beside(len(body), parse_json, body)
+        return self._json
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse a strict JSON object.
+
+    Raises:
+        InvalidRequest: not UTF-8, not JSON (says at which character), no object, a key twice, NaN or
+            Infinity, a number too large, a lone surrogate, or nested too deeply.
+    """
+    try:
+        text = body.decode("utf-8")
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_no_constant,
+            parse_int=_bounded_int,
+        )
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not UTF-8, at byte {error.start}", remedy=_JSON_OBJECT
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the body is not JSON: {error.msg} at character {error.pos}", remedy=_JSON_OBJECT
+        ) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
+    # Only an escape can make one, so most bodies need no look at their strings.
+    if "\\u" in text:
+        _refuse_surrogates(value, "")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            readable = ascii(name[:64])[1:-1]
+            raise InvalidRequest(f"the key {readable!r} is given twice", field=readable)
+        result[name] = value
+    return result
+
+
+def _no_constant(name: str) -> float:
+    raise InvalidRequest(f"the body holds {name}, which is not JSON")
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits) > _MAX_INT_DIGITS:
+        raise InvalidRequest(f"the body holds a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _refuse_surrogates(value: Any, place: str) -> None:
+    match value:
+        case str() if _LONE_SURROGATE.search(value):
+            where = place or "the body"
+            raise InvalidRequest(f"{where} holds half a surrogate pair, which is no character", field=where)
+        case dict():
+            for key, inner in value.items():
+                _refuse_surrogates(key, place)
+                _refuse_surrogates(inner, f"{place}.{key}" if place else key)
+        case list():
+            for index, inner in enumerate(value):
+                _refuse_surrogates(inner, f"{place}[{index}]")
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {limit} bytes", remedy="send less")

@@ -1,0 +1,289 @@
+"""KServe administration: health, metadata, repository, shared memory, traces and log over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from genserve.config.config_json import config_json
+from genserve.errors import InferenceError, Status
+from genserve.kserve import served_models
+from genserve.kserve.served_models import (
+    cuda_region,
+    find_for_statistics,
+    refuse_cuda_region,
+    refuse_repository,
+    refuse_unknown_model,
+    statistics_json,
+)
+from genserve.kserve.triton_parsing import Kind, checked, read_json
+from genserve.redaction import redacted_text
+from genserve.server.offload import beside
+from genserve.server.routes.kserve_http import Answer, Call, json_answer, message_answer
+from genserve.version import __version__
+
+__all__ = [
+    "cuda_status",
+    "log_settings",
+    "model_config",
+    "model_metadata",
+    "model_ready",
+    "model_trace_settings",
+    "region_status",
+    "register_cuda_region",
+    "register_region",
+    "repository_index",
+    "repository_load",
+    "repository_unload",
+    "server_live",
+    "server_metadata",
+    "server_ready",
+    "set_log_settings",
+    "set_model_trace_settings",
+    "set_trace_settings",
+    "statistics",
+    "trace_settings",
+    "unregister_cuda_region",
+    "unregister_region",
+]
+
+
+_TEXT = b"text/plain"
+
+
+async def server_live(_call: Call) -> Answer:
+    """200: whoever can ask is answered."""
+    return Answer(content_type=_TEXT)
+
+
+async def server_ready(call: Call) -> Answer:
+    """200 if the server answers requests, else 400."""
+    return Answer(status_code=200 if await call.services.is_ready() else 400, content_type=_TEXT)
+
+
+async def model_ready(call: Call) -> Answer:
+    """200 if the model answers, else 400."""
+    if await call.services.readiness.of_model(call.model, call.version):
+        return Answer(content_type=_TEXT)
+    return message_answer("Model version not ready", status_code=400)
+
+
+async def server_metadata(call: Call) -> Answer:
+    """Say what server this is, and what it can do."""
+    name = call.services.settings.server_id
+    return json_answer({"name": name, "version": __version__, "extensions": served_models.EXTENSIONS})
+
+
+async def model_metadata(call: Call) -> Answer:
+    """Say what a model takes and gives."""
+    repository = call.services.repository
+    model = repository.find(call.model, call.version)
+    versions = repository.versions(model.name) if call.version == -1 else [model.version]
+    return json_answer(served_models.model_metadata(model.config, versions=versions))
+
+
+async def model_config(call: Call) -> Answer:
+    """Return the config of a model as it is in force."""
+    model = call.services.repository.find(call.model, call.version)
+    return Answer(config_json(model.config.message).encode())
+
+
+async def statistics(call: Call) -> Answer:
+    """Say what one model has done, or all of them."""
+    name = call.names.get("model", "")
+    return json_answer(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
+
+
+_LOG_KINDS: Mapping[str, Kind] = {
+    "log_file": Kind.STRING,
+    "log_info": Kind.BOOLEAN,
+    "log_warning": Kind.BOOLEAN,
+    "log_error": Kind.BOOLEAN,
+    "log_verbose_level": Kind.UNSIGNED,
+    "log_format": Kind.STRING,
+}
+_TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
+
+
+async def repository_index(call: Call) -> Answer:
+    """List the models there are, or only those that answer."""
+    ready = _members(await call.json()).get("ready", False)
+    lines = call.services.repository.index(ready_only=checked(ready, Kind.BOOLEAN))
+    return json_answer([_index_line(line) for line in lines])
+
+
+async def repository_load(call: Call) -> Answer:
+    """Load a model, by what the body says of its config and files."""
+    refuse_repository(call.names["repository"])
+    given = _members(await call.json()).get("parameters", {})
+    if not isinstance(given, dict):
+        text = "attempt to get members for non-object"
+        raise InferenceError(text, status=Status.INTERNAL)
+    config, files = "", {}
+    for name, value in given.items():
+        checked(value, Kind.STRING)
+        if name == "config":
+            config = value
+        elif name.startswith("file:"):
+            files[name.removeprefix("file:")] = await beside(len(value), _decoded, name, value)
+        else:
+            text = "unexpected error on creating Triton parameter"
+            raise InferenceError(
+                text, status=Status.INTERNAL, remedy=f"{name!r} is neither config nor file:<version>/<name>"
+            )
+    await run_in_threadpool(
+        call.services.repository.load,
+        call.model,
+        config=config,
+        files=files or None,
+        allow_code=call.services.settings.allow_uploaded_code,
+    )
+    return Answer()
+
+
+async def repository_unload(call: Call) -> Answer:
+    """Begin to unload a model."""
+    refuse_repository(call.names["repository"])
+    given = _members(_members(await call.json()).get("parameters"))
+    dependents = given.get("unload_dependents") is True  # anything else is passed over, as in Triton
+    await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
+    return Answer()
+
+
+async def log_settings(call: Call) -> Answer:
+    """Return the settings of the log."""
+    return json_answer(call.services.log_settings.values)
+
+
+async def set_log_settings(call: Call) -> Answer:
+    """Change settings of the log, and return all of them."""
+    given = _members(await _required(call))
+    changes = {name: checked(given[name], kind) for name, kind in _LOG_KINDS.items() if name in given}
+    return json_answer(call.services.log_settings.update(changes))
+
+
+async def trace_settings(call: Call) -> Answer:
+    """Return the settings of traces."""
+    return json_answer(call.services.trace_settings.values())
+
+
+async def set_trace_settings(call: Call) -> Answer:
+    """Change settings of traces, and return all of them."""
+    changes = _trace_changes(_members(await _required(call)))
+    return json_answer(call.services.trace_settings.update(changes))
+
+
+async def model_trace_settings(call: Call) -> Answer:
+    """Return the settings of traces that hold for a model."""
+    refuse_unknown_model(call.services.repository, call.model)
+    return json_answer(call.services.trace_settings.values(call.model))
+
+
+async def set_model_trace_settings(call: Call) -> Answer:
+    """Change settings of traces for one model, and return all that hold for it."""
+    refuse_unknown_model(call.services.repository, call.model)
+    changes = _trace_changes(_members(await _required(call)))
+    return json_answer(call.services.trace_settings.update(changes, model=call.model))
+
+
+async def _required(call: Call) -> Any:
+    document = await call.json()
+    if document is None:
+        text = "failed to parse the request JSON buffer: The document is empty. at 0"
+        raise InferenceError(text, status=Status.INTERNAL)
+    return document
+
+
+def _members(document: Any) -> Mapping[str, Any]:
+    """Return the members of a document; one that is no object has none, as Triton finds none in it."""
+    return document if isinstance(document, dict) else {}
+
+
+def _trace_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for name in _TRACE_STRINGS:
+        if name in given:
+            changes[name] = given[name] if given[name] is None else checked(given[name], Kind.STRING)
+    if "trace_level" in given:
+        levels = given["trace_level"]
+        if levels is not None:
+            levels = [checked(level, Kind.STRING) for level in checked(levels, Kind.ARRAY)]
+        changes["trace_level"] = levels
+    return changes
+
+
+def _index_line(line: Any) -> dict[str, str]:
+    entry = {"name": line.name}
+    if line.version is not None:
+        entry["version"] = str(line.version)
+    if line.state is not None:
+        entry["state"] = str(line.state)
+    if line.reason:
+        entry["reason"] = redacted_text(line.reason)
+    return entry
+
+
+def _decoded(name: str, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InferenceError(
+            f"failed to decode base64 of parameter '{name}'", remedy="send the file's bytes in base64"
+        ) from None
+
+
+_FIELDS = ("name", "key", "offset", "byte_size")
+
+
+async def region_status(call: Call) -> Answer:
+    """Return the regions that are registered, or one of them."""
+    regions = call.services.shared_memory.regions(call.names["region"])
+    return json_answer([{field: getattr(region, field) for field in _FIELDS} for region in regions])
+
+
+async def register_region(call: Call) -> Answer:
+    """Register a region of the system's shared memory."""
+    call.services.shared_memory.refuse_if_disabled()
+    name = call.names["region"]
+    if not name:
+        raise InferenceError("'region name' is necessary to register system shared memory region")
+    document = read_json(await call.body(limit=call.services.settings.http_max_input_size))
+    given = document if isinstance(document, dict) else {}
+    for field in ("key", "byte_size"):
+        if field not in given:
+            raise InferenceError(f"Shared memory register request has no '{field}' field")
+    call.services.shared_memory.register(
+        name,
+        key=checked(given["key"], Kind.STRING),
+        offset=checked(given.get("offset", 0), Kind.UNSIGNED),
+        byte_size=checked(given["byte_size"], Kind.UNSIGNED),
+    )
+    return Answer()
+
+
+async def unregister_region(call: Call) -> Answer:
+    """Forget a region, or all of them."""
+    call.services.shared_memory.unregister(call.names["region"])
+    return Answer()
+
+
+async def cuda_status(call: Call) -> Answer:
+    """Return the regions of a GPU's memory: there are none."""
+    refuse_cuda_region(call.names["region"])
+    return json_answer([])
+
+
+async def register_cuda_region(call: Call) -> Answer:
+    """Refuse a region of a GPU's memory."""
+    call.services.shared_memory.refuse_if_disabled()
+    raise cuda_region(call.names["region"])
+
+
+async def unregister_cuda_region(call: Call) -> Answer:
+    """Forget regions of a GPU's memory: there are none."""
+    call.services.shared_memory.refuse_if_disabled()
+    return Answer()

@@ -1,0 +1,140 @@
+"""SSE response: a stream of deltas as server-sent events; deltas that wait together are written together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import AppStatus
+from starlette.types import Message, Receive, Scope, Send
+from typing_extensions import override
+
+from genserve.completion import Delta
+from genserve.errors import GenserveError
+from genserve.generation.delta_streams import AsyncStream
+from genserve.log import fail_request
+
+__all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
+
+
+# sse-starlette would cut every stream at the first SIGTERM; answers may go on while the server drains.
+AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+
+_PING_S = 15
+
+_T = TypeVar("_T")
+
+
+class Frames(Protocol):
+    """How a dialect writes a stream. All methods return bytes that are ready to send, or none."""
+
+    def start(self) -> bytes:
+        """What comes before the first delta."""
+
+    def delta(self, delta: Delta) -> bytes:
+        """One delta, the last one included."""
+
+    def error(self, error: GenserveError) -> bytes:
+        """An error in the middle of the stream."""
+
+    def end(self) -> bytes:
+        """What comes after the last delta, or after an error."""
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before the answer was there."""
+
+
+def event(json_text: str) -> bytes:
+    """Return one event. JSON has no raw line breaks, so it is one `data:` line."""
+    return f"data: {json_text}\n\n".encode()
+
+
+class EventStream(EventSourceResponse):
+    """The answer that streams; however it ends, the stream behind it is closed.
+
+    The status is sent with the first delta, so that a request which ends before it has a status that says so:
+    one that has waited too long, 429. An answer that has nothing for as long as to the first ping begins
+    without; what goes wrong from then on is an event.
+    """
+
+    def __init__(self, stream: AsyncStream, frames: Frames) -> None:
+        self._stream = stream
+        super().__init__(
+            _events(stream, frames), ping=_PING_S, sep="\n", headers={"Cache-Control": "no-cache"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; the ASGI protocol. Raises what `_first_delta` raises."""
+        try:
+            await _first_delta(self._stream, receive)
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close()
+
+    @override
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # No `send_timeout` is set, and a scope for one would be a quarter of what an event costs.
+        await send(message)
+
+
+async def _events(stream: AsyncStream, frames: Frames) -> AsyncIterator[bytes]:
+    if first := frames.start():
+        yield first
+    try:
+        async for deltas in stream:
+            if chunk := b"".join(map(frames.delta, deltas)):
+                yield chunk
+    except GenserveError as error:
+        fail_request(error)
+        yield frames.error(error)
+    if last := frames.end():
+        yield last
+
+
+async def read_all(stream: AsyncStream, request: Request) -> list[Delta]:
+    """Wait for the whole answer, and stop it if the client leaves meanwhile.
+
+    Raises:
+        ClientLeft: nobody is there to be answered.
+        GenserveError: the model failed.
+    """
+    async with stream:
+        deltas = await _while_connected(_collect(stream), request.receive)
+        assert deltas is not None
+        return deltas
+
+
+async def _first_delta(stream: AsyncStream, receive: Receive) -> None:
+    """Wait for the first delta, or as long as to the first ping; raises what `read_all` raises."""
+    await _while_connected(stream.first(), receive, timeout_s=_PING_S)
+
+
+async def _while_connected(
+    work: Coroutine[Any, Any, _T], receive: Receive, *, timeout_s: float | None = None
+) -> _T | None:
+    """Return what `work` does, or None if it took too long; raises ClientLeft if nobody waits for it."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise ClientLeft
+        return None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _collect(stream: AsyncStream) -> list[Delta]:
+    return [delta async for deltas in stream for delta in deltas]
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

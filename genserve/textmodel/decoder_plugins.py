@@ -1,0 +1,284 @@
+"""Decoder plug-ins: logits processors, stop rules and output parsers of a decoder stage's model.py.
+
+`TritonPythonModel` has up to three attributes, each a dict from names to factories:
+
+    logits_processors, stop_rules, output_parsers
+
+A factory is called with a `PluginContext` and with keyword arguments from the request. These are its
+keyword-only parameters; pydantic validates them against their annotations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired
+
+from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
+from genserve.generation.engine_request import AnswerText
+from genserve.generation.sequence_plugins import (
+    HOOKS,
+    LogitsProcessor,
+    OutputParser,
+    PluginContext,
+    SequencePlugins,
+    plugin_call,
+)
+from genserve.sampling.sampling_params import PluginCall
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+__all__ = ["METHODS", "ParsedText", "Plugin", "Plugins", "plugins_of"]
+
+
+class ParsedText:
+    """What a parser makes of a text, piece by piece; `generation.AnswerText`.
+
+    Its methods raise ModelFailed, which names the parser, where the parser raises or returns no text.
+    """
+
+    def __init__(self, text: AnswerText, parser: OutputParser, *, name: str) -> None:
+        self._text = text
+        self._parser = parser
+        self._name = name
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended what goes into the parser."""
+        return self._text.stop
+
+    def push(self, token_id: int) -> str:
+        """Take one more token; return the text that is now safe to show."""
+        parsed = self._pushed(self._text.push(token_id))
+        return parsed if self.stop is None else parsed + self._parsed(self._parser.flush)
+
+    def flush(self) -> str:
+        """Return what was held back; nothing where a stop has ended the text, since `push` has told all."""
+        if self.stop is not None:
+            return ""
+        return self._pushed(self._text.flush()) + self._parsed(self._parser.flush)
+
+    def _pushed(self, text: str) -> str:
+        return self._parsed(lambda: self._parser.push(text)) if text else ""
+
+    def _parsed(self, parse: Callable[[], str]) -> str:
+        with plugin_call("output parser", self._name):
+            parsed: object = parse()
+        if not isinstance(parsed, str):
+            raise ModelFailed(f"the output parser {self._name!r} returned something that is no text")
+        return parsed
+
+
+_KINDS = {
+    "logits_processors": "logits processor",
+    "stop_rules": "stop rule",
+    "output_parsers": "output parser",
+}
+# What each must have.
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "logits_processors": ("__call__",),
+    "stop_rules": ("__call__",),
+    "output_parsers": ("push", "flush"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """One of them."""
+
+    kind: str                       # a key of METHODS
+    name: str
+    factory: Callable[..., Any]
+    arguments: TypeAdapter[dict[str, Any]]
+    schema: Mapping[str, Any]       # of the arguments, as JSON
+
+    def make(self, call: PluginCall, context: PluginContext, *, field: str) -> Any:
+        """Make one for a token sequence.
+
+        Raises:
+            InvalidRequest: an argument is missing, not known or wrong; `field` is its path. What the
+                factory refuses by a ValueError is told with its words.
+            ModelFailed: the factory raised something else, or what it made is no such plug-in.
+        """
+        from pydantic import ValidationError
+
+        try:
+            arguments = self.arguments.validate_json(json.dumps(call.args))
+        except ValidationError as error:
+            raise _refused(error, field=f"{field}.args") from None
+        except TypeError as error:  # of a caller in this process
+            raise InvalidRequest(f"{field}.args must be JSON-serializable: {error}", field=field) from None
+        with plugin_call(_KINDS[self.kind], self.name):
+            try:
+                made = self.factory(context, **arguments)
+            except ValidationError as error:  # of a model of its own
+                raise _refused(error, field=f"{field}.args") from None
+            except ValueError as error:
+                raise InvalidRequest(f"{field}.args: {str(error)[:200]}", field=f"{field}.args") from None
+        self._require_usable(made)
+        return made
+
+    def _require_usable(self, made: object) -> None:
+        """Raise ModelFailed where a function has made no such plug-in; of a class this is known at load."""
+        lacking = [method for method in METHODS[self.kind] if not callable(getattr(made, method, None))]
+        words = f"{_KINDS[self.kind]} {self.name!r}"
+        if lacking:
+            raise ModelFailed(f"the {words} has no method {lacking[0]}")
+        hook = getattr(made, "hook", HOOKS[0])
+        if hook not in HOOKS:
+            remedy = f"it is one of {', '.join(HOOKS)}"
+            raise ModelFailed(f"the hook of the {words} is {hook!r}", remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugins:
+    """The plug-ins of one decoder stage; by kind, as its model.py calls it, and by name."""
+
+    by_kind: Mapping[str, Mapping[str, Plugin]] = field(default_factory=dict)
+
+    def for_sequence(
+        self, context: PluginContext, *, ours: Sequence[tuple[str, LogitsProcessor]] = ()
+    ) -> SequencePlugins:
+        """Make those that act on tokens, as the request's parameters name them; `ours` come after them.
+
+        Raises:
+            InvalidRequest: there is no such plug-in, or see `Plugin.make`.
+            ModelFailed: see `Plugin.make`.
+        """
+        return SequencePlugins(
+            processors=[
+                *self._made("logits_processors", context.params.logits_processors, context),
+                *ours,
+            ],
+            stop_rules=self._made("stop_rules", context.params.stop_rules, context),
+        )
+
+    def parsed(self, text: AnswerText, context: PluginContext) -> AnswerText:
+        """Return the text of an answer as the request wants it parsed. Raises what `for_sequence` raises."""
+        call = context.params.output_parser
+        if call is None:
+            return text
+        plugin = self._find("output_parsers", call.name, field="output_parser")
+        parser = plugin.make(call, context, field="output_parser")
+        return ParsedText(text, parser, name=call.name)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return, by kind and name, the JSON schema of the arguments of each."""
+        return {
+            kind: {name: plugin.schema for name, plugin in plugins.items()}
+            for kind, plugins in self.by_kind.items()
+            if plugins
+        }
+
+    def _made(
+        self, kind: str, calls: tuple[PluginCall, ...], context: PluginContext
+    ) -> list[tuple[str, Any]]:
+        places = [(f"{kind}[{index}]", call) for index, call in enumerate(calls)]
+        return [
+            (call.name, self._find(kind, call.name, field=place).make(call, context, field=place))
+            for place, call in places
+        ]
+
+    def _find(self, kind: str, name: str, *, field: str) -> Plugin:
+        known = self.by_kind.get(kind, {})
+        if name not in known:
+            field = f"{field}.name"
+            remedy = f"known are {', '.join(sorted(known))}" if known else "it has none at all"
+            raise InvalidRequest(
+                f"{field}: the model has no {_KINDS[kind]} {name!r}", field=field, remedy=remedy
+            )
+        return known[name]
+
+
+def plugins_of(model: object, path: Path) -> Plugins:
+    """Return the plug-ins of a `TritonPythonModel`.
+
+    Raises:
+        RepositoryError: one cannot be called as a plug-in is; says where in `path`.
+    """
+    return Plugins(by_kind={kind: _of_kind(model, kind, path) for kind in _KINDS})
+
+
+def _of_kind(model: object, kind: str, path: Path) -> dict[str, Plugin]:
+    factories = getattr(model, kind, {})
+    if not isinstance(factories, Mapping):
+        raise RepositoryError(f"{path}: {kind} must be a dict from names to factories")
+    return {str(name): _plugin(kind, str(name), factory, path) for name, factory in factories.items()}
+
+
+def _plugin(kind: str, name: str, factory: Any, path: Path) -> Plugin:
+    try:
+        _require_methods(kind, factory)
+        arguments = _arguments(name, factory)
+        schema = arguments.json_schema()
+    except Exception as error:  # an annotation is code of the repository
+        reason = str(error).partition("\n")[0]  # pydantic's go on for a page
+        raise RepositoryError(
+            f"{_where(factory, path)}: {kind}[{name!r}]: {reason}", remedy=_REMEDY
+        ) from error
+    if getattr(factory, "hook", HOOKS[0]) not in HOOKS:
+        raise RepositoryError(
+            f"{_where(factory, path)}: {kind}[{name!r}]: its hook is {factory.hook!r}",
+            remedy=f"it is one of {', '.join(HOOKS)}",
+        )
+    return Plugin(kind=kind, name=name, factory=factory, arguments=arguments, schema=schema)
+
+
+def _require_methods(kind: str, factory: Any) -> None:
+    """Raise TypeError if what a class makes is no such plug-in; of a function nobody knows yet."""
+    for method in METHODS[kind] if inspect.isclass(factory) else ():
+        if not any(method in vars(base) for base in factory.__mro__):
+            raise TypeError(f"{factory.__name__} has no method {method}")
+
+
+def _arguments(name: str, factory: Any) -> TypeAdapter[dict[str, Any]]:
+    """Return what checks the keyword arguments of a factory; raises TypeError if it is called otherwise."""
+    from pydantic import ConfigDict, TypeAdapter
+    from typing_extensions import TypedDict
+
+    if not callable(factory):
+        raise TypeError("it is neither a class nor a function")
+    context, *rest = [*inspect.signature(factory).parameters.values()] or [_NOTHING]
+    if context.kind is context.KEYWORD_ONLY or any(p.kind is not p.KEYWORD_ONLY for p in rest):
+        raise TypeError("it must take a context, and after it keyword-only parameters alone")
+    hints = typing.get_type_hints(
+        factory.__init__ if inspect.isclass(factory) else factory, include_extras=True
+    )
+    bare = [p.name for p in rest if p.name not in hints]
+    if bare:
+        raise TypeError(f"its parameter {bare[0]} has no annotation")
+    # A default is the factory's own: what the request does not say is not handed over.
+    fields = {p.name: hints[p.name] if p.default is p.empty else NotRequired[hints[p.name]] for p in rest}
+    make_typed_dict: Any = TypedDict  # of what is known here alone, and not to mypy
+    arguments = make_typed_dict(name, fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    return TypeAdapter(arguments)
+
+
+def _where(factory: Any, path: Path) -> str:
+    try:
+        return f"{inspect.getsourcefile(factory)}:{inspect.getsourcelines(factory)[1]}"
+    except (TypeError, OSError):
+        return str(path)
+
+
+def _refused(error: ValidationError, *, field: str) -> InvalidRequest:
+    problem = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+    path = (field + place)[:256]
+    if problem["type"] == "extra_forbidden":
+        return InvalidRequest(f"{path} is none of its arguments", field=path)
+    return InvalidRequest(f"{path}: {_OF_PYDANTIC.sub('', problem['msg'])[:200]}", field=path)
+
+
+# What it puts before the words of a validator.
+_OF_PYDANTIC = re.compile("^(Value error|Assertion failed), ")
+# Of a factory that takes nothing; as a context, it is refused.
+_NOTHING = inspect.Parameter("nothing", inspect.Parameter.KEYWORD_ONLY)
+_REMEDY = "write `def __init__(self, context, *, argument: type = default)`; see docs/decoding.md"

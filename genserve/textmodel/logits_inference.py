@@ -1,0 +1,154 @@
+"""Logits inference: a logits stage asked by named tensors, as a BLS loop does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.errors import Closed, GenserveError, InvalidRequest
+from genserve.generation.engine_request import LogitsRequest
+from genserve.generation.engine_thread import EngineThread
+from genserve.generation.logits_model import LogitsArray
+from genserve.inference import Inference, InferenceResponse
+from genserve.inference_statistics import ModelStatistics
+from genserve.tensor import DataType, Tensor
+from genserve.textmodel.logits_config import LogitsNames
+
+__all__ = ["LogitsStage"]
+
+
+class LogitsStage:
+    """Token ids [batch, n] to logits [batch, 1, vocab_size], those after the last token; a `Runner`.
+
+    A request whose ids begin with those of an earlier one computes only what is new, and shares its step
+    with whatever else the engine runs: a loop that sends all its ids again for each token costs no more
+    than one that keeps a cache.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        *,
+        names: LogitsNames,
+        vocab_size: int,
+        max_length: int,
+        statistics: ModelStatistics,
+        close: Callable[[], None] | None = None,
+    ) -> None:
+        """Answer by an engine.
+
+        Args:
+            engine: that runs it.
+            names: how the config calls its tensors.
+            vocab_size: length of a row of logits.
+            max_length: tokens of a row of ids.
+            statistics: to count executions in.
+            close: ends the engine; None: it is an ensemble's, which ends it.
+        """
+        self._engine = engine
+        self._names = names
+        self._statistics = statistics
+        self._close = close
+        self._vocab_size = vocab_size
+        self._max_length = max_length
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine runs."""
+        return self._engine.alive
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that wait for a place in the forward."""
+        return max(0, self._engine.num_accepted - self._engine.num_running)
+
+    def submit(self, inference: Inference) -> None:
+        """Hand each row to the engine.
+
+        Raises:
+            InvalidRequest: a row is empty or has ids outside the vocabulary.
+            ContextLengthExceeded: a row is longer than a sequence can be.
+            Overloaded: as many as may wait are waiting.
+        """
+        rows = _Rows(inference, output=self._names.logits)
+        requests = [
+            LogitsRequest(
+                token_ids,
+                on_logits=partial(rows.take, row),
+                vocab_size=self._vocab_size,
+                max_length=self._max_length,
+            )
+            for row, token_ids in enumerate(_unpadded(inference, self._names))
+        ]
+        inference.started_ns = inference.submitted_ns
+        inference.when_ended(self._statistics.executed_alone)
+        self._engine.submit_logits(requests)
+
+        def cancel() -> None:
+            for request in requests:
+                self._engine.cancel(request)
+            inference.fail_cancelled()
+
+        inference.when_cancelled(cancel)
+
+    def close(self) -> None:
+        """End the engine, if it is this stage's own."""
+        if self._close is not None:
+            self._close()
+
+
+class _Rows:
+    """The logits of the rows of one inference, until all of them are there."""
+
+    def __init__(self, inference: Inference, *, output: str) -> None:
+        self._inference = inference
+        self._output = output
+        self._lock = threading.Lock()
+        self._logits: list[LogitsArray | None] = [None] * inference.batch_size
+        self._num_missing = inference.batch_size
+
+    def take(self, row: int, content: LogitsArray | GenserveError) -> None:
+        """Take the logits of a row, or what went wrong with it; on the engine's thread."""
+        if isinstance(content, GenserveError):
+            self._inference.fail(content)
+            return
+        with self._lock:
+            self._logits[row] = content
+            self._num_missing -= 1
+            if self._num_missing:
+                return
+        rows = [logits for logits in self._logits if logits is not None]
+        outputs = (Tensor(self._output, _stacked(rows)[:, None, :], data_type=DataType.FP32),)
+        with suppress(Closed):  # it may have been cancelled while the step ran
+            self._inference.send(InferenceResponse(outputs=outputs), final=True)
+
+
+def _stacked(rows: Sequence[LogitsArray]) -> LogitsArray:
+    """Return the rows as one array [R, V], where they lie."""
+    if len(rows) == 1:
+        return rows[0][None]
+    if isinstance(rows[0], np.ndarray):
+        return np.stack(rows)
+    import torch  # theirs: it is loaded
+
+    return torch.stack(list(rows))
+
+
+def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64]]:
+    """Return the ids of each row, without those that the attention mask leaves out."""
+    ids = inference.inputs[names.input_ids].array
+    mask = inference.inputs.get(names.attention_mask or "")
+    if mask is None:
+        return list(ids)
+    if mask.shape != ids.shape:
+        raise InvalidRequest(
+            f"{mask.name} has the shape {list(mask.shape)}, {names.input_ids} {list(ids.shape)}",
+            field=mask.name,
+            remedy="send one 1 for each id, and 0 for padding; or leave it out",
+        )
+    return [row[keep != 0] for row, keep in zip(ids, mask.array, strict=True)]

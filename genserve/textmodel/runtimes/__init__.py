@@ -1,0 +1,5 @@
+"""Runtimes: the classes that compute the logits of a text model, and the memory of their KV caches."""
+
+
+
+

@@ -1,0 +1,64 @@
+"""Device memory: the KV cache and the logits of a graph as torch tensors, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from genserve.backends.onnx_session import Provider
+
+__all__ = ["DeviceMemory"]
+
+
+_CPU = Provider(name="CPUExecutionProvider", options={})
+
+
+class DeviceMemory:
+    """The memory of one device of torch; implements `LogitsMemory`.
+
+    ONNX Runtime and torch have streams of their own. Neither runs ahead of the other: a run of the graph
+    ends with all that it has begun, and `settle` is called before the next.
+    """
+
+    is_host = False
+    is_lazy = False
+    block_size = 256    # FlashAttention in ONNX Runtime reads whole tiles of that many keys
+
+    def __init__(self, device: str) -> None:
+        """Choose the device by torch's name: "cuda:0"; "cpu" is the same in the memory of the host."""
+        self._torch_device = torch.device(device)
+        self.device = self._torch_device.type
+        self.device_id = self._torch_device.index or 0
+        # Doubling what it takes, ONNX Runtime's habit, leaves no room beside a large cache.
+        options = {"device_id": str(self.device_id), "arena_extend_strategy": "kSameAsRequested"}
+        cuda = Provider(name="CUDAExecutionProvider", options=options)
+        self.providers: Sequence[Provider] = (cuda, _CPU) if self.device == "cuda" else (_CPU,)
+
+    def free_bytes(self) -> int | None:
+        """See `LogitsMemory.free_bytes`."""
+        return torch.cuda.mem_get_info(self._torch_device)[0] if self.device == "cuda" else None
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
+        """See `LogitsMemory.zeros`."""
+        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        try:
+            return torch.zeros(shape, dtype=torch_dtype, device=self._torch_device)
+        except torch.OutOfMemoryError as error:  # what is free may lie in pieces
+            raise OverflowError(str(error)) from error
+
+    def logits(self, num_rows: int, num_tokens: int) -> torch.Tensor:
+        """See `LogitsMemory.logits`."""
+        return torch.empty((num_rows, num_tokens), dtype=torch.float32, device=self._torch_device)
+
+    def address(self, buffer: Any) -> int:
+        """See `LogitsMemory.address`."""
+        address: int = buffer.data_ptr()
+        return address
+
+    def settle(self) -> None:
+        """See `LogitsMemory.settle`."""
+        if self.device == "cuda":
+            torch.cuda.current_stream(self._torch_device).synchronize()

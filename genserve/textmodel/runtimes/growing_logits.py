@@ -1,0 +1,149 @@
+"""Growing logits: a traced graph, whose KV cache grows by copying, over a cache in blocks.
+
+This is the interface of `torch.onnx.export` and of Optimum: `input_ids`, `attention_mask`, `position_ids` and
+`past_key_values.{i}.key` and `.value` in, `logits` and `present.{i}...` out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from genserve.backends.onnx_session import Provider, open_session
+from genserve.errors import RepositoryError
+from genserve.generation.logits_model import FloatArray, ForwardBatch, TokenArray
+from genserve.textmodel.runtimes.cached_logits import (
+    CachedLogits,
+    part_of,
+    resolve_max_length,
+    rows_per_run,
+    token_slots,
+)
+from genserve.textmodel.runtimes.kv_cache_memory import HostMemory
+
+__all__ = ["GrowingLogits"]
+
+
+_DEFAULT_LENGTH = 1024  # tokens, if neither file nor config says
+_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+class GrowingLogits(CachedLogits):
+    """A graph that is given the past and answers the past with more tokens; a `LogitsModel`.
+
+    Each run is given a copy of the blocks of its sequences in which the pasts of all end at the same place,
+    with padding on the left, as transformers has it. Sequences with as many new tokens share a run. One
+    thread uses it.
+
+    Attributes:
+        metadata: what the exporter wrote into the graph.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_num_seqs: int,
+        max_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+        parameters: Mapping[str, str] | None = None,
+        providers: Sequence[Provider] = HostMemory.providers,
+    ) -> None:
+        """Load the graph.
+
+        Args:
+            path: the model.onnx; its weights lie beside it.
+            max_num_seqs: how many sequences can share a forward.
+            max_length: tokens of a sequence; None: the graph's whole context. Less, if the cache holds less.
+            kv_cache_bytes: what the cache may take; None: half of what is free.
+            parameters: of the config, see `open_session`.
+            providers: what runs it; the cache stays in the memory of the host.
+
+        Raises:
+            MissingDependency: ONNX Runtime is not installed.
+            RepositoryError: the file cannot be loaded, or is not such a graph.
+        """
+        self._session = open_session(path, parameters=parameters or {}, graph_level=0, providers=providers)
+        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        inputs = {i.name: i for i in self._session.get_inputs()}
+        past = [name for name in inputs if name.startswith("past_key_values.")]
+        self._outputs = ["logits", *(name.replace("past_key_values", "present") for name in past)]
+        outputs = {o.name: o for o in self._session.get_outputs()}
+        self._arguments = inputs.keys() - set(past)
+        unknown = self._arguments - {"input_ids", "attention_mask", "position_ids"}
+        if not past or unknown or not outputs.keys() >= set(self._outputs):
+            raise RepositoryError(
+                f"{path} has no KV cache that grows: its inputs are {', '.join(inputs)}",
+                remedy="make it with `genserve export`",
+            )
+        self.vocab_size = int(outputs["logits"].shape[-1])
+        context_length = int(self.metadata.get("genserve.context_length", 0))
+        super().__init__(
+            HostMemory(),
+            {name: _token_shape(inputs[name], path) for name in past},
+            path=path,
+            max_num_seqs=max_num_seqs,
+            max_length=resolve_max_length(
+                max_length, context_length=context_length or max_length or _DEFAULT_LENGTH, path=path
+            ),
+            kv_cache_bytes=kv_cache_bytes,
+        )
+
+    def forward(self, batch: ForwardBatch) -> FloatArray:
+        """See `LogitsModel.forward`."""
+        rows = np.empty((len(batch.logits_indices), self.vocab_size), dtype=np.float32)
+        for sequences in self._runs(np.diff(batch.query_start_loc)):
+            part, of_part = part_of(batch, sequences)
+            rows[of_part] = self._run(part)
+        return rows
+
+    def _runs(self, num_tokens: Any) -> Iterator[TokenArray]:
+        """Yield the sequences of each run, by how many new tokens each sequence of a forward has."""
+        for width in np.unique(num_tokens):
+            sequences, step = np.flatnonzero(num_tokens == width), rows_per_run(int(width), self.vocab_size)
+            yield from (sequences[start : start + step] for start in range(0, len(sequences), step))
+
+    def _run(self, batch: ForwardBatch) -> FloatArray:
+        """Run sequences of as many new tokens each; see `LogitsModel.forward`."""
+        num_seqs, computed = len(batch.num_computed_tokens), batch.num_computed_tokens[:, np.newaxis]
+        ids, positions = (array.reshape(num_seqs, -1) for array in (batch.token_ids, batch.positions))
+        width, longest = ids.shape[1], computed.max()
+        padding = longest - computed    # of each row, on the left
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": (np.arange(longest + width) >= padding).astype(np.int64),
+            "position_ids": positions,
+        }
+        feed = {name: array for name, array in arguments.items() if name in self._arguments}
+        past = np.arange(longest) - padding
+        sequences = np.arange(num_seqs)[:, np.newaxis]
+        slots, new_slots = (
+            token_slots(batch.block_table, sequences, places, block_size=self.block_size)
+            for places in (np.maximum(past, 0), positions)
+        )
+        lines = {name: buffer.reshape(-1, *buffer.shape[2:]) for name, buffer in self.cache.buffers.items()}
+        for name, line in lines.items():
+            copied = line[slots]
+            copied[past < 0] = 0
+            feed[name] = np.ascontiguousarray(copied.swapaxes(1, 2))
+        logits, *presents = self._session.run(self._outputs, feed)
+        for line, present in zip(lines.values(), presents, strict=True):
+            line[new_slots] = present[:, :, longest:].swapaxes(1, 2)
+        chosen: FloatArray = logits.reshape(-1, self.vocab_size)[batch.logits_indices]
+        return chosen
+
+
+def _token_shape(past: Any, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return what is kept of a token for a graph's input of past: [kv_heads, head_dim], and the type."""
+    match past.shape:
+        case [_, int(kv_heads), _, int(head_dim)] if past.type in _CACHE_TYPES:
+            return (kv_heads, head_dim), np.dtype(_CACHE_TYPES[past.type])
+        case _:
+            raise RepositoryError(
+                f"{path} has a KV cache that cannot be kept: {past.name} is {past.type} {past.shape}",
+                remedy=f"have it take [batch, kv_heads, length, head_dim] of {' or '.join(_CACHE_TYPES)} "
+                "with fixed heads and sizes, or make it with `genserve export`",
+            )

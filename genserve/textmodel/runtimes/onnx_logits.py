@@ -1,0 +1,277 @@
+"""ONNX logits: an exported graph over a paged KV cache, one session, buffers bound in place.
+
+The graph (`genserve.export` makes it) reads and writes the cache in place: past and present of a layer are
+bound to the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genserve.backends.onnx_session import (
+    SPIN_US,
+    Provider,
+    num_cores,
+    onnxruntime_module,
+    preload_cuda,
+    register_kernels,
+    runtime_message,
+)
+from genserve.errors import RepositoryError
+from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsArray
+from genserve.textmodel.runtimes.cached_logits import EXPORT_AGAIN, CachedLogits, resolve_max_length
+from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory, TokenShapes
+
+__all__ = ["OnnxLogits", "cache_dtype", "check_logits_graph"]
+
+
+_PAST, _PRESENT = "past_key_values", "present"
+_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "cumulative_sequence_length",
+    "past_seqlens",
+    "block_table",
+    "logits_indices",
+    "attention_metadata",
+)
+_OPERATORS = "1"    # the version of `genserve.kernels` that graphs are written for, and its layouts
+_MAKE_IT = "make it with `genserve export`"
+_ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
+_CPU = "CPUExecutionProvider"
+_MARK = 3   # no key or value is this in all of its numbers
+_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+
+
+class OnnxLogits(CachedLogits):
+    """A logits graph over a KV cache; implements `generation.LogitsModel`. One thread uses it.
+
+    Attributes:
+        metadata: what the exporter wrote into the graph.
+        vocab_size: see `LogitsModel.vocab_size`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_num_seqs: int,
+        max_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+        memory: LogitsMemory | None = None,
+    ) -> None:
+        """Load the graph.
+
+        Args:
+            path: the model.onnx; its weights lie beside it.
+            max_num_seqs: how many sequences can share a forward.
+            max_length: tokens of a sequence; None or 0: the graph's whole context. Less, if the cache holds
+                less.
+            kv_cache_bytes: what the cache may take; None: half of the memory that is free.
+            num_threads: None or 0: one per core that this process may use.
+            memory: of the device that runs it; None: of the host. The logits are of its kind.
+
+        Raises:
+            MissingDependency: ONNX Runtime is not installed.
+            GenserveError: there are no kernels for this machine.
+            RepositoryError: the file cannot be loaded, is not such a graph, or has no room.
+        """
+        self._memory = memory or HostMemory()
+        self._session = _open(path, num_threads=num_threads, providers=self._memory.providers)
+        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        max_length = check_logits_graph(self._session, path, max_length=max_length)
+        super().__init__(
+            self._memory,
+            _token_shapes(self._session, path),
+            path=path,
+            max_num_seqs=max_num_seqs,
+            max_length=max_length,
+            kv_cache_bytes=kv_cache_bytes,
+        )
+        [logits] = [output for output in self._session.get_outputs() if output.name == "logits"]
+        self.vocab_size = int(logits.shape[-1])
+        self._logits = self._memory.logits(max_num_seqs, self.vocab_size)
+        self._binding = self._session.io_binding()
+        for name, buffer in self.cache.buffers.items():
+            place = self._place(buffer)
+            self._binding.bind_input(name, *place)
+            self._binding.bind_output(name.replace(_PAST, _PRESENT, 1), *place)
+        self._unknown = np.zeros(2, np.int32)   # bounds that the CPU has no use for
+        self._bind("attention_metadata", self._unknown)
+        if not self._memory.is_host:
+            self._check_cache(path)
+
+    def forward(self, batch: ForwardBatch) -> LogitsArray:
+        """See `LogitsModel.forward`."""
+        num_rows = len(batch.logits_indices)
+        # Some operators do not take arrays without rows: where nobody wants any, the first is computed.
+        logits_indices = batch.logits_indices if num_rows else np.zeros(1, np.int64)
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": batch.token_ids,
+            "position_ids": batch.positions,
+            "cumulative_sequence_length": batch.query_start_loc,
+            "past_seqlens": batch.num_computed_tokens,
+            "block_table": batch.block_table,
+            "logits_indices": logits_indices,
+        }
+        if not self._memory.is_host:
+            inputs["attention_metadata"] = _attention_metadata(batch)
+        for name, array in inputs.items():
+            self._bind(name, array)
+        if num_rows > len(self._logits):
+            self._logits = self._memory.logits(num_rows, self.vocab_size)
+        logits = self._logits[: len(logits_indices)]
+        self._binding.bind_output("logits", *self._place(logits))
+        self._memory.settle()
+        self._session.run_with_iobinding(self._binding)
+        return logits[:num_rows]
+
+    def _bind(self, name: str, array: NDArray[Any]) -> None:
+        """Bind an input where it lies; for a graph on a device, this copies what it holds now."""
+        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def _check_cache(self, path: Path) -> None:
+        """Run one token, and see that it is written into every buffer of the cache where that lies.
+
+        An operator that has no kernel on the device would be given a copy, and nobody would notice.
+        """
+        for buffer in self.cache.buffers.values():
+            buffer[0] = _MARK
+        one = ForwardBatch.of([[0]], num_computed_tokens=[0], block_table=[[0]])
+        try:
+            self.forward(one)
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            raise RepositoryError(
+                f"{path} does not run on {self._memory.device}: {error}", remedy=_ON_THE_CPU
+            ) from error
+        for name, buffer in self.cache.buffers.items():
+            if (buffer[0] == _MARK).all():
+                raise RepositoryError(
+                    f"{path} does not keep its cache on {self._memory.device}: {name} is not written",
+                    remedy=_ON_THE_CPU,
+                )
+
+    def _place(self, buffer: Any) -> tuple[Any, ...]:
+        """Return where a buffer lies, in the words of ONNX Runtime's bindings."""
+        dtype = np.dtype(str(buffer.dtype).removeprefix("torch."))
+        memory = self._memory
+        return memory.device, memory.device_id, dtype.type, tuple(buffer.shape), memory.address(buffer)
+
+
+def check_logits_graph(session: Any, path: Path, *, max_length: int | None) -> int:
+    """Check that a graph is one of `genserve export`, and return how many tokens a sequence of it has.
+
+    Args:
+        session: of ONNX Runtime.
+        path: of the graph, for errors.
+        max_length: what the config says of it; None or 0: the graph's whole context.
+
+    Raises:
+        RepositoryError: it is no such graph, one of another version, or cannot take so many.
+    """
+    names = [argument.name for argument in session.get_inputs()]
+    if not any(name.startswith(f"{_PAST}.") for name in names):
+        raise RepositoryError(
+            f"{path} has no KV cache: its inputs are {', '.join(names)}", remedy=_MAKE_IT
+        )
+    missing = set(_INPUTS) - set(names)
+    if missing:
+        raise RepositoryError(
+            f"{path} has no KV cache in blocks: it has no input {', '.join(sorted(missing))}; an older "
+            "genserve has exported it, or another program",
+            remedy=EXPORT_AGAIN,
+        )
+    metadata = session.get_modelmeta().custom_metadata_map
+    if metadata.get("genserve.operators") != _OPERATORS:
+        raise RepositoryError(
+            f"{path} is written for other operators than this genserve has", remedy=EXPORT_AGAIN
+        )
+    text = metadata.get("genserve.context_length", "")
+    if not text.isdecimal():
+        raise RepositoryError(f"{path} does not say its context length", remedy=_MAKE_IT)
+    return resolve_max_length(max_length, context_length=int(text), path=path)
+
+
+def _token_shapes(session: Any, path: Path) -> TokenShapes:
+    """Return what the cache of a graph keeps of one token."""
+    outputs = {output.name for output in session.get_outputs()}
+    shapes = {}
+    for past in session.get_inputs():
+        if past.name.startswith(f"{_PAST}."):
+            _, _, *shape = past.shape
+            in_place = past.name.replace(_PAST, _PRESENT, 1) in outputs
+            if not in_place or not all(isinstance(size, int) for size in shape):
+                raise RepositoryError(
+                    f"{path} has a KV cache that cannot be kept in place: {past.name} is {past.shape}",
+                    remedy=EXPORT_AGAIN,
+                )
+            shapes[past.name] = (tuple(shape), cache_dtype(past, path))
+    return shapes
+
+
+def cache_dtype(past: Any, path: Path) -> np.dtype[Any]:
+    """Return the element type of a graph's input that holds keys or values.
+
+    Raises:
+        RepositoryError: it is another than a cache can have.
+    """
+    if past.type not in _CACHE_TYPES:
+        raise RepositoryError(
+            f"{path} has a KV cache of {past.type}; known are {', '.join(_CACHE_TYPES)}", remedy=_MAKE_IT
+        )
+    return np.dtype(_CACHE_TYPES[past.type])
+
+
+def _attention_metadata(batch: ForwardBatch) -> IndexArray:
+    """Return [2]: the most new tokens of a sequence, and the most tokens of one; a GPU sizes its launches."""
+    num_tokens = np.diff(batch.query_start_loc)
+    longest = (num_tokens + batch.num_computed_tokens).max()
+    return np.array([num_tokens.max(), longest], dtype=np.int32)
+
+
+def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
+    onnxruntime = onnxruntime_module()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads or num_cores()
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
+    if providers[0].name == _CPU:
+        register_kernels(options)
+    preload_cuda(providers)
+    try:
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
+        )
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise _refusal(path, providers[0], str(error)) or RepositoryError(
+            f"{path} cannot be loaded: {runtime_message(error)}", remedy=EXPORT_AGAIN
+        ) from error
+    if session.get_providers()[0] != providers[0].name:  # it falls back to the CPU by itself
+        raise _not_started(path, providers[0])
+    return session
+
+
+def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
+    """Return what a failure to load a graph on a GPU means, if that is known."""
+    if provider.name == _CPU:
+        return None
+    if "genserve:" in message:  # in front of the name of an operator that is not registered
+        return RepositoryError(
+            f"{path} runs on the CPU alone: it has operators that {provider.name} has not",
+            remedy=f"{_ON_THE_CPU}; or export it with `genserve export --precision fp16`, unless it is that "
+            "and has ALiBi or heads of an odd size",
+        )
+    # Without CUDA the CPU is given the graph, has nothing for attention in float16, and inserts casts.
+    return _not_started(path, provider) if "InsertedPrecisionFreeCast" in message else None
+
+
+def _not_started(path: Path, provider: Provider) -> RepositoryError:
+    return RepositoryError(
+        f"{path}: {provider.name} does not start: libraries are missing or do not fit the driver",
+        remedy="ONNX Runtime says which on stderr; `pip install 'genserve[gpu]'` brings the libraries",
+    )

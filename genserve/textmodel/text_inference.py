@@ -1,0 +1,282 @@
+"""Text inference: a text model asked by named tensors, as KServe and BLS do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from genserve.backends.string_tensors import string_tensor, texts
+from genserve.completion import Delta
+from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
+from genserve.generation.engine_request import TokenSequence
+from genserve.generation.engine_thread import RequestOutput, Reservation
+from genserve.inference import Inference, InferenceResponse, Parameter
+from genserve.inference_statistics import ModelStatistics
+from genserve.log import CURRENT_REQUEST
+from genserve.sampling.sampling_params import (
+    SamplingOptions,
+    SamplingParams,
+    sampling_params,
+    without_refused_methods,
+)
+from genserve.tensor import Tensor
+from genserve.textmodel.text_model import TextModel
+
+__all__ = ["INPUTS", "OUTPUT", "TextGeneration"]
+
+
+# The names of the established Triton repositories for language models, and ours.
+_PARAMETERS = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "random_seed": "seed",
+    "repetition_penalty": "repetition_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "min_tokens": "min_tokens",
+    "beam_width": "beam_width",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+}
+# What they call the forms of an answer, and what `structured_outputs` does.
+_GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
+_WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
+_TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
+# All that a text model reads, and what it gives; an ensemble may have other names for them.
+INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
+OUTPUT = "text_output"
+# Parameters of a request whose values are JSON, since they are no tensors.
+_PLUGINS = ("logits_processors", "stop_rules", "output_parser")
+# What the parameters of a request say besides; the priority of one is Triton's, who orders queues by it.
+_READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
+
+
+class TextGeneration:
+    """Text in, text out, as it is generated; a `Runner`.
+
+    With `stream` each step is a response; without it there is one, with the whole text.
+    """
+
+    def __init__(
+        self,
+        ensemble: TextModel,
+        *,
+        statistics: ModelStatistics,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Answer by an ensemble.
+
+        Args:
+            ensemble: loaded; closed with this.
+            statistics: to count executions in.
+            names: of the tensors at the stages, by what the ensemble calls them; None: the same.
+        """
+        self.ensemble = ensemble
+        self._names = names or {}
+        self._output = next((name for name, known in self._names.items() if known == OUTPUT), OUTPUT)
+        self._statistics = statistics
+
+    @property
+    def ready(self) -> bool:
+        """Whether its engine runs."""
+        return self.ensemble.engine.alive
+
+    @property
+    def num_waiting(self) -> int:
+        """Inferences that are being prepared, or wait for a place in the forward."""
+        engine = self.ensemble.engine
+        return engine.num_preparing + max(0, engine.num_accepted - engine.num_running)
+
+    def submit(self, inference: Inference) -> None:
+        """Have the request prepared on a thread of the model, and hand it to the engine.
+
+        Raises:
+            Overloaded: see `EngineThread.reserve`.
+            Closed: after `close`.
+        """
+        inference.inputs = {
+            self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
+        }
+        reservation = self.ensemble.engine.reserve(inference.batch_size)
+        try:
+            self.ensemble.run_soon(
+                partial(self._prepare, inference, reservation),
+                compiles="guided_decoding_guide" in inference.inputs,
+            )
+        except Closed:
+            reservation.release()
+            raise
+
+    def close(self) -> None:
+        """End all requests and the engine's thread."""
+        self.ensemble.close()
+
+    def _prepare(self, inference: Inference, reservation: Reservation) -> None:
+        try:
+            with reservation:
+                if inference.cancelled or inference.ended:
+                    inference.fail_cancelled()
+                else:
+                    self._submit(inference, reservation)
+        except Exception as error:
+            inference.fail(InferenceError.of(error))
+
+    def _submit(self, inference: Inference, reservation: Reservation) -> None:
+        reservation.check()
+        params = _params(inference.inputs, inference.request.parameters)
+        prompts = texts(inference.inputs["text_input"])
+        streaming = _scalar(inference.inputs, "stream", default=False)
+        if streaming and len(prompts) > 1:
+            raise InvalidRequest("a streamed request has one text_input", field="stream")
+        sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
+        answer = _Answer(
+            inference, sequences, ensemble=self.ensemble, output=self._output, streaming=streaming
+        )
+        inference.when_ended(self._statistics.executed_alone)
+        answer.submit(reservation)
+        if request := CURRENT_REQUEST.get():
+            request.answers = sequences
+            request.prompt_tokens = sum(sequence.num_prompt_tokens for sequence in sequences)
+        inference.when_cancelled(answer.cancel)
+
+
+class _Answer:
+    """The deltas of one inference, turned into responses; an `Outbox` of the engine."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        sequences: Sequence[TokenSequence],
+        *,
+        ensemble: TextModel,
+        output: str,
+        streaming: bool,
+    ) -> None:
+        self._inference = inference
+        self._engine = ensemble.engine
+        self._output = output
+        self._streaming = streaming
+        self._texts = dict.fromkeys(sequences, "")
+        self._open = set(sequences)
+
+    def submit(self, reservation: Reservation) -> None:
+        """Hand the sequences to the engine, which takes all of them or none."""
+        self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
+        self._engine.submit(*self._texts, outbox=self, reservation=reservation)
+
+    def cancel_sequences(self) -> None:
+        """Have the engine drop the sequences."""
+        for sequence in self._texts:
+            self._engine.cancel(sequence)
+
+    def cancel(self) -> None:
+        """End the inference as cancelled."""
+        self.cancel_sequences()
+        self._inference.fail_cancelled()
+
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Take over outputs; the `Outbox` protocol."""
+        for sequence, content in outputs:
+            if isinstance(content, GenserveError):
+                self.cancel_sequences()
+                self._inference.fail(content)
+            else:
+                self._take(sequence, content)
+
+    def _take(self, sequence: TokenSequence, delta: Delta) -> None:
+        if self._inference.span is not None:
+            self._inference.span.note_first_token()
+        if delta.finish_reason is not None:
+            self._open.discard(sequence)
+        if self._streaming:
+            self._send([delta.text], final=not self._open)
+            return
+        self._texts[sequence] += delta.text
+        if not self._open:
+            self._send(list(self._texts.values()), final=True)
+
+    def _send(self, answers: Sequence[str], *, final: bool) -> None:
+        output = string_tensor(self._output, answers, shape=(len(answers), 1))
+        try:
+            self._inference.send(InferenceResponse(outputs=(output,)), final=final)
+        except Closed:
+            return  # it was cancelled while the step ran
+
+
+def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> SamplingParams:
+    options = {
+        option: _scalar(inputs, name, default=None) for name, option in _PARAMETERS.items() if name in inputs
+    }
+    for name, option in _WORDS.items():
+        if name in inputs:
+            options[option] = [text for text in texts(inputs[name]) if text]
+    options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
+    without_refused_methods(parameters)
+    _refuse_unread(parameters)
+    if "cache_salt" in parameters:
+        options["cache_salt"] = parameters["cache_salt"]
+    options["structured_outputs"] = _form(inputs)
+    width = options.pop("beam_width", None) or 1    # how Triton's clients say that they want no search
+    if width != 1:
+        options |= {"use_beam_search": True, "beam_width": width}
+    return sampling_params(options)
+
+
+def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
+    """Refuse what only tensors say, unless it asks for nothing; Triton passes over what nobody knows."""
+    names = {name: name for name in SamplingOptions.__annotations__} | _PARAMETERS | _TEXTS
+    default = SamplingParams()
+    for name in names.keys() & parameters.keys() - _READ:
+        nothing = ("", 1) if name == "beam_width" else ("", getattr(default, names[name]))
+        if parameters[name] not in nothing:
+            raise InvalidRequest(
+                f"{name} is not read from the parameters of a request",
+                field=name,
+                remedy="give it as an input tensor; what the ensemble has none for, OpenAI's routes take",
+            )
+
+
+def _form(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | None:
+    """Return what the tensors say of the form of the answers; empty texts say nothing."""
+    kind, guide = (_text(inputs, name) for name in ("guided_decoding_guide_type", "guided_decoding_guide"))
+    if not kind and not guide:
+        return None
+    if kind not in _GUIDES:
+        known = ", ".join(_GUIDES)
+        name = "guided_decoding_guide_type"
+        raise InvalidRequest(f"{name} must be one of {known}", field=name)
+    form = _GUIDES[kind]
+    if bool(guide) == (form == "json_object"):
+        name = "guided_decoding_guide"
+        raise InvalidRequest(f"{name} must {'not ' if guide else ''}be there for {kind}", field=name)
+    return {form: True if form == "json_object" else guide}
+
+
+def _text(inputs: Mapping[str, Tensor], name: str) -> str:
+    """Return the text that an input has for every row of the batch; empty if it is not there."""
+    distinct = set(texts(inputs[name])) if name in inputs else {""}
+    if len(distinct) > 1:
+        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+    return distinct.pop() if distinct else ""
+
+
+def _parsed(name: str, text: Parameter) -> Any:
+    try:
+        return json.loads(text if isinstance(text, str) else "")
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} must be JSON as text", field=name) from None
+
+
+def _scalar(inputs: Mapping[str, Tensor], name: str, *, default: Any) -> Any:
+    """Return the value that an input has for every row of the batch."""
+    tensor = inputs.get(name)
+    if tensor is None or not tensor.array.size:
+        return default
+    values = tensor.array.reshape(-1)
+    if (values != values[0]).any():
+        raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
+    return values[0].item()
