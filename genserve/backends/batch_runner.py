@@ -18,7 +18,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["Batches", "Run", "batch_input_tensors", "flat_input", "scatter_output"]
+__all__ = ["BatchRunner", "RunFunction", "batch_input_tensors", "flat_input", "scatter_output"]
 
 
 Shape = tuple[int, ...]
@@ -96,10 +96,10 @@ def scatter_output(output: Tensor, spec: TensorSpec, shapes: Sequence[Shape]) ->
 logger = logging.getLogger(__name__)
 
 # From the inputs and the names of the outputs that are wanted, to at least these outputs.
-Run: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
+RunFunction: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[str]], Mapping[str, Tensor]]
 
 
-class Batches:
+class BatchRunner:
     """What the backends of networks share: everything around the run. The instances of a model share one.
 
     Requests are joined along their first dimension; a request that is alone is passed on as it is. The
@@ -122,7 +122,7 @@ class Batches:
         self._scattered = {name: kind for kind in config.batch_outputs for name in kind.target_names}
         self._warned: set[str] = set()
 
-    def execute(self, batch: Sequence[Inference], *, run: Run) -> None:
+    def execute(self, batch: Sequence[Inference], *, run: RunFunction) -> None:
         """Run a network once for a batch, and answer each of its inferences.
 
         Raises:

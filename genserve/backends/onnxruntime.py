@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.backend import ModelSource, PerDevice, Placement, model_file
-from genserve.backends.batch_runner import Batches
+from genserve.backends.batch_runner import BatchRunner
 from genserve.backends.onnx_session import (
     choose_providers,
     onnxruntime_module,
@@ -93,7 +93,7 @@ class OnnxVersion:
 
     def __init__(self, source: ModelSource) -> None:
         config = source.config
-        self.batches = Batches(config)
+        self.batches = BatchRunner(config)
         self.graphs = PerDevice(self._open)
         self._config = config
         self._path = model_file(

@@ -21,7 +21,7 @@ from genserve.backends.backend import (
     integer_parameter,
     model_file,
 )
-from genserve.backends.batch_runner import Batches
+from genserve.backends.batch_runner import BatchRunner
 from genserve.backends.libraries import importing
 from genserve.backends.string_tensors import string_tensor, texts
 from genserve.config.model_config import ModelConfig
@@ -360,7 +360,7 @@ class TorchVersion:
 
     def __init__(self, source: ModelSource) -> None:
         config = source.config
-        self.batches = Batches(config)
+        self.batches = BatchRunner(config)
         self.modules = PerDevice(self._open)
         self._config = config
         self._path = model_file(

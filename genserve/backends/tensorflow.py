@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement, model_file
-from genserve.backends.batch_runner import Batches
+from genserve.backends.batch_runner import BatchRunner
 from genserve.backends.libraries import importing
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, MissingDependency, RepositoryError, Status
@@ -38,7 +38,7 @@ class SavedModel:
             MissingDependency: TensorFlow is not installed.
             RepositoryError: the folder cannot be loaded, or its signature does not fit the config.
         """
-        self.batches = Batches(config)
+        self.batches = BatchRunner(config)
         self._tensorflow = _tensorflow()
         name = config.parameters.get("TF_SIGNATURE_DEF", DEFAULT_SIGNATURE)
         try:

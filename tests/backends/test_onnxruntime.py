@@ -14,7 +14,7 @@ from genserve.backends.onnxruntime import OnnxRuntimeBackend
 from genserve.config.schema import new_model_config
 from genserve.errors import InferenceError, RepositoryError
 from genserve.inference_statistics import ModelStatistics
-from genserve.schedulers.model_instance import Instance
+from genserve.schedulers.model_instance import ModelInstance
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
@@ -504,7 +504,7 @@ def test_sequences_keep_their_states_apart(tmp_path):
     )
     config = config_of(RUNNING_SUM)
     scheduler = make_scheduler(config, num_instances=1, path=tmp_path)
-    instance = Instance(
+    instance = ModelInstance(
         lambda: started(OnnxRuntimeBackend, config, tmp_path),
         number=0,
         placement=ON_CPU,

@@ -14,7 +14,15 @@ from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Door, Executor, Inference, InferenceRequest, InferenceResponse
 from genserve.wakeup import Wakeup
 
-__all__ = ["LOOK_EVERY_S", "Answers", "Wait", "answers_async", "call", "call_async", "lift_if_circular"]
+__all__ = [
+    "CHECK_INTERVAL_S",
+    "BlsResponses",
+    "Wait",
+    "bls_exec_async",
+    "bls_stream_async",
+    "call",
+    "lift_backlog_if_circular",
+]
 
 
 logger = logging.getLogger(__name__)
@@ -22,7 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # How often a wait is looked at; what is deadlocked twice in a row fails.
-LOOK_EVERY_S = 0.25
+CHECK_INTERVAL_S = 0.25
 
 
 def call(request: InferenceRequest, *, door: Door, executor: Executor | None) -> InferenceResponse:
@@ -44,7 +52,7 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
         while not answer.wait():
             wait.look()
     except GenserveError as error:
-        _THREAD.bell = None  # it may still be rung for this call
+        _THREAD.wakeup = None  # it may still be rung for this call
         inference.cancel()
         return InferenceResponse(error=error)
     finally:
@@ -55,7 +63,7 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
 class _Thread(threading.local):
     """What a thread keeps from call to call: it waits for one at a time."""
 
-    bell: Wakeup | None = None
+    wakeup: Wakeup | None = None
 
 
 _THREAD = _Thread()
@@ -64,29 +72,29 @@ _THREAD = _Thread()
 class _Answer:
     """The answer to one call, for the thread that made it."""
 
-    __slots__ = ("_bell", "_ended", "responses")
+    __slots__ = ("_ended", "_wakeup", "responses")
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
         self._ended = False
-        bell = _THREAD.bell
-        if bell is None:
-            bell = _THREAD.bell = Wakeup()
-        self._bell = bell
+        wakeup = _THREAD.wakeup
+        if wakeup is None:
+            wakeup = _THREAD.wakeup = Wakeup()
+        self._wakeup = wakeup
 
     def receive(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         if response is not None:
             self.responses.append(response)
         if final:
             self._ended = True
-            self._bell.ring()
+            self._wakeup.ring()
 
     def wait(self) -> bool:
         """Wait for the end, for a while; whether it is there."""
-        return self._bell.wait(None if self._ended else LOOK_EVERY_S)
+        return self._wakeup.wait(None if self._ended else CHECK_INTERVAL_S)
 
 
-def call_async(
+def bls_exec_async(
     request: InferenceRequest,
     *,
     door: Door,
@@ -120,16 +128,16 @@ def call_async(
     return answer
 
 
-def answers_async(
+def bls_stream_async(
     request: InferenceRequest,
     *,
     door: Door,
     executor: Executor | None,
-    convert: Callable[[Answers], T],
+    convert: Callable[[BlsResponses], T],
 ) -> asyncio.Future[T]:
     """Ask a model, decoupled or not; the running loop is told of its answers, converted, with the first."""
     arrived: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    answers = Answers(
+    answers = BlsResponses(
         request,
         door=door,
         executor=executor,
@@ -139,7 +147,7 @@ def answers_async(
     return arrived
 
 
-class Answers:
+class BlsResponses:
     """The answers of a model, decoupled or not, as they come; to be iterated by one thread.
 
     The last one is empty if the model says so late that it has no more.
@@ -189,7 +197,7 @@ class Answers:
         try:
             while True:
                 try:
-                    return self._answers.get(timeout=LOOK_EVERY_S)
+                    return self._answers.get(timeout=CHECK_INTERVAL_S)
                 except Empty:
                     wait.look()
         except GenserveError as error:
@@ -242,7 +250,7 @@ class Wait:
             self._executor.waiting_for.discard(self.inference)
 
 
-def lift_if_circular(inference: Inference) -> None:
+def lift_backlog_if_circular(inference: Inference) -> None:
     """Let the model that answers go on, if the backlog of its responses waits for the model itself."""
     if inference.backlog is not None and waits_for_itself(inference):
         logger.warning(
@@ -315,7 +323,7 @@ def _watch(
             fail(error)
             inference.cancel()
         else:
-            next_look = loop.call_later(LOOK_EVERY_S, look)
+            next_look = loop.call_later(CHECK_INTERVAL_S, look)
 
     def ended(answer: asyncio.Future[Any]) -> None:
         next_look.cancel()  # or it would keep the answer until then
@@ -324,7 +332,7 @@ def _watch(
             inference.cancel()
 
     answer.add_done_callback(ended)
-    next_look = loop.call_later(LOOK_EVERY_S, look)
+    next_look = loop.call_later(CHECK_INTERVAL_S, look)
 
 
 def _tell(answer: asyncio.Future[T], value: Callable[[], T]) -> None:

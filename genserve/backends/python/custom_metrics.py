@@ -17,7 +17,15 @@ from prometheus_client.utils import floatToGoString
 
 from genserve.generation_metrics import bare_family
 
-__all__ = ["Family", "Kind", "Measure", "Measures", "MetricFamilies", "RemoteFamilies", "Series"]
+__all__ = [
+    "CustomMetric",
+    "CustomMetricFamily",
+    "CustomMetrics",
+    "Measure",
+    "MetricKind",
+    "RemoteCustomMetrics",
+    "StubMetrics",
+]
 
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -25,7 +33,7 @@ _OTHER_TYPE = "Family name already exists with different type"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """What a metric counts; the value is Prometheus's word."""
 
     COUNTER = "counter"
@@ -33,16 +41,16 @@ class Kind(Enum):
     HISTOGRAM = "histogram"
 
 
-class MetricFamilies(Collector):
-    """All families of one server; they live as long as a model holds them. Safe from any thread."""
+class CustomMetrics(Collector):
+    """All metrics of one server; they live as long as a model holds them. Safe from any thread."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Begin without families; none may take a name that the registry shows already."""
+        """Begin without metrics; none may take a name that the registry shows already."""
         self._registry = registry
         self._lock = threading.Lock()
-        self._families: weakref.WeakValueDictionary[str, Family] = weakref.WeakValueDictionary()
+        self._families: weakref.WeakValueDictionary[str, CustomMetricFamily] = weakref.WeakValueDictionary()
 
-    def family(self, name: str, *, description: str, kind: Kind) -> Family:
+    def family(self, name: str, *, description: str, kind: MetricKind) -> CustomMetricFamily:
         """Return the family of a name, which another model may have made.
 
         Raises:
@@ -56,7 +64,7 @@ class MetricFamilies(Collector):
         with self._lock:
             family = self._families.get(name)
             if family is None:
-                family = self._families[name] = Family(name, description=description, kind=kind)
+                family = self._families[name] = CustomMetricFamily(name, description=description, kind=kind)
         if family.kind is not kind:
             raise ValueError(_OTHER_TYPE)
         return family
@@ -74,30 +82,30 @@ class MetricFamilies(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family with its series."""
         with self._lock:
-            families = list(self._families.values())
-        return (family.metric() for family in families if family.has_series)
+            metrics = list(self._families.values())
+        return (family.metric() for family in metrics if family.has_series)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: families come and go."""
+        """Yield nothing: metrics come and go."""
         return iter(())
 
 
-class Family:
+class CustomMetricFamily:
     """Metrics of one name, by their labels."""
 
-    def __init__(self, name: str, *, description: str, kind: Kind) -> None:
+    def __init__(self, name: str, *, description: str, kind: MetricKind) -> None:
         self.name = name
         self.kind = kind
         self._description = description
         self._lock = threading.Lock()
-        self._series: dict[tuple[tuple[str, str], ...], Series] = {}
+        self._series: dict[tuple[tuple[str, str], ...], CustomMetric] = {}
 
     @property
     def has_series(self) -> bool:
         """Whether there is anything to show."""
         return bool(self._series)
 
-    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> Series:
+    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> CustomMetric:
         """Return the metric of some labels.
 
         Raises:
@@ -111,7 +119,7 @@ class Family:
             raise ValueError("Bucket Boundaries must be strictly sorted")
         with self._lock:
             return self._series.setdefault(
-                tuple(sorted(labels.items())), Series(self.name, kind=self.kind, buckets=buckets)
+                tuple(sorted(labels.items())), CustomMetric(self.name, kind=self.kind, buckets=buckets)
             )
 
     def metric(self) -> Metric:
@@ -124,10 +132,10 @@ class Family:
         return metric
 
 
-class Series:
+class CustomMetric:
     """One metric. Its methods say in Triton's words what its kind does not support."""
 
-    def __init__(self, name: str, *, kind: Kind, buckets: Sequence[float] = ()) -> None:
+    def __init__(self, name: str, *, kind: MetricKind, buckets: Sequence[float] = ()) -> None:
         self._name = name
         self._kind = kind
         self._lock = threading.Lock()
@@ -141,8 +149,8 @@ class Series:
         Raises:
             ValueError: a histogram, or less than nothing to a counter.
         """
-        self._check("Increment", Kind.COUNTER, Kind.GAUGE)
-        if self._kind is Kind.COUNTER and value < 0:
+        self._check("Increment", MetricKind.COUNTER, MetricKind.GAUGE)
+        if self._kind is MetricKind.COUNTER and value < 0:
             raise ValueError(
                 "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative "
                 "values."
@@ -152,26 +160,26 @@ class Series:
 
     def set(self, value: float) -> None:
         """Set a gauge."""
-        self._check("Set", Kind.GAUGE)
+        self._check("Set", MetricKind.GAUGE)
         with self._lock:
             self._value = value
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
-        self._check("Observe", Kind.HISTOGRAM)
+        self._check("Observe", MetricKind.HISTOGRAM)
         with self._lock:
             self._value += value
             self._counts[bisect_left(self._buckets, value)] += 1
 
     def value(self) -> float:
         """Return what a counter or gauge stands at."""
-        self._check("Value", Kind.COUNTER, Kind.GAUGE)
+        self._check("Value", MetricKind.COUNTER, MetricKind.GAUGE)
         return self._value
 
     def add_samples(self, metric: Metric, labels: dict[str, str]) -> None:
         """Add what Prometheus is shown of it."""
         name = self._name
-        if self._kind is not Kind.HISTOGRAM:
+        if self._kind is not MetricKind.HISTOGRAM:
             metric.add_sample(name, labels, self._value)
             return
         with self._lock:
@@ -182,26 +190,26 @@ class Series:
             upper = floatToGoString(boundary)  # type: ignore[no-untyped-call]
             metric.add_sample(f"{name}_bucket", {**labels, "le": upper}, count)
 
-    def _check(self, verb: str, *kinds: Kind) -> None:
+    def _check(self, verb: str, *kinds: MetricKind) -> None:
         if self._kind not in kinds:
             raise ValueError(f"TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {verb}")
 
 
 # Does something with a metric: name, description and kind of its family, its labels (None: only the family
-# is wanted), its buckets, the method of `Series` ("": none) and what it takes. Raises ValueError.
+# is wanted), its buckets, the method of `CustomMetric` ("": none) and what it takes. Raises ValueError.
 Measure: TypeAlias = Callable[..., Any]
 
 
-class Measures:
-    """In the server: what one process does to the families, which are held as long as it lives."""
+class StubMetrics:
+    """In the server: what one process does to the metrics, which are held as long as it lives."""
 
-    def __init__(self, families: MetricFamilies) -> None:
-        self._families = families
-        self._held: set[Family] = set()
+    def __init__(self, metrics: CustomMetrics) -> None:
+        self._families = metrics
+        self._held: set[CustomMetricFamily] = set()
 
     def measure(
         self,
-        family: tuple[str, str, Kind],
+        family: tuple[str, str, MetricKind],
         labels: Mapping[str, str] | None = None,
         buckets: Sequence[float] = (),
         verb: str = "",
@@ -215,35 +223,35 @@ class Measures:
         return getattr(series, verb)(*values) if verb else None
 
     def forget(self) -> None:
-        """Let go of the families: the process is gone."""
+        """Let go of the metrics: the process is gone."""
         self._held.clear()
 
 
-class RemoteFamilies(MetricFamilies):
-    """In the process: families and series whose methods are called in the server."""
+class RemoteCustomMetrics(CustomMetrics):
+    """In the process: metrics and series whose methods are called in the server."""
 
     def __init__(self, measure: Measure) -> None:
         super().__init__()
         self._measure = measure
 
-    def family(self, name: str, *, description: str, kind: Kind) -> Family:
+    def family(self, name: str, *, description: str, kind: MetricKind) -> CustomMetricFamily:
         """Make a family in the server, or find it; raises ValueError."""
         self._measure((name, description, kind))
-        return _RemoteFamily(self._measure, name, description=description, kind=kind)
+        return _RemoteMetricFamily(self._measure, name, description=description, kind=kind)
 
 
-class _RemoteFamily(Family):
-    def __init__(self, measure: Measure, name: str, *, description: str, kind: Kind) -> None:
+class _RemoteMetricFamily(CustomMetricFamily):
+    def __init__(self, measure: Measure, name: str, *, description: str, kind: MetricKind) -> None:
         super().__init__(name, description=description, kind=kind)
         self._measure = measure
 
-    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> Series:
+    def series(self, labels: Mapping[str, str], *, buckets: Sequence[float] = ()) -> CustomMetric:
         where = ((self.name, self._description, self.kind), labels, buckets)
         self._measure(*where)
-        return _RemoteSeries(lambda verb, *values: self._measure(*where, verb, *values))
+        return _RemoteMetric(lambda verb, *values: self._measure(*where, verb, *values))
 
 
-class _RemoteSeries(Series):
+class _RemoteMetric(CustomMetric):
     def __init__(self, do: Callable[..., Any]) -> None:
         self._do = do
 

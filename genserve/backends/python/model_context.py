@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from genserve.backends.python.custom_metrics import MetricFamilies
+from genserve.backends.python.custom_metrics import CustomMetrics
 from genserve.inference import Door, Executor
 
-__all__ = ["CONTEXT_GLOBAL", "CURRENT_CONTEXT", "Host", "Phase", "current_context"]
+__all__ = ["CONTEXT_GLOBAL", "CURRENT_CONTEXT", "ModelContext", "Phase", "current_context"]
 
 
 class Phase(Enum):
@@ -23,7 +23,7 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Host:
+class ModelContext:
     """One instance of a python model, for what its code calls.
 
     Attributes:
@@ -32,7 +32,7 @@ class Host:
         folder: of the version.
         package: that its modules are in; empty before they are imported.
         door: to all models; None while a config is completed.
-        families: of its own metrics; None: they are not supported.
+        metrics: of its own metrics; None: they are not supported.
         decoupled: whether it answers by senders alone.
         outputs: that its config declares; whoever asks for none asks for these.
         executor: the instance, as requests see it; None: outside of a server.
@@ -45,7 +45,7 @@ class Host:
     folder: Path
     package: str = ""
     door: Door | None = None
-    families: MetricFamilies | None = None
+    metrics: CustomMetrics | None = None
     decoupled: bool = False
     outputs: tuple[str, ...] = ()
     executor: Executor | None = None
@@ -54,24 +54,24 @@ class Host:
 
 
 # Set on the thread of the instance; asyncio tasks inherit it.
-CURRENT_CONTEXT: ContextVar[Host | None] = ContextVar("current_context", default=None)
+CURRENT_CONTEXT: ContextVar[ModelContext | None] = ContextVar("current_context", default=None)
 
-# The global by which each module of an instance knows its host.
+# The global by which each module of an instance knows its context.
 CONTEXT_GLOBAL = "__genserve_host__"
 
 
-def current_context() -> Host | None:
-    """Return the host of the model that calls; None: no model does, as in a user's own test.
+def current_context() -> ModelContext | None:
+    """Return the context of the model that calls; None: no model does, as in a user's own test.
 
     Threads that a model starts inherit no context, so the modules on the stack are asked in their place.
     """
-    host = CURRENT_CONTEXT.get()
-    if host is not None:
-        return host
+    context = CURRENT_CONTEXT.get()
+    if context is not None:
+        return context
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_globals.get(CONTEXT_GLOBAL)
-        if isinstance(found, Host):
+        if isinstance(found, ModelContext):
             return found
         frame = frame.f_back  # type: ignore[assignment]
     return None

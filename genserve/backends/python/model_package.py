@@ -45,8 +45,8 @@ class PublicNames(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a stand-in for a module in the model's package; None: there is none."""
-        host = current_context()
-        if fullname.startswith(PRIVATE) or host is None or host.package != self._package:
+        context = current_context()
+        if fullname.startswith(PRIVATE) or context is None or context.package != self._package:
             return None
         try:
             spec = importlib.util.find_spec(f"{self._package}.{fullname}")
@@ -75,12 +75,12 @@ class PublicModule(ModuleType):
     """Stands in `sys.modules` for the modules of this name beside several models: each sees its own."""
 
     def __getattr__(self, name: str) -> Any:
-        host = current_context()
+        context = current_context()
         foreign = f"module {self.__name__!r} has no attribute {name!r} outside of its model"
-        if host is None or not host.package:
+        if context is None or not context.package:
             raise AttributeError(foreign)
         try:
-            own = importlib.import_module(f"{host.package}.{self.__name__}")
+            own = importlib.import_module(f"{context.package}.{self.__name__}")
         except ModuleNotFoundError:
             raise AttributeError(foreign) from None
         return getattr(own, name)

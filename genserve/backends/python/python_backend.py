@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from google.protobuf import json_format
 
 from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.python.custom_metrics import MetricFamilies
-from genserve.backends.python.model_context import Host
+from genserve.backends.python.custom_metrics import CustomMetrics
+from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.python_model import PythonModel, complete_config
 from genserve.backends.python.stub import ModelProcess
 from genserve.backends.python.stub_process import ModelSetup
@@ -49,8 +49,8 @@ class PythonBackend:
         file, folders = cls._file(path, version, message.default_model_filename)
         if file.is_file() and _cannot_complete(file):
             return
-        host = Host(model=message.name or path.name, folder=path / str(version))
-        completed = complete_config(file, folders=folders, host=host, config=config_json(message))
+        context = ModelContext(model=message.name or path.name, folder=path / str(version))
+        completed = complete_config(file, folders=folders, context=context, config=config_json(message))
         try:
             parsed = json_format.ParseDict(completed, type(message)())
         except json_format.ParseError as error:
@@ -68,12 +68,12 @@ class PythonBackend:
         config = source.config
         path, folders = self._file(source.path, source.version, config.default_model_filename)
         batching = config.sequence_batching
-        host = Host(
+        context = ModelContext(
             model=source.name,
             instance=placement.name,
             folder=source.folder,
             door=source.door,
-            families=source.metrics.collector(MetricFamilies),
+            metrics=source.metrics.collector(CustomMetrics),
             decoupled=config.decoupled,
             outputs=tuple(output.name for output in config.outputs),
             executor=CURRENT_EXECUTOR.get(),
@@ -84,10 +84,10 @@ class PythonBackend:
         self._model: PythonModel | ModelProcess
         if config.parameters.get("EXECUTION") == "process":
             setup = ModelSetup(path=path, folders=tuple(folders), arguments=arguments, iterative=iterative)
-            self._model = ModelProcess(setup, host=host)
+            self._model = ModelProcess(setup, context=context)
         else:
             self._model = PythonModel(
-                path, folders=folders, host=host, arguments=arguments, iterative=iterative
+                path, folders=folders, context=context, arguments=arguments, iterative=iterative
             )
 
     def execute(self, batch: Sequence[Inference]) -> None:

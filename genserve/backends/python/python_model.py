@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from genserve.backends.python.model_context import CONTEXT_GLOBAL, CURRENT_CONTEXT, Host, Phase
+from genserve.backends.python.model_context import CONTEXT_GLOBAL, CURRENT_CONTEXT, ModelContext, Phase
 from genserve.backends.python.model_package import ModelPackage
 from genserve.backends.python.pb_utils import InferenceRequest, InferenceResponse, ModelConfig
 from genserve.backends.python.pb_utils.pb_error import TritonModelException
@@ -105,7 +105,7 @@ class PythonModel:
         path: Path,
         *,
         folders: Sequence[Path],
-        host: Host,
+        context: ModelContext,
         arguments: Mapping[str, str],
         iterative: bool = False,
     ) -> None:
@@ -114,21 +114,21 @@ class PythonModel:
         Args:
             path: the model.py.
             folders: where the modules beside it are looked for.
-            host: what its code may reach.
+            context: what its code may reach.
             arguments: of `initialize`.
             iterative: whether it may ask for a request to be executed again.
 
         Raises:
             InferenceError: INTERNAL; what the file or `initialize` raised, and where.
         """
-        self._host = host
+        self._context = context
         self._iterative = iterative
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()  # of the loop, which any thread may be the first to need
-        self._file = ModelPackage(path, model=host.model, folders=folders, names={CONTEXT_GLOBAL: host})
+        self._file = ModelPackage(path, model=context.model, folders=folders, names={CONTEXT_GLOBAL: context})
         self._path = path
-        host.package = self._file.package
-        CURRENT_CONTEXT.set(host)
+        context.package = self._file.package
+        CURRENT_CONTEXT.set(context)
         # For `asyncio.get_event_loop()` in execute: in Triton it runs on a main thread, which has a loop.
         self._thread_loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._thread_loop)
@@ -139,7 +139,7 @@ class PythonModel:
         except (Exception, SystemExit) as error:
             self._let_go()
             raise _load_error(error) from error
-        host.phase = Phase.RUNNING
+        context.phase = Phase.RUNNING
 
     def execute(self, batch: Sequence[Inference]) -> None:
         """Have the model answer a batch.
@@ -147,7 +147,7 @@ class PythonModel:
         Raises:
             InferenceError: INTERNAL; the model raised, or returned what it must not.
         """
-        requests = [InferenceRequest._of(inference, self._host) for inference in batch]
+        requests = [InferenceRequest._of(inference, self._context) for inference in batch]
         try:
             if not hasattr(self._model, "execute"):
                 raise _BrokenContract(f"Python model {self._path} does not implement `execute` method.")
@@ -166,14 +166,14 @@ class PythonModel:
 
     def is_ready(self) -> bool:
         """Whether the model says that it is; one that has nothing to say is. From any thread."""
-        if self._host.phase is Phase.CLOSING:
+        if self._context.phase is Phase.CLOSING:
             return False
         try:
             answer = self._model.is_ready() if self.says_ready else True
             if asyncio.iscoroutine(answer):
                 answer = self._awaited(answer, within_s=_READY_WITHIN_S)
         except Exception:
-            logger.exception("is_ready of %s failed", self._host.instance)
+            logger.exception("is_ready of %s failed", self._context.instance)
             return False
         return answer is True
 
@@ -182,7 +182,7 @@ class PythonModel:
 
         Modules refer to themselves: what they hold goes with the next garbage collection.
         """
-        self._host.phase = Phase.CLOSING
+        self._context.phase = Phase.CLOSING
         with self._lock:
             loop = self._loop
         if loop is not None:
@@ -191,7 +191,7 @@ class PythonModel:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
         except (Exception, SystemExit):
-            logger.exception("finalize of %s failed", self._host.instance)
+            logger.exception("finalize of %s failed", self._context.instance)
         del self._model
         self._let_go()
 
@@ -201,7 +201,7 @@ class PythonModel:
         self._file.forget()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], requests: Sequence[InferenceRequest]) -> None:
-        if not self._host.decoupled:
+        if not self._context.decoupled:
             self._take_returned(self._event_loop().submit(coroutine).result(), requests)
             return
 
@@ -228,7 +228,7 @@ class PythonModel:
     def _event_loop(self) -> EventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = EventLoop(self._host.instance)
+                self._loop = EventLoop(self._context.instance)
             return self._loop
 
     def _take_returned(self, returned: object, requests: Sequence[InferenceRequest]) -> None:
@@ -238,15 +238,15 @@ class PythonModel:
                 request._answer(response)
             elif request._inference is not None and request._inference.reschedule:
                 self._reschedule(request)
-            elif not self._host.decoupled and not request._may_be_answered():
+            elif not self._context.decoupled and not request._may_be_answered():
                 request._fail(self._failed(_BrokenContract("execute has left a request unanswered."), ()))
 
     def _checked(
         self, returned: object, requests: Sequence[InferenceRequest]
     ) -> list[InferenceResponse | None]:
-        if self._host.decoupled:
+        if self._context.decoupled:
             raise _BrokenContract(
-                f"Python model '{self._host.instance}' is using the decoupled mode and the execute function "
+                f"Python model '{self._context.instance}' is using the decoupled mode and the execute function "
                 "must return None."
             )
         if not isinstance(returned, list):
@@ -275,17 +275,19 @@ class PythonModel:
         )
 
     def _failed(self, error: BaseException, requests: Sequence[InferenceRequest]) -> InferenceError:
-        logger.error("model %s failed", self._host.model, exc_info=error)
+        logger.error("model %s failed", self._context.model, exc_info=error)
         for request in requests:
             request._close()
         text = str(error) if isinstance(error, _BrokenContract) else failure_text(error)
         return InferenceError(
-            f"Failed to process the request(s) for model '{self._host.instance}', message: {text}",
+            f"Failed to process the request(s) for model '{self._context.instance}', message: {text}",
             status=Status.INTERNAL,
         )
 
 
-def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: str) -> dict[str, Any]:
+def complete_config(
+    path: Path, *, folders: Sequence[Path], context: ModelContext, config: str
+) -> dict[str, Any]:
     """Return a config as the model's `auto_complete_config` completes it.
 
     The file is imported for this alone, and forgotten.
@@ -293,17 +295,17 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
     Args:
         path: the model.py.
         folders: where the modules beside it are looked for.
-        host: what its code may reach: it has no door.
+        context: what its code may reach: it has no door.
         config: JSON.
 
     Raises:
         InferenceError: INTERNAL; what the file or the function raised, and where.
     """
-    file = ModelPackage(path, model=host.model, folders=folders, names={CONTEXT_GLOBAL: host})
-    host.package = file.package
+    file = ModelPackage(path, model=context.model, folders=folders, names={CONTEXT_GLOBAL: context})
+    context.package = file.package
 
     def complete() -> ModelConfig:
-        CURRENT_CONTEXT.set(host)
+        CURRENT_CONTEXT.set(context)
         completed: Any = ModelConfig(config)
         model = _model_class(file, path)
         if hasattr(model, "auto_complete_config"):
@@ -311,7 +313,7 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
         if isinstance(completed, ModelConfig):
             return completed
         raise _BrokenContract(
-            f"auto_complete_config function in model '{host.model}' must return a valid pb.ModelConfig "
+            f"auto_complete_config function in model '{context.model}' must return a valid pb.ModelConfig "
             "object."
         )
 

@@ -24,7 +24,9 @@ def source_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
         return (module,)
     if _may_bind(module, _CLASS):
         return ()
-    return (source_diagnostic(path, "", f"there is no class {_CLASS}", remedy=f"define `class {_CLASS}` in it"),)
+    return (
+        source_diagnostic(path, "", f"there is no class {_CLASS}", remedy=f"define `class {_CLASS}` in it"),
+    )
 
 
 def parse_source(path: Path) -> ast.Module | Diagnostic:

@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
-from genserve.backends.python.bls import LOOK_EVERY_S, Wait, lift_if_circular
-from genserve.backends.python.custom_metrics import Measures, MetricFamilies
-from genserve.backends.python.model_context import Host
+from genserve.backends.python.bls import CHECK_INTERVAL_S, Wait, lift_backlog_if_circular
+from genserve.backends.python.custom_metrics import CustomMetrics, StubMetrics
+from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.stub_channel import (
     Channel,
     WritingThread,
@@ -52,29 +52,29 @@ class Stub:
         has_executed: whether it has executed a batch.
     """
 
-    def __init__(self, setup: ModelSetup, *, host: Host) -> None:
+    def __init__(self, setup: ModelSetup, *, context: ModelContext) -> None:
         """Start the process; its model is not initialized yet."""
         self.alive = False
         self.has_executed = False
-        self._host = host
+        self._context = context
         self._numbers = itertools.count()
         self._pending: dict[int, Inference] = {}
         self._number_of: dict[Inference, int] = {}
         self._told: dict[int, Future[Any]] = {}
         self._calls: dict[int, Wait] = {}
-        self._measures = Measures(host.families or MetricFamilies())
+        self._measures = StubMetrics(context.metrics or CustomMetrics())
         self._lock = threading.Lock()
         # Of two threads that ask for a process at its end, one would be told that it lives.
         self._asking = threading.Lock()
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        host = replace(host, door=None, families=None, executor=None)
-        arguments = (there, setup, host)
-        self._process = context.Process(target=run_model, args=arguments, name=host.instance, daemon=True)
+        spawn = multiprocessing.get_context("spawn")
+        here, there = spawn.Pipe()
+        context = replace(context, door=None, metrics=None, executor=None)
+        arguments = (there, setup, context)
+        self._process = spawn.Process(target=run_model, args=arguments, name=context.instance, daemon=True)
         self._process.start()
         there.close()
         self._channel = Channel(here)
-        self._out = WritingThread(self._channel, name=f"write-{host.instance}")
+        self._out = WritingThread(self._channel, name=f"write-{context.instance}")
 
     def start(self) -> None:
         """Wait until the model is initialized.
@@ -138,14 +138,14 @@ class Stub:
 
     def _messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield what the process says until it is gone, and look after its calls, however much it says."""
-        next_look_s = time.monotonic() + LOOK_EVERY_S
+        next_look_s = time.monotonic() + CHECK_INTERVAL_S
         while True:
             try:
                 message = self._channel.receive(max(0.0, next_look_s - time.monotonic()))
             except (EOFError, OSError):
                 return
             except Exception:
-                logger.exception("a message of the process of %s cannot be read", self._host.instance)
+                logger.exception("a message of the process of %s cannot be read", self._context.instance)
                 continue
             if message is not None:
                 yield message
@@ -153,14 +153,14 @@ class Stub:
                 return  # and what it has forked holds the pipe
             if time.monotonic() >= next_look_s:
                 self._look()
-                next_look_s = time.monotonic() + LOOK_EVERY_S
+                next_look_s = time.monotonic() + CHECK_INTERVAL_S
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
         try:
             getattr(self, f"_on_{kind}")(*rest)
         except Exception:  # it concerns one message: the others are waited for
-            logger.exception("a message (%s) of the process of %s failed", kind, self._host.instance)
+            logger.exception("a message (%s) of the process of %s failed", kind, self._context.instance)
 
     def _on_response(self, number: int, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         inference = self._pending.get(number)
@@ -205,7 +205,7 @@ class Stub:
             self._out.send(("answer", number, response and portable_response(response), final))
 
         inference = Inference(request=request, on_response=receive)
-        self._calls[number] = Wait(inference, None if self._host.decoupled else self._host.executor)
+        self._calls[number] = Wait(inference, None if self._context.decoupled else self._context.executor)
         if not self._answer(number, partial(self._door("submit"), inference)):
             self._end_call(number)
 
@@ -225,7 +225,7 @@ class Stub:
         self._answer(number, partial(self._measures.measure, *what))
 
     def _door(self, method: str) -> Callable[..., object]:
-        act: Callable[..., object] = getattr(self._host.door, method)
+        act: Callable[..., object] = getattr(self._context.door, method)
         return act
 
     def _answer(self, number: int, act: Callable[[], object]) -> bool:
@@ -238,7 +238,7 @@ class Stub:
         except ValueError as error:
             reply = ValueError(*error.args)  # without the frames that it refers to
         except Exception as error:
-            logger.exception("a call of the process of %s failed", self._host.instance)
+            logger.exception("a call of the process of %s failed", self._context.instance)
             reply = InferenceError.of(error)
         self._out.send(("reply", number, reply))
         return not isinstance(reply, Exception)
@@ -246,11 +246,11 @@ class Stub:
     def _look(self) -> None:
         try:
             for inference in list(self._pending.values()):
-                lift_if_circular(inference)
+                lift_backlog_if_circular(inference)
             for number, wait in list(self._calls.items()):
                 self._look_at(number, wait)
         except Exception:  # the next look may succeed; until then the process is read on
-            logger.exception("the calls of the process of %s could not be looked at", self._host.instance)
+            logger.exception("the calls of the process of %s could not be looked at", self._context.instance)
 
     def _look_at(self, number: int, wait: Wait) -> None:
         try:
@@ -321,7 +321,7 @@ class Stub:
 
     def _join(self, within_s: float) -> None:
         if not self._has_ended(within_s):
-            logger.error("the process of %s has not ended in %s s: killed", self._host.instance, within_s)
+            logger.error("the process of %s has not ended in %s s: killed", self._context.instance, within_s)
             with self._asking:
                 self._process.terminate()
             if not self._has_ended(within_s):
@@ -335,7 +335,7 @@ class Stub:
 
     def _dead(self) -> InferenceError:
         return InferenceError(
-            f"Stub process '{self._host.instance}' is not healthy.",
+            f"Stub process '{self._context.instance}' is not healthy.",
             status=Status.INTERNAL,
             remedy="the process of the model died and is being started again; the log says when and why",
         )
@@ -354,12 +354,14 @@ class ModelProcess:
     When the process dies, its requests fail, and it is started anew, after a pause that doubles each time.
     """
 
-    def __init__(self, setup: ModelSetup, *, host: Host, ends_within_s: float = _ENDS_WITHIN_S) -> None:
+    def __init__(
+        self, setup: ModelSetup, *, context: ModelContext, ends_within_s: float = _ENDS_WITHIN_S
+    ) -> None:
         """Start the process, and wait until the model is initialized.
 
         Args:
             setup: of the model.
-            host: what its code may reach.
+            context: what its code may reach.
             ends_within_s: a process that takes longer to finalize its model is terminated, and killed if
                 that takes as long again.
 
@@ -367,12 +369,12 @@ class ModelProcess:
             InferenceError: what the model raised.
         """
         self._setup = setup
-        self._host = host
+        self._context = context
         self._ends_within_s = ends_within_s
         self._closing = threading.Event()
         self._lock = threading.Lock()  # `close` reaches each process that is started
         self._start()
-        self._reader = threading.Thread(target=self._serve, name=f"process-{host.instance}", daemon=True)
+        self._reader = threading.Thread(target=self._serve, name=f"process-{context.instance}", daemon=True)
         self._reader.start()
 
     def execute(self, batch: Sequence[Inference]) -> None:
@@ -398,14 +400,14 @@ class ModelProcess:
         """Kill the process: what it executes fails, and it is not started again."""
         with self._lock:
             self._closing.set()
-        logger.error("the process of %s executes without an end: killed", self._host.instance)
+        logger.error("the process of %s executes without an end: killed", self._context.instance)
         self._stub.kill()
 
     def _start(self) -> None:
         with self._lock:
             if self._closing.is_set():
                 return
-            self._stub = Stub(self._setup, host=self._host)
+            self._stub = Stub(self._setup, context=self._context)
         self._stub.start()
 
     def _serve(self) -> None:
@@ -416,7 +418,9 @@ class ModelProcess:
                 return
             if self._stub.has_executed:
                 pause_s = _FIRST_PAUSE_S
-            logger.error("the process of %s died; it is started again in %s s", self._host.instance, pause_s)
+            logger.error(
+                "the process of %s died; it is started again in %s s", self._context.instance, pause_s
+            )
             while not self._stub.alive:
                 if self._closing.wait(pause_s):
                     return
@@ -424,4 +428,4 @@ class ModelProcess:
                 try:
                     self._start()
                 except Exception:
-                    logger.exception("the process of %s did not start", self._host.instance)
+                    logger.exception("the process of %s did not start", self._context.instance)

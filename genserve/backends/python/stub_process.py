@@ -17,8 +17,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from genserve.backends.python.custom_metrics import RemoteFamilies
-from genserve.backends.python.model_context import Host
+from genserve.backends.python.custom_metrics import RemoteCustomMetrics
+from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.python_model import PythonModel
 from genserve.backends.python.stub_channel import Channel, portable_error, portable_request, portable_response
 from genserve.errors import GenserveError, InferenceError
@@ -46,7 +46,7 @@ class ModelSetup:
     iterative: bool
 
 
-def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host) -> None:
+def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelContext) -> None:
     """Be the process: the model runs on the main thread."""
     multiprocessing.current_process().daemon = False  # the model may start processes itself
     for told_to_all in (signal.SIGINT, signal.SIGHUP):  # by a terminal; the server says when to stop
@@ -56,12 +56,16 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host) -> None
     # The server drops what nobody wants to read: its settings may change.
     logging.getLogger("genserve").setLevel(logging.DEBUG)
     elsewhere = _Elsewhere(channel)
-    host.door = elsewhere.door
-    host.families = RemoteFamilies(elsewhere.door.measure)
+    context.door = elsewhere.door
+    context.metrics = RemoteCustomMetrics(elsewhere.door.measure)
     threading.Thread(target=elsewhere.read, daemon=True).start()
     try:
         model = PythonModel(
-            setup.path, folders=setup.folders, host=host, arguments=setup.arguments, iterative=setup.iterative
+            setup.path,
+            folders=setup.folders,
+            context=context,
+            arguments=setup.arguments,
+            iterative=setup.iterative,
         )
     except GenserveError as failure:
         channel.send(("started", portable_error(failure), False))

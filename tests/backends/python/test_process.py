@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
-from genserve.backends.python.model_context import Host
+from genserve.backends.python.model_context import ModelContext
 from genserve.backends.python.stub import ModelProcess
 from genserve.backends.python.stub_process import ModelSetup
 from genserve.errors import InferenceError
@@ -365,7 +365,7 @@ def test_requests_of_a_batch_that_failed_are_forgotten_on_both_sides(models):
 def started(models, source, *, arguments, **limits):
     folder = models.write("m", source)
     setup = ModelSetup(path=folder / "model.py", folders=(folder,), arguments=arguments, iterative=False)
-    return ModelProcess(setup, host=Host(model="m", instance="m_0", folder=folder), **limits)
+    return ModelProcess(setup, context=ModelContext(model="m", instance="m_0", folder=folder), **limits)
 
 
 def test_a_model_may_be_closed_while_its_process_is_started_again(models):

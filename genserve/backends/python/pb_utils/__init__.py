@@ -115,10 +115,10 @@ def get_model_dir() -> str:
     Raises:
         TritonModelException: no model of a server calls.
     """
-    host = current_context()
-    if host is None:
+    context = current_context()
+    if context is None:
         raise TritonModelException("only a model that a server has loaded has a folder")
-    return str(host.folder)
+    return str(context.folder)
 
 
 def _named(tensors: list[Tensor], name: str) -> Tensor | None:

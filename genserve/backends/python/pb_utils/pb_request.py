@@ -10,8 +10,8 @@ from enum import IntEnum
 from typing import Any, Literal, overload
 
 from genserve import inference as inner
-from genserve.backends.python.bls import Answers, answers_async, call, call_async
-from genserve.backends.python.model_context import Host, Phase, current_context
+from genserve.backends.python.bls import BlsResponses, bls_exec_async, bls_stream_async, call
+from genserve.backends.python.model_context import ModelContext, Phase, current_context
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.backends.python.pb_utils.pb_response import (
     FINAL,
@@ -69,7 +69,7 @@ class InferenceTrace:
 class InferenceRequest:
     """A request to this model, as `execute` gets it; or one to another, as a model makes it."""
 
-    __slots__ = ("_asked", "_flags", "_host", "_inference", "_inputs", "_requested", "_sender", "_trace")
+    __slots__ = ("_asked", "_context", "_flags", "_inference", "_inputs", "_requested", "_sender", "_trace")
 
     def __init__(
         self,
@@ -138,27 +138,27 @@ class InferenceRequest:
         self._trace = trace
         self._inference: Inference | None = None
         self._sender: InferenceResponseSender | None = None
-        self._host = current_context()
+        self._context = current_context()
 
     @classmethod
-    def _of(cls, inference: Inference, host: Host) -> InferenceRequest:
+    def _of(cls, inference: Inference, context: ModelContext) -> InferenceRequest:
         self = cls.__new__(cls)
         self._inputs = None
         self._asked = inference.request
-        self._requested = inference.request.requested_outputs or host.outputs
+        self._requested = inference.request.requested_outputs or context.outputs
         self._flags = int(inference.request.flags)
         self._trace = None
         self._inference = inference
-        self._host = host
+        self._context = context
         # Whoever drops a decoupled request before it has ended drops its sender too, which ends it.
-        self._sender = self._new_sender(decoupled=True) if host.decoupled else None
+        self._sender = self._new_sender(decoupled=True) if context.decoupled else None
         return self
 
     def inputs(self) -> list[Tensor]:
         """The tensors; an optional one that was not sent is not among them."""
         if self._inputs is None:
             tensors = self._asked.inputs if self._inference is None else self._inference.inputs
-            needs_cpu = self._host is not None and self._host.cpu_inputs
+            needs_cpu = self._context is not None and self._context.cpu_inputs
             self._inputs = [
                 Tensor._of(tensor.on_cpu() if needs_cpu else tensor) for tensor in tensors.values()
             ]
@@ -207,7 +207,7 @@ class InferenceRequest:
     def get_response_sender(self) -> InferenceResponseSender:
         """By which it can be answered at any time; of a decoupled model, the only way."""
         if self._sender is None:
-            decoupled = self._host is not None and self._host.decoupled
+            decoupled = self._context is not None and self._context.decoupled
             self._sender = self._new_sender(decoupled=decoupled)
         return self._sender
 
@@ -231,7 +231,7 @@ class InferenceRequest:
         """
         door, executor = self._way_out()
         if decoupled:
-            return ResponseIterator(Answers(self._to_ask(), door=door, executor=executor))
+            return ResponseIterator(BlsResponses(self._to_ask(), door=door, executor=executor))
         return InferenceResponse._of(call(self._to_ask(), door=door, executor=executor))
 
     @overload
@@ -249,8 +249,8 @@ class InferenceRequest:
         """
         door, executor = self._way_out()
         if decoupled:
-            return answers_async(self._to_ask(), door=door, executor=executor, convert=ResponseIterator)
-        return call_async(self._to_ask(), door=door, executor=executor, convert=InferenceResponse._of)
+            return bls_stream_async(self._to_ask(), door=door, executor=executor, convert=ResponseIterator)
+        return bls_exec_async(self._to_ask(), door=door, executor=executor, convert=InferenceResponse._of)
 
     def _answer(self, response: InferenceResponse) -> None:
         """Answer a request to this model with what `execute` returned for it."""
@@ -286,10 +286,10 @@ class InferenceRequest:
 
     def _way_out(self) -> tuple[Door, Executor | None]:
         """Return the door to other models, and the instance that waits for what is asked there."""
-        host = self._host or current_context()
-        if host is None or host.door is None or host.phase is not Phase.RUNNING:
+        context = self._context or current_context()
+        if context is None or context.door is None or context.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
-        return host.door, _executor(host)
+        return context.door, _executor(context)
 
     def _to_ask(self) -> inner.InferenceRequest:
         if self._flags == self._asked.flags:
@@ -297,13 +297,13 @@ class InferenceRequest:
         return replace(self._asked, flags=RequestFlags(self._flags))
 
 
-def _executor(host: Host) -> Executor | None:
+def _executor(context: ModelContext) -> Executor | None:
     """Return the instance that waits for what is asked now.
 
     A thread that `execute` has started is waited for by it, as far as one can tell; but one of a decoupled
     model goes on after `execute`.
     """
     executor = CURRENT_EXECUTOR.get()
-    if executor is not None or host.decoupled:
+    if executor is not None or context.decoupled:
         return executor
-    return host.executor
+    return context.executor

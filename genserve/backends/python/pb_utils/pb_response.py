@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from genserve import inference as inner
-from genserve.backends.python.bls import LOOK_EVERY_S, lift_if_circular
+from genserve.backends.python.bls import CHECK_INTERVAL_S, lift_backlog_if_circular
 from genserve.backends.python.pb_utils.pb_error import (
     TritonError,
     TritonModelException,
@@ -22,7 +22,7 @@ from genserve.errors import Closed, InferenceError, Status
 from genserve.inference import Backlog, Inference
 
 if TYPE_CHECKING:
-    from genserve.backends.python.bls import Answers
+    from genserve.backends.python.bls import BlsResponses
 
 __all__ = [
     "FINAL",
@@ -100,7 +100,7 @@ class InferenceResponse:
 class ResponseIterator:
     """The responses of one BLS call, as they come; once all have come, they can be read again."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: BlsResponses) -> None:
         self._answers = answers
         self._coming = map(InferenceResponse._of, answers)
         self._come: list[InferenceResponse] = []
@@ -243,8 +243,8 @@ class InferenceResponseSender:
 def _wait_for_room(inference: Inference, backlog: Backlog) -> None:
     clear = threading.Event()
     backlog.when_clear(clear.set)
-    while not clear.wait(LOOK_EVERY_S):
-        lift_if_circular(inference)
+    while not clear.wait(CHECK_INTERVAL_S):
+        lift_backlog_if_circular(inference)
 
 
 def _end_dropped(inference: Inference) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import ClassVar, TypeVar
 
-from genserve.backends.python.custom_metrics import Kind, Series
-from genserve.backends.python.model_context import Host, current_context
+from genserve.backends.python.custom_metrics import CustomMetric, MetricKind
+from genserve.backends.python.model_context import ModelContext, current_context
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.errors import GenserveError
 from genserve.inference import Door
@@ -69,8 +69,8 @@ class Logger:
 
 def _log(message: str | bytes, level: LogLevel) -> None:
     text = text_argument(message, "a message")
-    host = current_context()
-    name = "genserve.models" if host is None else f"genserve.models.{host.model}"
+    context = current_context()
+    name = "genserve.models" if context is None else f"genserve.models.{context.model}"
     # The place to show is the line of the model that logs: two calls up.
     logging.getLogger(name).log(_LEVELS[level], "%s", text, stacklevel=3)
 
@@ -81,25 +81,25 @@ T = TypeVar("T")
 class MetricFamily:
     """Metrics of one name in the server's /metrics; the same name is the same family, in every model."""
 
-    COUNTER: ClassVar = Kind.COUNTER
-    GAUGE: ClassVar = Kind.GAUGE
-    HISTOGRAM: ClassVar = Kind.HISTOGRAM
+    COUNTER: ClassVar = MetricKind.COUNTER
+    GAUGE: ClassVar = MetricKind.GAUGE
+    HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
-    def __init__(self, name: str, description: str, kind: Kind) -> None:
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         """Make a family, or find it.
 
         Raises:
             TritonModelException: no name for a metric, or one of another kind; or no server runs the model.
         """
-        host = current_context()
-        if host is None or host.families is None:
+        context = current_context()
+        if context is None or context.metrics is None:
             raise TritonModelException("Error when creating MetricFamily: metrics not supported")
-        self.instance = host.instance
-        families = host.families
+        self.instance = context.instance
+        metrics = context.metrics
         self._family = _told(
             "Error when creating MetricFamily",
             self.instance,
-            lambda: families.family(name, description=description, kind=kind),
+            lambda: metrics.family(name, description=description, kind=kind),
         )
 
     def Metric(  # noqa: N802  # Triton's name
@@ -118,9 +118,9 @@ class MetricFamily:
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
         if buckets is not None and not isinstance(buckets, list):
             raise TritonModelException("Failed to create metric. Buckets must be a list.")
-        if buckets is not None and self._family.kind is not Kind.HISTOGRAM:
+        if buckets is not None and self._family.kind is not MetricKind.HISTOGRAM:
             raise TritonModelException("Failed to create metric. Unexpected buckets found.")
-        if buckets is None and self._family.kind is Kind.HISTOGRAM:
+        if buckets is None and self._family.kind is MetricKind.HISTOGRAM:
             raise TritonModelException("Failed to create metric. Missing required buckets.")
         series = _told(
             "Error when creating Metric",
@@ -133,7 +133,7 @@ class MetricFamily:
 class Metric:
     """One metric."""
 
-    def __init__(self, series: Series, family: MetricFamily) -> None:
+    def __init__(self, series: CustomMetric, family: MetricFamily) -> None:
         self._series = series
         self._family = family  # which is shown as long as one of its metrics is held
 
@@ -185,12 +185,12 @@ def load_model(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file "
             "contents"
         )
-    host, door = _here()
+    context, door = _here()
     by_path = files and {name.removeprefix("file:"): content for name, content in files.items()}
     try:
         door.load(model_name, config=config, files=by_path)
     except GenserveError as error:
-        raise _refused("Failed to load model", error.message, host) from error
+        raise _refused("Failed to load model", error.message, context) from error
 
 
 def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -199,11 +199,11 @@ def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> No
     Raises:
         TritonModelException: the server does not allow it.
     """
-    host, door = _here()
+    context, door = _here()
     try:
         door.unload(text_argument(model_name, "a model name"), dependents=unload_dependents)
     except GenserveError as error:
-        raise _refused("Failed to unload model", error.message, host) from error
+        raise _refused("Failed to unload model", error.message, context) from error
 
 
 def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> bool:
@@ -214,7 +214,7 @@ def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> 
     """
     model_name = text_argument(model_name, "a model name")
     model_version = text_argument(model_version, "a version")
-    host, door = _here()
+    context, door = _here()
     details = ""
     try:
         version = int(model_version or -1)
@@ -225,18 +225,18 @@ def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> 
             f"failed to get model version from specified version string '{model_version}'{details}, version "
             "should be an integral value > 0"
         )
-        raise _refused("Failed to check model readiness", text, host)
+        raise _refused("Failed to check model readiness", text, context)
     return door.is_ready(model_name, version)
 
 
-def _here() -> tuple[Host, Door]:
-    host = current_context()
-    if host is None or host.door is None:
+def _here() -> tuple[ModelContext, Door]:
+    context = current_context()
+    if context is None or context.door is None:
         raise TritonModelException("other models are reached only from a model that a server has loaded")
-    return host, host.door
+    return context, context.door
 
 
-def _refused(what: str, why: str, host: Host) -> TritonModelException:
+def _refused(what: str, why: str, context: ModelContext) -> TritonModelException:
     return TritonModelException(
-        f"{what}: Failed to process the request for model '{host.instance}', message: {why}"
+        f"{what}: Failed to process the request for model '{context.instance}', message: {why}"
     )
