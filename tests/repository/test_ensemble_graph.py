@@ -21,7 +21,7 @@ from genserve.tensor import Tensor
 Function = Callable[[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]
 
 
-class FunctionDoor:
+class FunctionServer:
     """A server to functions: from arrays to the responses of a model."""
 
     def __init__(self, **functions: Function) -> None:
@@ -83,7 +83,7 @@ def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> Ensembl
 
 
 def served(
-    server: FunctionDoor | HeldServer,
+    server: FunctionServer | HeldServer,
     models: dict[str, ModelConfig],
     *steps: EnsembleStep,
     inputs=("x",),
@@ -140,7 +140,7 @@ def model(name: str, inputs=("a",), outputs=("b",), *, decoupled: bool = False) 
 
 
 def test_steps_run_in_the_order_of_their_tensors_not_of_the_list():
-    server = FunctionDoor(
+    server = FunctionServer(
         double=lambda t: [{"b": t["a"] * 2}], increase=lambda t: [{"b": t["a"] + 1}]
     )
     ensemble = served(
@@ -158,7 +158,7 @@ def test_steps_run_in_the_order_of_their_tensors_not_of_the_list():
 
 
 def test_two_branches_meet_again():
-    server = FunctionDoor(
+    server = FunctionServer(
         double=lambda t: [{"b": t["a"] * 2}],
         increase=lambda t: [{"b": t["a"] + 1}],
         add=lambda t: [{"s": t["p"] + t["q"]}],
@@ -175,7 +175,7 @@ def test_two_branches_meet_again():
 
 
 def test_each_response_of_a_decoupled_step_goes_through_the_rest_with_the_tensors_of_its_side():
-    server = FunctionDoor(
+    server = FunctionServer(
         repeat=lambda t: [{"b": t["a"] + k} for k in range(3)],
         slow=lambda t: [{"b": t["a"] * 100}],
         add=lambda t: [{"s": t["p"] + t["q"]}],
@@ -197,7 +197,7 @@ def test_each_response_of_a_decoupled_step_goes_through_the_rest_with_the_tensor
 
 
 def test_a_decoupled_step_without_responses_ends_the_request_without_one():
-    server = FunctionDoor(repeat=lambda t: [], increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(repeat=lambda t: [], increase=lambda t: [{"b": t["a"] + 1}])
     ensemble = served(
         server,
         {"repeat": model("repeat", decoupled=True), "increase": model("increase")},
@@ -238,7 +238,7 @@ def test_what_a_response_costs_does_not_grow_with_those_on_their_way(monkeypatch
 
 
 def test_streams_of_streams_end_with_the_last_of_them():
-    server = FunctionDoor(
+    server = FunctionServer(
         repeat=lambda t: [{"b": t["a"] * 10 + k} for k in range(3)],
         increase=lambda t: [{"b": t["a"] + 1}],
     )
@@ -276,7 +276,7 @@ def test_an_error_names_the_ensemble_and_keeps_its_code():
     def fail(tensors):
         raise InferenceError("no luck", status=Status.UNAVAILABLE)
 
-    server = FunctionDoor(fail=fail, increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(fail=fail, increase=lambda t: [{"b": t["a"] + 1}])
     ensemble = served(
         server,
         {"fail": model("fail"), "increase": model("increase")},
@@ -290,7 +290,7 @@ def test_an_error_names_the_ensemble_and_keeps_its_code():
 
 
 def test_an_optional_tensor_that_is_not_sent_leaves_out_what_needs_it():
-    server = FunctionDoor(
+    server = FunctionServer(
         either=lambda t: [{"b": t["a"] + t.get("c?", 0)}], need=lambda t: [{"b": t["a"]}]
     )
     ensemble = served(
@@ -306,7 +306,7 @@ def test_an_optional_tensor_that_is_not_sent_leaves_out_what_needs_it():
 
 
 def test_an_output_that_nothing_made_is_an_error():
-    server = FunctionDoor(need=lambda t: [{"b": t["a"]}])
+    server = FunctionServer(need=lambda t: [{"b": t["a"]}])
     ensemble = served(
         server,
         {"need": model("need")},
@@ -318,7 +318,7 @@ def test_an_output_that_nothing_made_is_an_error():
 
 
 def test_a_step_that_is_refused_fails_the_request_once():
-    server = FunctionDoor(increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(increase=lambda t: [{"b": t["a"] + 1}])
     ensemble = served(
         server,
         {"increase": model("increase"), "nobody": model("nobody")},
@@ -331,7 +331,7 @@ def test_a_step_that_is_refused_fails_the_request_once():
 
 @pytest.mark.parametrize(("ensemble_dims", "model_batches"), [((2,), False), ((2,), True)])
 def test_a_batch_dimension_of_one_is_added_where_only_the_model_batches(ensemble_dims, model_batches):
-    server = FunctionDoor(increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(increase=lambda t: [{"b": t["a"] + 1}])
     config = ModelConfig(
         name="increase", inputs=(spec("a"),), outputs=(spec("b"),), max_batch_size=8 if model_batches else 0
     )
