@@ -25,7 +25,7 @@ def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pyte
         trace_config=("triton,file=/t.json", "level=TIMESTAMPS", "rate=1"),
         metrics_config=("counter_latencies=false", "histogram_latencies=true"),
         allow_cpu_metrics=False,
-        metrics_interval_s=0.5,
+        metrics_interval_ms=500,
     )
 
 
@@ -103,8 +103,8 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         grpc_port=9001,
         metrics_port=9002,
         allow_metrics=False,
-        cache_bytes=1048576,
-        rate_limit=True,
+        cache_config="local,size=1048576",
+        rate_limit="execution_count",
         rate_limit_resources=("R1:4",),
         load_threads=2,
         server_id="mine",
@@ -124,13 +124,11 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         grpc_restricted_protocol=("model-repository:admin-key=s",),
         reuse_http_port=True,
         reuse_grpc_port=True,
-        grpc_channel_arguments=(
-            ("grpc.default_compression_level", 2),
-            ("grpc.keepalive_time_ms", 60000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.max_connection_age_ms", 5000),
-        ),
+        grpc_infer_response_compression_level="medium",
+        grpc_keepalive_time=60000,
+        grpc_keepalive_permit_without_calls=True,
+        grpc_http2_max_ping_strikes=0,
+        grpc_max_connection_age=5000,
     )
 
 
