@@ -4,29 +4,29 @@ import threading
 from genserve.wakeup import Wakeup
 
 
-def test_a_ring_ends_one_wait_whether_it_comes_before_or_after() -> None:
-    bell, answer = Wakeup(), Wakeup()
-    bell.ring()
-    bell.ring()
-    assert bell.wait()
-    assert bell.wait(0)
-    assert not bell.wait(0)
+def test_a_notification_ends_one_wait_whether_it_comes_before_or_after() -> None:
+    wakeup, answer = Wakeup(), Wakeup()
+    wakeup.notify()
+    wakeup.notify()
+    assert wakeup.wait()
+    assert wakeup.wait(0)
+    assert not wakeup.wait(0)
 
     def echo() -> None:
-        bell.wait()
-        answer.ring()
+        wakeup.wait()
+        answer.notify()
 
     thread = threading.Thread(target=echo)
     thread.start()
-    bell.ring()
+    wakeup.notify()
     assert answer.wait(10)
     thread.join()
 
 
-def test_a_bell_that_is_dropped_leaves_no_files_open() -> None:
-    bell = Wakeup()
-    hears, rings = os.dup(bell._hears), os.dup(bell._rings)
-    del bell
-    os.close(rings)
-    assert os.read(hears, 1) == b""  # nobody can write to it any more
-    os.close(hears)
+def test_a_deleted_wakeup_leaves_no_file_open() -> None:
+    wakeup = Wakeup()
+    read_end, write_end = os.dup(wakeup._read_end), os.dup(wakeup._write_end)
+    del wakeup
+    os.close(write_end)
+    assert os.read(read_end, 1) == b""  # no write end is open any more
+    os.close(read_end)
