@@ -152,7 +152,7 @@ class QueueScheduler:
             wakeup = None if instance is None else self._pop_sleeper(instance)
         inference.when_cancelled(partial(self._cancel, inference))
         if wakeup is not None:
-            wakeup.ring()  # last, since the other thread runs immediately
+            wakeup.notify()  # last, since the other thread runs immediately
 
     def take(self, instance: int) -> Sequence[Inference] | None:
         """Wait for the next batch of an instance; None: the scheduler is closed.
@@ -178,7 +178,7 @@ class QueueScheduler:
                 if is_idle:
                     self._asleep.append(instance)
             if wakeup is not None:
-                wakeup.ring()
+                wakeup.notify()
             if batch:
                 return batch
             _send(rejected)
@@ -207,7 +207,7 @@ class QueueScheduler:
         with self._lock:
             self._closed = True
             lost = self._queue.abandon(ANY_INSTANCE, now_ns=time.monotonic_ns())
-            self._ring_all()
+            self._notify_all()
         for inference in lost:
             inference.fail(stopping_error(inference.request))
 
@@ -223,7 +223,7 @@ class QueueScheduler:
             self._alive.discard(instance)
             self._closed = self._closed or not self._alive
             lost = self._queue.abandon(instance if self._alive else ANY_INSTANCE, now_ns=now_ns)
-            self._ring_all()
+            self._notify_all()
         for inference in lost:
             inference.fail(error)
 
@@ -236,14 +236,14 @@ class QueueScheduler:
         if self._queue:
             return batch, self._pop_sleeper(ANY_INSTANCE)
         if self._closed:
-            self._ring_all()
+            self._notify_all()
         return batch, None
 
     def _cancel(self, inference: Inference) -> None:
         with self._lock:
             rejected = self._queue.cancel(inference, now_ns=time.monotonic_ns())
             if rejected:
-                self._ring_all()  # a batch may have waited for it
+                self._notify_all()  # a batch may have waited for it
         _send(rejected)
 
     def _expire(self, due_ns: int) -> None:
@@ -253,7 +253,7 @@ class QueueScheduler:
             self._armed_ns = None
             rejected = self._queue.expire(now_ns=time.monotonic_ns())
             self._arm()
-            self._ring_all()
+            self._notify_all()
         _send(rejected)
 
     def _arm(self) -> None:
@@ -271,10 +271,10 @@ class QueueScheduler:
             if instance in self._asleep:
                 self._asleep.remove(instance)
                 return
-        wakeup.wait()  # another thread is about to ring
+        wakeup.wait()  # another thread is about to notify
 
     def _pop_sleeper(self, instance: int) -> Wakeup | None:
-        """Return the wakeup of a sleeping instance, to be rung outside of the lock; None: none sleeps."""
+        """Return the wakeup of a sleeping instance, to be notified outside of the lock; None: none sleeps."""
         if instance == ANY_INSTANCE:
             return self._wakeups[self._asleep.pop()] if self._asleep else None
         if instance not in self._asleep:
@@ -282,9 +282,9 @@ class QueueScheduler:
         self._asleep.remove(instance)
         return self._wakeups[instance]
 
-    def _ring_all(self) -> None:
+    def _notify_all(self) -> None:
         while self._asleep:
-            self._wakeups[self._asleep.pop()].ring()
+            self._wakeups[self._asleep.pop()].notify()
 
 
 def _send(rejected: Sequence[Rejection]) -> None:

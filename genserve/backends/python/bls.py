@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from genserve.backends.python.deadlock import deadlocked, waits_for_itself
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.inference import Door, Executor, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Executor, Inference, InferenceRequest, InferenceResponse, InferenceServer
 from genserve.wakeup import Wakeup
 
 __all__ = [
@@ -33,12 +33,14 @@ T = TypeVar("T")
 CHECK_INTERVAL_S = 0.25
 
 
-def call(request: InferenceRequest, *, door: Door, executor: Executor | None) -> InferenceResponse:
+def call(
+    request: InferenceRequest, *, server: InferenceServer, executor: Executor | None
+) -> InferenceResponse:
     """Ask a model that is not decoupled, and wait for its answer.
 
     Args:
         request: what is asked.
-        door: to the models.
+        server: to the models.
         executor: the instance that waits; None: nobody waits for whoever does.
 
     Returns:
@@ -48,11 +50,11 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
     inference = Inference(request=request, on_response=answer.receive)
     wait = Wait(inference, executor)
     try:
-        _submit(inference, door, decoupled=False)
+        _submit(inference, server, decoupled=False)
         while not answer.wait():
             wait.look()
     except GenserveError as error:
-        _THREAD.wakeup = None  # it may still be rung for this call
+        _THREAD.wakeup = None  # it may still be notified for this call
         inference.cancel()
         return InferenceResponse(error=error)
     finally:
@@ -87,7 +89,7 @@ class _Answer:
             self.responses.append(response)
         if final:
             self._ended = True
-            self._wakeup.ring()
+            self._wakeup.notify()
 
     def wait(self) -> bool:
         """Wait for the end, for a while; whether it is there."""
@@ -97,7 +99,7 @@ class _Answer:
 def bls_exec_async(
     request: InferenceRequest,
     *,
-    door: Door,
+    server: InferenceServer,
     executor: Executor | None,
     convert: Callable[[InferenceResponse], T],
 ) -> asyncio.Future[T]:
@@ -122,7 +124,7 @@ def bls_exec_async(
 
     _watch(answer, inference=inference, executor=executor, fail=fail)
     try:
-        _submit(inference, door, decoupled=False)
+        _submit(inference, server, decoupled=False)
     except GenserveError as error:
         fail(error)
     return answer
@@ -131,7 +133,7 @@ def bls_exec_async(
 def bls_stream_async(
     request: InferenceRequest,
     *,
-    door: Door,
+    server: InferenceServer,
     executor: Executor | None,
     convert: Callable[[BlsResponses], T],
 ) -> asyncio.Future[T]:
@@ -139,7 +141,7 @@ def bls_stream_async(
     arrived: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     answers = BlsResponses(
         request,
-        door=door,
+        server=server,
         executor=executor,
         on_answer=lambda: _tell(arrived, lambda: convert(answers)),
     )
@@ -157,7 +159,7 @@ class BlsResponses:
         self,
         request: InferenceRequest,
         *,
-        door: Door,
+        server: InferenceServer,
         executor: Executor | None,
         on_answer: Callable[[], None] | None = None,
     ) -> None:
@@ -165,7 +167,7 @@ class BlsResponses:
 
         Args:
             request: what is asked.
-            door: to the models.
+            server: to the models.
             executor: the instance that waits, while it does; None: nobody waits for whoever does.
             on_answer: called after each answer, on whichever thread it came.
         """
@@ -174,7 +176,7 @@ class BlsResponses:
         self.inference = Inference(request=request, on_response=self._receive)
         self._executor = executor
         try:
-            _submit(self.inference, door, decoupled=True)
+            _submit(self.inference, server, decoupled=True)
         except GenserveError as error:
             self.fail(error)
 
@@ -260,22 +262,22 @@ def lift_backlog_if_circular(inference: Inference) -> None:
         inference.backlog.lift()
 
 
-def _submit(inference: Inference, door: Door, *, decoupled: bool) -> None:
+def _submit(inference: Inference, server: InferenceServer, *, decoupled: bool) -> None:
     """Raise InferenceError with the text that BLS has for it."""
     request = inference.request
     name = request.model_name
     try:
-        if door.is_decoupled(name, request.model_version) and not decoupled:
+        if server.is_decoupled(name, request.model_version) and not decoupled:
             raise InferenceError(
                 f"Model {name} is using the decoupled. The current BLS request call doesn't support models "
                 "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' "
                 "or 'async_exec' calls for decoupled models.'",
                 status=Status.INTERNAL,
             )
-        door.submit(inference)
+        server.submit(inference)
     except GenserveError as error:
         text = error.message
-        if not door.is_ready(name, request.model_version):
+        if not server.is_ready(name, request.model_version):
             text = f"Failed for execute the inference request. Model '{name}' is not ready."
         raise _call_error(name, text, status=getattr(error, "status", Status.INTERNAL)) from error
 

@@ -295,7 +295,7 @@ def complete_config(
     Args:
         path: the model.py.
         folders: where the modules beside it are looked for.
-        context: what its code may reach: it has no door.
+        context: what its code may reach: it has no server.
         config: JSON.
 
     Raises:

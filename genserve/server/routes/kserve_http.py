@@ -12,7 +12,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Overloaded, Status, Unauthenticated, status_of
-from genserve.inference import Door, InferenceRequest, Parameter
+from genserve.inference import InferenceRequest, InferenceServer, Parameter
 from genserve.kserve.triton_parsing import read_json, read_version
 from genserve.log import fail_request
 from genserve.redaction import redacted_error
@@ -131,7 +131,7 @@ class Call:
         return await beside(len(body), read_json, body) if body else None
 
     def start(self, request: InferenceRequest) -> WatchedInference:
-        """Submit a request to its model; raises what `Door.submit` raises."""
+        """Submit a request to its model; raises what `InferenceServer.submit` raises."""
         if self.services.draining:
             text = "Server is stopping, new inference requests are not accepted"
             raise InferenceError(text, status=Status.UNAVAILABLE, remedy="try again on another server")
@@ -139,7 +139,7 @@ class Call:
             request = replace(request, cause=self.trace.root)
         return WatchedInference(
             request,
-            door=self.services.repository,
+            server=self.services.repository,
             outbox=self.services.response_dispatcher(),
             receive=self._receive,
         )
@@ -151,10 +151,15 @@ class WatchedInference(RunningInference):
     __slots__ = ("_receive", "_timer", "_watch")
 
     def __init__(
-        self, request: InferenceRequest, *, door: Door, outbox: ResponseDispatcher, receive: Receive
+        self,
+        request: InferenceRequest,
+        *,
+        server: InferenceServer,
+        outbox: ResponseDispatcher,
+        receive: Receive,
     ) -> None:
-        """Submit the request; raises what `Door.submit` raises."""
-        super().__init__(request, door=door, outbox=outbox)
+        """Submit the request; raises what `InferenceServer.submit` raises."""
+        super().__init__(request, server=server, outbox=outbox)
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._start_watch)

@@ -23,7 +23,7 @@ from genserve.backends.python.pb_utils.pb_response import (
 )
 from genserve.backends.python.pb_utils.pb_tensor import Tensor
 from genserve.errors import InferenceError
-from genserve.inference import CURRENT_EXECUTOR, Door, Executor, Inference, RequestFlags
+from genserve.inference import CURRENT_EXECUTOR, Executor, Inference, InferenceServer, RequestFlags
 from genserve.tracing import Span
 
 __all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
@@ -229,10 +229,10 @@ class InferenceRequest:
         Raises:
             TritonModelException: not called while the model executes.
         """
-        door, executor = self._way_out()
+        server, executor = self._way_out()
         if decoupled:
-            return ResponseIterator(BlsResponses(self._to_ask(), door=door, executor=executor))
-        return InferenceResponse._of(call(self._to_ask(), door=door, executor=executor))
+            return ResponseIterator(BlsResponses(self._to_ask(), server=server, executor=executor))
+        return InferenceResponse._of(call(self._to_ask(), server=server, executor=executor))
 
     @overload
     def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...
@@ -247,10 +247,12 @@ class InferenceRequest:
         Raises:
             TritonModelException: not called while the model executes.
         """
-        door, executor = self._way_out()
+        server, executor = self._way_out()
         if decoupled:
-            return bls_stream_async(self._to_ask(), door=door, executor=executor, convert=ResponseIterator)
-        return bls_exec_async(self._to_ask(), door=door, executor=executor, convert=InferenceResponse._of)
+            return bls_stream_async(
+                self._to_ask(), server=server, executor=executor, convert=ResponseIterator
+            )
+        return bls_exec_async(self._to_ask(), server=server, executor=executor, convert=InferenceResponse._of)
 
     def _answer(self, response: InferenceResponse) -> None:
         """Answer a request to this model with what `execute` returned for it."""
@@ -284,12 +286,12 @@ class InferenceRequest:
         if self._inference is not None:
             self._inference.fail(error)
 
-    def _way_out(self) -> tuple[Door, Executor | None]:
-        """Return the door to other models, and the instance that waits for what is asked there."""
+    def _way_out(self) -> tuple[InferenceServer, Executor | None]:
+        """Return the server to other models, and the instance that waits for what is asked there."""
         context = self._context or current_context()
-        if context is None or context.door is None or context.phase is not Phase.RUNNING:
+        if context is None or context.server is None or context.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
-        return context.door, _executor(context)
+        return context.server, _executor(context)
 
     def _to_ask(self) -> inner.InferenceRequest:
         if self._flags == self._asked.flags:
