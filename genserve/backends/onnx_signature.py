@@ -11,7 +11,7 @@ from genserve.config.model_config import Control, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 from genserve.tensor import DataType
 
-__all__ = ["GraphTensor", "OnnxSignature", "says_all"]
+__all__ = ["GraphTensor", "OnnxSignature", "has_signature"]
 
 _DATA_TYPES = {
     "bool": DataType.BOOL, "uint8": DataType.UINT8, "uint16": DataType.UINT16, "uint32": DataType.UINT32,
@@ -78,7 +78,7 @@ class OnnxSignature:
         Raises:
             RepositoryError: it says that the model batches, and the graph does not; in Triton's words.
         """
-        if says_all(message):
+        if has_signature(message):
             return
         self._complete_batching(message, default_max_batch_size)
         if not message.input:
@@ -184,7 +184,7 @@ class OnnxSignature:
             )
 
 
-def says_all(message: Any) -> bool:
+def has_signature(message: Any) -> bool:
     """Whether an `inference.ModelConfig` needs no graph to be complete."""
     return bool((message.input or message.batch_input) and message.output)
 

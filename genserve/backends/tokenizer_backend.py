@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from genserve.backends.backend import ModelSource, Placement
-from genserve.backends.string_tensors import texts
+from genserve.backends.string_tensors import decode_strings
 from genserve.errors import InferenceError
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import Tensor
@@ -35,7 +35,7 @@ class TokenizerBackend:
     def execute(self, batch: Sequence[Inference]) -> None:
         """Encode the texts of each inference."""
         for inference in batch:
-            rows = [self._tokenizer.encode(text) for text in texts(inference.inputs["text_input"])]
+            rows = [self._tokenizer.encode(text) for text in decode_strings(inference.inputs["text_input"])]
             if len({len(row) for row in rows}) > 1:
                 raise InferenceError(
                     f"the texts of one request to '{inference.model_name}' have different numbers of tokens",

@@ -6,8 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from genserve.backends.backend import Placement
-from genserve.backends.onnx_session import onnxruntime_module
-from genserve.backends.pytorch import torch_library
+from genserve.backends.libraries import import_onnxruntime, import_torch
 from genserve.config.model_config import ModelConfig
 from genserve.config.normalise import normalise, num_gpus
 from genserve.config.schema import model_config
@@ -79,7 +78,7 @@ def _obstacle(config: ModelConfig, entry: ModelEntry) -> _Obstacle | None:
 
 
 def _obstacle_of_onnx() -> _Obstacle | None:
-    if "CUDAExecutionProvider" not in onnxruntime_module().get_available_providers():
+    if "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers():
         return _Obstacle(
             reason="this ONNX Runtime is the one for CPUs",
             remedy="`pip uninstall onnxruntime`, then `pip install 'genserve[gpu]'`",
@@ -88,7 +87,7 @@ def _obstacle_of_onnx() -> _Obstacle | None:
 
 
 def _obstacle_of_torch() -> _Obstacle | None:
-    torch = torch_library()  # only here, where a GPU is: it takes seconds
+    torch = import_torch()  # only here, where a GPU is: it takes seconds
     if torch.cuda.is_available():
         return None
     return _Obstacle(

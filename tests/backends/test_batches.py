@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.backends.batch_runner import BatchRunner
+from genserve.backends.network_backend import BatchRunner
 from genserve.errors import InferenceError
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import ask, config_of

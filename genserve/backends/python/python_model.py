@@ -246,8 +246,8 @@ class PythonModel:
     ) -> list[InferenceResponse | None]:
         if self._context.decoupled:
             raise _BrokenContract(
-                f"Python model '{self._context.instance}' is using the decoupled mode and the execute function "
-                "must return None."
+                f"Python model '{self._context.instance}' is using the decoupled mode and the execute "
+                "function must return None."
             )
         if not isinstance(returned, list):
             raise _BrokenContract(f"Expected a list in the execute return, found type '{type(returned)}'.")
