@@ -104,7 +104,9 @@ class RunningInference:
 
     __slots__ = ("inference", "responses")
 
-    def __init__(self, request: InferenceRequest, *, server: InferenceServer, dispatcher: ResponseDispatcher) -> None:
+    def __init__(
+        self, request: InferenceRequest, *, server: InferenceServer, dispatcher: ResponseDispatcher
+    ) -> None:
         """Submit the request; raises what `InferenceServer.submit` raises."""
         self.responses = dispatcher.open()
         self.inference = Inference(request=request, on_response=self.responses.on_response)

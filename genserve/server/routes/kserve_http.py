@@ -141,7 +141,12 @@ class WatchedInference(RunningInference):
     __slots__ = ("_receive", "_timer", "_watch")
 
     def __init__(
-        self, request: InferenceRequest, *, server: InferenceServer, dispatcher: ResponseDispatcher, receive: Receive
+        self,
+        request: InferenceRequest,
+        *,
+        server: InferenceServer,
+        dispatcher: ResponseDispatcher,
+        receive: Receive,
     ) -> None:
         """Submit the request; raises what `InferenceServer.submit` raises."""
         super().__init__(request, server=server, dispatcher=dispatcher)
