@@ -13,7 +13,7 @@ import onnxruntime
 from batches import TOKEN_ID
 from numpy.typing import NDArray
 
-from genserve.backends.onnx_session import register_kernels
+from genserve.backends.onnx_session import register_kernels, session_options
 from genserve.textmodel.runtimes.onnx_logits import cache_dtype
 
 __all__ = ["GraphSteps", "model_path", "open_session"]
