@@ -50,20 +50,20 @@ class ResponseDispatcher:
 class Responses:
     """The responses of one inference, for one reader on the event loop; made by `ResponseDispatcher.open`."""
 
-    __slots__ = ("_arrived", "_error", "_outbox", "_waiter")
+    __slots__ = ("_arrived", "_dispatcher", "_error", "_waiter")
 
-    def __init__(self, outbox: ResponseDispatcher) -> None:
-        self._outbox = outbox
+    def __init__(self, dispatcher: ResponseDispatcher) -> None:
+        self._dispatcher = dispatcher
         self._arrived: deque[_Item] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def on_response(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
         """Take a response, on any thread; see `OnResponse`."""
-        self._outbox.post(self, (response, final))
+        self._dispatcher.post(self, (response, final))
 
     def put(self, item: _Item) -> None:
-        """Add what arrived; for the outbox, on the event loop."""
+        """Add what arrived; for the dispatcher, on the event loop."""
         self._arrived.append(item)
         self._wake()
 
@@ -105,10 +105,10 @@ class RunningInference:
     __slots__ = ("inference", "responses")
 
     def __init__(
-        self, request: InferenceRequest, *, server: InferenceServer, outbox: ResponseDispatcher
+        self, request: InferenceRequest, *, server: InferenceServer, dispatcher: ResponseDispatcher
     ) -> None:
         """Submit the request; raises what `InferenceServer.submit` raises."""
-        self.responses = outbox.open()
+        self.responses = dispatcher.open()
         self.inference = Inference(request=request, on_response=self.responses.on_response)
         server.submit(self.inference)
 

@@ -46,7 +46,7 @@ def call(
         while not answer.wait():
             wait.look()
     except GenserveError as error:
-        _THREAD.bell = None  # it may still be rung for this call
+        _THREAD.wakeup = None  # it may still be notified for this call
         inference.cancel()
         return InferenceResponse(error=error)
     finally:
@@ -57,7 +57,7 @@ def call(
 class _Thread(threading.local):
     """What a thread keeps from call to call: it waits for one at a time."""
 
-    bell: Wakeup | None = None
+    wakeup: Wakeup | None = None
 
 
 _THREAD = _Thread()
@@ -66,26 +66,26 @@ _THREAD = _Thread()
 class _Answer:
     """The answer to one call, for the thread that made it."""
 
-    __slots__ = ("_bell", "_ended", "responses")
+    __slots__ = ("_wakeup", "_ended", "responses")
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
         self._ended = False
-        bell = _THREAD.bell
-        if bell is None:
-            bell = _THREAD.bell = Wakeup()
-        self._bell = bell
+        wakeup = _THREAD.wakeup
+        if wakeup is None:
+            wakeup = _THREAD.wakeup = Wakeup()
+        self._wakeup = wakeup
 
     def receive(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         if response is not None:
             self.responses.append(response)
         if final:
             self._ended = True
-            self._bell.ring()
+            self._wakeup.notify()
 
     def wait(self) -> bool:
         """Wait for the end, for a while; whether it is there."""
-        return self._bell.wait(None if self._ended else LOOK_EVERY_S)
+        return self._wakeup.wait(None if self._ended else LOOK_EVERY_S)
 
 
 def call_async(
