@@ -21,6 +21,7 @@ from genserve.backends.backend import ModelSource, Placement, model_file
 from genserve.config.model_config import BatchInput, ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
+from genserve.shapes import fits
 from genserve.tensor import DataType, Tensor
 
 __all__ = [
@@ -235,9 +236,8 @@ class BatchRunner:
             )
 
     def _warn_of_shape(self, output: Tensor, spec: TensorSpec) -> None:
-        dims = spec.dims if spec.reshape is None else spec.reshape
-        expected = (-1, *dims) if self._has_batch else dims
-        if output.name in self._warned or _fits(output.shape, expected):
+        expected = (-1, *spec.model_dims) if self._has_batch else spec.model_dims
+        if output.name in self._warned or fits(output.shape, expected):
             return
         self._warned.add(output.name)
         logger.warning(
@@ -256,10 +256,6 @@ class BatchRunner:
             return
         for state in self._states:
             inference.states[state.input_name] = parts[state.output_name][index].renamed(state.input_name)
-
-
-def _fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
-    return len(shape) == len(dims) and all(dim in (-1, size) for dim, size in zip(dims, shape, strict=True))
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -330,7 +326,7 @@ def scatter_output(output: Tensor, spec: TensorSpec, shapes: Sequence[Shape]) ->
 
     Source: BATCH_SCATTER_WITH_INPUT_SHAPE of Triton's model_config.proto.
     """
-    dims = (-1, *(spec.dims if spec.reshape is None else spec.reshape))
+    dims = (-1, *spec.model_dims)
     flat = output.data.reshape(-1)
     parts: list[Tensor] = []
     start = 0
