@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
             )
         )
         if settings.allow_cpu_metrics:
-            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_s))
+            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))
         super().__init__(
             uvicorn.Config(
                 create_app(self.services),
@@ -342,7 +342,7 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
         max_queue_tokens=settings.max_queue_tokens,
         max_queue_wait_s=settings.max_queue_wait_s,
         histogram_latencies=read_metrics_config(settings.metrics_config)["histogram_latencies"],
-        rate_limiter=settings.rate_limit,
+        rate_limiter=settings.rate_limit == "execution_count",
         resources=tuple(map(_capacity, settings.rate_limit_resources)),
     )
 
@@ -358,7 +358,7 @@ def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:
     """Return the names of the models to load at the start; None: all."""
     if settings.load_model == ("*",):
         return None
-    if settings.load_model or settings.model_control_mode == ControlMode.EXPLICIT:
+    if settings.load_model or settings.model_control_mode == "explicit":
         return settings.load_model
     return None
 
@@ -368,7 +368,7 @@ def _check_started(settings: ServerSettings, repository: Repository) -> None:
     for error in repository.errors.values():
         if settings.exit_on_error:
             raise error
-    if not repository.index() and settings.model_control_mode == ControlMode.NONE:
+    if not repository.index() and settings.model_control_mode == "none":
         raise _nothing_to_load(settings)
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Self, TypeAlias
 
 from genserve.errors import InferenceError, Status
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
 
 __all__ = ["ResponseDispatcher", "Responses", "RunningInference"]
 
@@ -104,11 +104,13 @@ class RunningInference:
 
     __slots__ = ("inference", "responses")
 
-    def __init__(self, request: InferenceRequest, *, door: Door, dispatcher: ResponseDispatcher) -> None:
-        """Submit the request; raises what `Door.submit` raises."""
+    def __init__(
+        self, request: InferenceRequest, *, server: InferenceServer, dispatcher: ResponseDispatcher
+    ) -> None:
+        """Submit the request; raises what `InferenceServer.submit` raises."""
         self.responses = dispatcher.open()
         self.inference = Inference(request=request, on_response=self.responses.on_response)
-        door.submit(self.inference)
+        server.submit(self.inference)
 
     async def single(self) -> InferenceResponse:
         """Wait for the end and return the only response, which is an error if the model sent none."""

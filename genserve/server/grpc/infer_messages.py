@@ -233,7 +233,7 @@ def read_request(
         headers: that are forwarded to the model as parameters.
 
     Raises:
-        InferenceError: it contradicts itself. What the model's config says of it is left to the door.
+        InferenceError: it contradicts itself. What the model's config says of it is left to `submit`.
     """
     parameters = read_parameters(message.parameters)
     inputs: dict[str, Tensor] = {}
@@ -246,7 +246,7 @@ def read_request(
             raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
     request = InferenceRequest(
         model_name=model.name,
-        # Without a version the door chooses, even if another one has become the latest meanwhile.
+        # Without a version `submit` chooses, even if another one has become the latest meanwhile.
         model_version=model.version if message.model_version else -1,
         id=message.id,
         inputs=inputs,

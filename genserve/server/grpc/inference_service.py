@@ -165,7 +165,7 @@ class Service(Administration):
         )
         if trace is not None:
             request = replace(request, inference=replace(request.inference, cause=trace.root))
-        return request, RunningInference(request.inference, door=self._models, dispatcher=self._dispatcher)
+        return request, RunningInference(request.inference, server=self._models, dispatcher=self._dispatcher)
 
     def _find(self, name: str, version: str) -> ServedModel:
         return self._models.find(name, read_version(version))

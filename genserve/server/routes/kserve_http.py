@@ -12,7 +12,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.inference import Door, InferenceRequest, Parameter
+from genserve.inference import InferenceRequest, InferenceServer, Parameter
 from genserve.kserve.triton_parsing import read_json, read_version
 from genserve.log import fail_request
 from genserve.server.error_responses import error_headers, kserve_error, kserve_status
@@ -121,7 +121,7 @@ class KServeCall:
         return await offload_if_large(len(body), read_json, body) if body else None
 
     def start(self, request: InferenceRequest) -> WatchedInference:
-        """Submit a request to its model; raises what `Door.submit` raises."""
+        """Submit a request to its model; raises what `InferenceServer.submit` raises."""
         if self.services.draining:
             text = "Server is stopping, new inference requests are not accepted"
             raise InferenceError(text, status=Status.UNAVAILABLE, remedy="try again on another server")
@@ -129,7 +129,7 @@ class KServeCall:
             request = replace(request, cause=self.trace.root)
         return WatchedInference(
             request,
-            door=self.services.repository,
+            server=self.services.repository,
             dispatcher=self.services.response_dispatcher(),
             receive=self._receive,
         )
@@ -141,10 +141,15 @@ class WatchedInference(RunningInference):
     __slots__ = ("_receive", "_timer", "_watch")
 
     def __init__(
-        self, request: InferenceRequest, *, door: Door, dispatcher: ResponseDispatcher, receive: Receive
+        self,
+        request: InferenceRequest,
+        *,
+        server: InferenceServer,
+        dispatcher: ResponseDispatcher,
+        receive: Receive,
     ) -> None:
-        """Submit the request; raises what `Door.submit` raises."""
-        super().__init__(request, door=door, dispatcher=dispatcher)
+        """Submit the request; raises what `InferenceServer.submit` raises."""
+        super().__init__(request, server=server, dispatcher=dispatcher)
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(_WATCH_DELAY_S, self._start_watch)
