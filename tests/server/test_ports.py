@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto
 
 from genserve.errors import GenserveError, InferenceError
-from genserve.server.serve import Server
+from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
 from tests.backends.networks import save_onnx
 from tests.live import LiveServer
@@ -138,7 +138,7 @@ def test_a_model_that_ponders_whether_it_is_ready_holds_up_nobody_else(repositor
 
 
 def test_a_model_that_never_says_whether_it_is_ready_is_not(repository, monkeypatch):
-    monkeypatch.setattr("genserve.server.services._WITHIN_S", 0.05)
+    monkeypatch.setattr("genserve.server.services._READINESS_TIMEOUT_S", 0.05)
     folder = with_model(repository, "slow", SLOW) / "slow"
     with LiveServer(repository) as server:
         assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 400
