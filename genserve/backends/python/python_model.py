@@ -160,7 +160,7 @@ class PythonModel:
             raise self._failed(error, requests) from error
 
     @property
-    def says_ready(self) -> bool:
+    def has_ready_check(self) -> bool:
         """Whether the model has something to say on whether it is ready."""
         return "is_ready" in dir(self._model)
 
@@ -169,7 +169,7 @@ class PythonModel:
         if self._context.phase is Phase.CLOSING:
             return False
         try:
-            answer = self._model.is_ready() if self.says_ready else True
+            answer = self._model.is_ready() if self.has_ready_check else True
             if asyncio.iscoroutine(answer):
                 answer = self._awaited(answer, within_s=_READY_WITHIN_S)
         except Exception:

@@ -408,7 +408,7 @@ def test_a_process_that_does_not_end_is_killed(models):
         def finalize(self):
             threading.Event().wait()
     """
-    model = started(models, source, arguments={}, ends_within_s=0)
+    model = started(models, source, arguments={}, close_timeout_s=0)
     [process] = multiprocessing.active_children()
     model.close()
     assert not process.is_alive()
@@ -472,7 +472,7 @@ def test_a_process_that_executes_without_an_end_is_killed_when_its_model_goes(mo
     models.stop("m")
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message
-    assert "the process of m_0 executes without an end: killed" in caplog.text
+    assert "the process of m_0 does not finish its batch and is killed" in caplog.text
     assert "left behind" not in caplog.text
 
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any, Literal, overload
 
 from genserve import inference as inner
-from genserve.backends.python.bls import BlsResponses, bls_exec_async, bls_stream_async, call
+from genserve.backends.python.bls import BlsResponses, bls_exec, bls_exec_async, bls_stream_async
 from genserve.backends.python.model_context import ModelContext, Phase, current_context
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.backends.python.pb_utils.pb_response import (
@@ -232,7 +232,7 @@ class InferenceRequest:
         server, executor = self._way_out()
         if decoupled:
             return ResponseIterator(BlsResponses(self._to_ask(), server=server, executor=executor))
-        return InferenceResponse._of(call(self._to_ask(), server=server, executor=executor))
+        return InferenceResponse._of(bls_exec(self._to_ask(), server=server, executor=executor))
 
     @overload
     def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from genserve import inference as inner
-from genserve.backends.python.bls import CHECK_INTERVAL_S, lift_backlog_if_circular
+from genserve.backends.python.deadlock import CHECK_INTERVAL_S, lift_backlog_if_circular
 from genserve.backends.python.pb_utils.pb_error import (
     TritonError,
     TritonModelException,

@@ -122,36 +122,36 @@ class MetricFamily:
             raise TritonModelException("Failed to create metric. Unexpected buckets found.")
         if buckets is None and self._family.kind is MetricKind.HISTOGRAM:
             raise TritonModelException("Failed to create metric. Missing required buckets.")
-        series = _told(
+        metric = _told(
             "Error when creating Metric",
             self.instance,
-            lambda: self._family.series(labels or {}, buckets=buckets or ()),
+            lambda: self._family.metric(labels or {}, buckets=buckets or ()),
         )
-        return Metric(series, self)
+        return Metric(metric, self)
 
 
 class Metric:
     """One metric."""
 
-    def __init__(self, series: CustomMetric, family: MetricFamily) -> None:
-        self._series = series
+    def __init__(self, metric: CustomMetric, family: MetricFamily) -> None:
+        self._metric = metric
         self._family = family  # which is shown as long as one of its metrics is held
 
     def increment(self, value: float) -> None:
         """Add to a counter or gauge; to a counter, not less than nothing."""
-        self._do("Failed to increment metric value", lambda: self._series.increment(value))
+        self._do("Failed to increment metric value", lambda: self._metric.increment(value))
 
     def set(self, value: float) -> None:
         """Set a gauge."""
-        self._do("Failed to set metric value", lambda: self._series.set(value))
+        self._do("Failed to set metric value", lambda: self._metric.set(value))
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
-        self._do("Failed to observe metric value", lambda: self._series.observe(value))
+        self._do("Failed to observe metric value", lambda: self._metric.observe(value))
 
     def value(self) -> float:
         """Return what a counter or gauge stands at."""
-        return _told("Failed to get metric value", self._family.instance, self._series.value)
+        return _told("Failed to get metric value", self._family.instance, self._metric.value)
 
     def _do(self, what: str, act: Callable[[], None]) -> None:
         _told(what, self._family.instance, act)
