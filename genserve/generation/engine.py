@@ -210,9 +210,9 @@ class Engine:
         """For how long no place in the forward becomes free, if each is kept for a loop that is away."""
         return self._returning.held_s(self.clock())
 
-    def longest(self, num_sequences: int) -> int:
+    def max_tokens_per_sequence(self, num_sequences: int) -> int:
         """Return how many tokens each of so many sequences that need each other may have; from any thread."""
-        return self._kv.longest(num_sequences, max_length=self._max_length)
+        return self._kv.max_tokens_per_sequence(num_sequences, max_length=self._max_length)
 
     def step(self) -> StepResult | None:
         """Run one forward and process what it gives; None if nothing can be done now."""

@@ -76,7 +76,7 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def first_logits(self) -> int:
+    def logits_start(self) -> int:
         """The index of the first token behind which it wants logits; it wants them behind all that follow."""
         return len(self.token_ids) - 1
 
@@ -86,14 +86,14 @@ class Request:
         return None
 
     @property
-    def always_shares(self) -> bool:
+    def always_shares_blocks(self) -> bool:
         """Whether it shares blocks though the prefix cache is off."""
         return False
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """Whether it may begin with what is cached; not, if it wants logits behind those tokens too."""
-        return True
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether it must compute its whole prompt, because it needs logits behind those tokens too."""
+        return False
 
     @property
     def priority(self) -> int:
@@ -196,7 +196,7 @@ class LogitsRequest(Request):
         self._on_logits = on_logits
 
     @property
-    def always_shares(self) -> bool:
+    def always_shares_blocks(self) -> bool:
         """See `Request`: a loop would compute all its tokens anew for each."""
         return True
 
@@ -371,14 +371,14 @@ class TokenSequence(Request):
         return self.params.priority
 
     @property
-    def first_logits(self) -> int:
+    def logits_start(self) -> int:
         """See `Request`: the last token, or the first of the prompt behind which one is to be scored."""
         return self._num_scored if self._num_scored < self._num_to_score else len(self.token_ids) - 1
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """See `Request`: not, if there is something to be scored."""
-        return self._num_scored == self._num_to_score
+    def skip_reading_prefix_cache(self) -> bool:
+        """True while tokens of the prompt are to be scored."""
+        return self._num_scored < self._num_to_score
 
     @property
     def lead(self) -> Request:

@@ -169,9 +169,9 @@ class EngineThread:
         """Forwards run so far."""
         return self._num_steps
 
-    def longest(self, num_sequences: int) -> int:
+    def max_tokens_per_sequence(self, num_sequences: int) -> int:
         """Return how many tokens each of so many sequences that need each other may have."""
-        return self._engine.longest(num_sequences)
+        return self._engine.max_tokens_per_sequence(num_sequences)
 
     def reserve(self, count: int, *, priority: int = 0) -> Reservation:
         """Keep so many places for a request whose prompts are still to be prepared.

@@ -338,7 +338,7 @@ class Scheduler:
         """Give a group its blocks, beside one more for each that runs; False if there are too few."""
         group = lead.group
         for place, request in enumerate(group):
-            if not self._kv.begin(request, num_spare=self.num_running):
+            if not self._kv.allocate(request, num_spare=self.num_running):
                 for begun in group[:place]:
                     self._kv.free(begun)
                     begun.num_computed_tokens = 0
@@ -358,8 +358,8 @@ class Scheduler:
                 # The last tokens of a group are computed in one step, since their logits are for one.
                 pending = request.num_pending if at_once or len(group) == 1 else request.num_pending - 1
                 num_chunk = min(pending, num_tokens)
-                if request.first_logits < len(request.token_ids) - 1:
-                    num_silent = max(0, request.first_logits - request.num_computed_tokens)
+                if request.logits_start < len(request.token_ids) - 1:
+                    num_silent = max(0, request.logits_start - request.num_computed_tokens)
                     num_chunk = min(num_chunk, num_silent + num_rows)
                     num_rows -= max(0, num_chunk - num_silent)
                 if num_chunk:

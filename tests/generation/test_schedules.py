@@ -140,7 +140,7 @@ class Schedule:
             "cache_salt": self.rng.choice(SALTS),
             "priority": self.rng.choice([0, 1]),
         }
-        if width <= self.model.max_num_seqs and self.engine.longest(width) >= 42:
+        if width <= self.model.max_num_seqs and self.engine.max_tokens_per_sequence(width) >= 42:
             group = search_of(**options)
             self.searches[group] = options
             for answer in group.answers:
