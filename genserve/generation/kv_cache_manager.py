@@ -3,9 +3,9 @@
 A block with a reference count above 0 is held by requests. The other blocks are in the free queue, the least
 recently used first. A free block stays in the prefix cache until it is allocated again, which evicts it.
 
-A block is cached as soon as it is full and computed, while its request still runs, and is never written again.
-The last block of a request that leaves is cached with the tokens that it holds; a request that continues these
-tokens takes the block over and writes on.
+A block is cached as soon as it is full and computed, while its request still runs, and is never written
+again. The last block of a request that leaves is cached with the tokens that it holds; a request that
+continues these tokens takes the block over and writes on.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class KVCacheManager:
         return True
 
     def extend(self, request: Request, num_tokens: int) -> bool:
-        """Allocate what a running request needs to write its next tokens: new blocks, copies of shared blocks.
+        """Allocate blocks for the next tokens of a running request; shared ones that it writes are copied.
 
         Args:
             request: a running one.
@@ -206,8 +206,8 @@ class KVCacheManager:
     def _cached_prefix(self, request: Request, table: BlockTable) -> tuple[list[int], int]:
         """Return the cached blocks that a request starts with, and how many of its tokens they hold.
 
-        At least one token is left to compute, because the request needs the logits behind it. So a last block
-        that is cached whole, or with some of the tokens that follow, is taken over and written, if it is free.
+        At least one token is left to compute, since the request needs the logits behind it. So a last block
+        that is cached whole, or with some of the tokens that follow, is taken over and written if it is free.
         """
         block_ids: list[int] = []
         if request.skip_reading_prefix_cache or not self._uses_prefix_cache(request):

@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from genserve.errors import Closed, InvalidRequest, ModelNotReady
-from genserve.generation.delta_streams import AsyncStream, EventLoopOutbox
+from genserve.generation.delta_streams import AsyncDeltaStream, EventLoopSink
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import Reservation
+from genserve.generation.request_inbox import Reservation
 from genserve.generation_metrics import Metrics
 from genserve.kserve.log_settings import LogSettings
 from genserve.kserve.served_models import Models
@@ -73,7 +73,7 @@ class Open:
     """A request that the engine has accepted."""
 
     model: TextModel
-    stream: AsyncStream
+    stream: AsyncDeltaStream
     prompts: tuple[tuple[int, ...], ...]    # the token ids of each
     seeds: tuple[int, ...]                  # of the choices
     params: SamplingParams
@@ -92,7 +92,7 @@ class Services:
     trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
-    _outbox: EventLoopOutbox | None = None
+    _sink: EventLoopSink | None = None
     _response_dispatcher: ResponseDispatcher | None = None
 
     def __post_init__(self) -> None:
@@ -150,9 +150,9 @@ class Services:
                 sequences = await asyncio.wrap_future(future)
                 # Before the engine's thread has them.
                 prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::n])
-                if self._outbox is None:
-                    self._outbox = EventLoopOutbox(asyncio.get_running_loop())
-                stream = self._outbox.open(ensemble.engine, *sequences, reservation=reservation)
+                if self._sink is None:
+                    self._sink = EventLoopSink(asyncio.get_running_loop())
+                stream = self._sink.open(ensemble.engine, *sequences, reservation=reservation)
         except Closed:
             if self.repository.get(model) is ensemble:
                 raise
