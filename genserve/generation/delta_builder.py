@@ -30,6 +30,7 @@ class DeltaBuilder:
     """Text and log-probabilities of one answer since its last delta. Belongs to the engine's thread.
 
     Attributes:
+        text: since the last delta.
         sampled: log-probability of the token to be appended next, if it was sampled and is asked for.
         prompt_logprobs: log-probabilities of prompt tokens.
     """
@@ -39,20 +40,18 @@ class DeltaBuilder:
         "_logprobs",
         "_num_delivered",
         "_num_prompt_tokens",
-        "_text",
-        "_text_delta",
         "_top_logprobs",
         "_wants_top",
         "prompt_logprobs",
         "sampled",
+        "text",
     )
 
-    def __init__(self, text: AnswerText, *, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def __init__(self, params: SamplingParams, *, num_prompt_tokens: int) -> None:
         """Start behind the prompt."""
+        self.text = ""
         self.sampled: TokenLogprob | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-        self._text = text
-        self._text_delta = ""
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopTokens] = []
         self._wants_top = bool(params.top_logprobs or params.logprob_token_ids)
@@ -60,27 +59,12 @@ class DeltaBuilder:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_delivered = num_prompt_tokens
 
-    @property
-    def stop(self) -> str | None:
-        """The stop string that has ended the text; None while it continues."""
-        return self._text.stop
-
-    def add_token(self, token_id: int) -> str:
-        """Add the text of a token; return it."""
-        text = self._text.push(token_id)
-        self._text_delta += text
-        return text
-
     def add_logprob(self) -> None:
         """Add `sampled` for the token that was appended; NaN if it was not sampled."""
         sampled, self.sampled = self.sampled, None
         self._logprobs.append(math.nan if sampled is None else sampled.logprob)
         if self._wants_top:
             self._top_logprobs.append(() if sampled is None else sampled.top)
-
-    def flush(self) -> None:
-        """Add the text that was held back, after the last token."""
-        self._text_delta += self._text.flush()
 
     def take(
         self,
@@ -110,7 +94,7 @@ class DeltaBuilder:
                 cached_tokens=num_cached_tokens,
             )
         delta = Delta(
-            text=self._text_delta,
+            text=self.text,
             token_ids=tuple(token_ids[self._num_delivered :]),
             logprobs=tuple(self._logprobs),
             top_logprobs=tuple(self._top_logprobs),
@@ -120,7 +104,7 @@ class DeltaBuilder:
             usage=usage,
         )
         self._num_delivered = len(token_ids)
-        self._text_delta = ""
+        self.text = ""
         self._logprobs.clear()
         self._top_logprobs.clear()
         self.prompt_logprobs.clear()

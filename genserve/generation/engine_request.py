@@ -285,6 +285,7 @@ class TokenSequence(Request):
         "_num_scored",
         "_num_to_score",
         "_stop_token_ids",
+        "_text",
         "_vocab_size",
         "begins_thought",
         "deadline_s",
@@ -347,7 +348,8 @@ class TokenSequence(Request):
         self.truncation = Truncation.of(params) if self.stages is None else Truncation()
         self.logit_rules = self.fresh_rules()
         self.picks_plainly = not (params.logprobs or grammar or self.logit_rules or self.stages)
-        self._delta = DeltaBuilder(text, params=params, num_prompt_tokens=self.num_prompt_tokens)
+        self._text = text
+        self._delta = DeltaBuilder(params, num_prompt_tokens=self.num_prompt_tokens)
         self._num_scored = 0
         self._num_to_score = 0 if params.prompt_logprobs is None else self.num_prompt_tokens - 1
         self._vocab_size = vocab_size
@@ -451,13 +453,14 @@ class TokenSequence(Request):
         ends = token_id in self._eos_token_ids
         if ends or token_id in self._stop_token_ids:
             if self.params.include_stop_str_in_output:
-                self._delta.add_token(token_id)
+                self._delta.text += self._text.push(token_id)
             self.finish(FinishReason.END_OF_SEQUENCE, stop_reason=None if ends else token_id)
             return
-        text = self._delta.add_token(token_id)
+        text = self._text.push(token_id)
+        self._delta.text += text
         rule = self.plugins.stopped_by(self.token_ids, text) if self.plugins.stop_rules else None
-        if self._delta.stop is not None:
-            self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._delta.stop
+        if self._text.stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
         elif rule is not None and self.num_new_tokens >= self.params.min_tokens:
             self.finish(FinishReason.STOP_STRING, stop_reason=rule)
         elif self.grammar is not None and self.grammar.complete:
@@ -474,9 +477,9 @@ class TokenSequence(Request):
     def finish(self, reason: FinishReason, *, stop_reason: StopReason | None = None) -> None:
         """End the answer here; the caller gets both reasons."""
         self.finish_reason, self.stop_reason = FinishReason(reason), stop_reason
-        self._delta.flush()
-        if self._delta.stop is not None:  # the text that was held back completed a stop string
-            self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._delta.stop
+        self._delta.text += self._text.flush()
+        if self._text.stop is not None:  # the text that was held back completed a stop string
+            self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
 
     def expire(self) -> None:
         """End the answer because its deadline has passed."""
