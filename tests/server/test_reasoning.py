@@ -108,8 +108,8 @@ def test_it_stays_in_the_content_where_the_request_says_so(http):
     "options", [{"structured_outputs": {"json_object": True}}, {"output_parser": {"name": "hide"}}]
 )
 def test_an_answer_with_a_form_or_a_parser_of_its_own_has_no_thought(thinker, options):
-    assert thinker.model.reasoned_text(sampling_params({}), begun=True) is not None
-    assert thinker.model.reasoned_text(sampling_params(options), begun=True) is None
+    assert thinker.model.reasoning_parser(sampling_params({}), begun=True) is not None
+    assert thinker.model.reasoning_parser(sampling_params(options), begun=True) is None
 
 
 def test_the_python_client_has_the_whole_text(thinker):

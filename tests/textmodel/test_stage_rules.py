@@ -14,7 +14,7 @@ from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.live import LiveServer
-from tests.repository.test_stages import asked, text
+from tests.textmodel.test_text_inference import asked, text
 
 STAGES = ("tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder")
 
@@ -37,7 +37,7 @@ def change(models: Path, stage: str, old: str, new: str) -> None:
 
 def told(models: Path, stage: str) -> list[str]:
     diagnostics = repository_diagnostics([models])[stage]
-    assert all(diagnostic.place for diagnostic in diagnostics)
+    assert all(diagnostic.position for diagnostic in diagnostics)
     return [f"{diagnostic.severity.value}: {diagnostic.message}" for diagnostic in diagnostics]
 
 
