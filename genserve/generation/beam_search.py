@@ -25,7 +25,7 @@ from genserve.generation.beam_rules import (
 from genserve.generation.engine_request import LogitsConsumer, Request, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.logits_edits import apply_edits, join_edits
-from genserve.sampling.sampler import likelihood
+from genserve.sampling.sampler import token_logprob
 
 __all__ = ["Beam", "BeamGroup", "BeamSearch", "BeamText", "Copy", "Reorder", "Tell"]
 
@@ -55,7 +55,7 @@ class Beam(Request):
         text: of its answer; None: no stop string ends it.
     """
 
-    __slots__ = ("likelihoods", "logit_rules", "search", "text")
+    __slots__ = ("likelihoods", "processors", "search", "text")
 
     def __init__(
         self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
@@ -64,7 +64,7 @@ class Beam(Request):
         self.search = search
         self.text = text
         self.likelihoods: list[TokenLogprob] = []
-        self.logit_rules = search.answers[0].fresh_rules()
+        self.processors = search.answers[0].sampling.fresh_processors()
 
     @property
     def answer(self) -> list[int]:
@@ -125,7 +125,7 @@ class Beam(Request):
         self.token_ids = other.token_ids.copy()
         self.text = other.text.fork() if other.text is not None else None
         self.likelihoods = other.likelihoods.copy()
-        self.logit_rules = self.search.answers[0].fresh_rules()
+        self.processors = self.search.answers[0].sampling.fresh_processors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +350,7 @@ class BeamSearch:
             times = np.array(list(taken.values()), dtype=np.float32)
             log_probs[:, list(taken)] -= np.float32(penalty) * times
         beams = beams[: len(log_probs)]
-        edits = [b.logit_rules.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.logit_rules]
+        edits = [b.processors.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.processors]
         if edits:
             apply_edits(log_probs, join_edits(edits))
         return log_probs
@@ -370,7 +370,7 @@ class BeamSearch:
         params = self.answers[0].params
         if not params.logprobs:
             return []
-        return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
+        return [token_logprob(logits[row], token_id, num_top=params.top_logprobs)]
 
     def _ends(self, beam: Beam, token_id: int) -> bool:
         """Whether a beam's answer is complete with this token."""

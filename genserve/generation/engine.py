@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
-from genserve.generation.batch_sampler import RowPicker
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, LogitsModel
@@ -18,7 +17,6 @@ from genserve.generation.model_runner import ModelRunner
 from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, Outputs
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
-from genserve.sampling.sampler import sample_rows
 
 __all__ = ["Engine", "ReturningLoops", "StepResult"]
 
@@ -122,7 +120,6 @@ class Engine:
         *,
         decode: DecodeFunction,
         max_num_batched_tokens: int = 256,
-        picker: RowPicker = sample_rows,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -133,7 +130,6 @@ class Engine:
             model: computes the logits.
             decode: the decoding loop of each token sequence.
             max_num_batched_tokens: of a step.
-            picker: of the model's logits.
             prefix_cache: whether token sequences share what they begin with; logits requests always do.
             speculation: several tokens of a sequence in one step; None: never.
             clock: seconds.
@@ -153,7 +149,7 @@ class Engine:
             model, self._kv, max_num_batched_tokens=self._scheduler.max_num_batched_tokens
         )
         self._loops = DecodingLoops(decode)
-        self._processor = OutputProcessor(self._kv, self._loops, picker=picker, speculation=speculation)
+        self._processor = OutputProcessor(self._kv, self._loops, speculation=speculation)
         self._speculation = speculation
         self._returning = ReturningLoops()
         self._timed: set[TokenSequence] = set()     # those that have a deadline

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum, auto
-from functools import partial
 from types import coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,11 +15,11 @@ from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob, T
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.sampling.batch_sampler import SamplingState
 from genserve.sampling.logits_edits import StructuredOutputGrammar
-from genserve.sampling.logits_processors import NO_BREAKERS, Breakers, LogitRules, logit_rules
-from genserve.sampling.sampler import likelihood
+from genserve.sampling.logits_processors import NO_BREAKERS, DryBreakers
+from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import Truncation, stages_of
 
 if TYPE_CHECKING:
     from genserve.generation.beam_search import Beam, BeamSearch
@@ -239,13 +238,7 @@ class TokenSequence(Request):
     Attributes:
         token_ids: prompt and answer together; read only. For the rest see `Request`.
         params: the sampling parameters of the request.
-        seed: the request's own, or one drawn for it.
-        grammar: the form that the answer must have, and where it stands in it; None: any will do.
-        logit_rules: what the request changes of its logits before a token is picked; None: nothing.
-        fresh_rules: makes the same, before any token is read.
-        truncation: what a draw is made from in the usual way, if `stages` is None.
-        stages: what a draw goes through that is not made in the usual way; survives a preemption.
-        picks_plainly: no form, rule or stage has a say in its tokens, and no log-probability is told.
+        sampling: how its tokens are sampled.
         picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
         picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
@@ -276,18 +269,12 @@ class TokenSequence(Request):
         "deadline_s",
         "finish_reason",
         "first_token_s",
-        "fresh_rules",
-        "grammar",
-        "logit_rules",
         "params",
         "picked_logprob",
         "picked_top",
-        "picks_plainly",
         "plugins",
-        "seed",
-        "stages",
+        "sampling",
         "stop_reason",
-        "truncation",
     )
 
     def __init__(
@@ -301,7 +288,7 @@ class TokenSequence(Request):
         max_length: int,
         vocab_size: int,
         bad_words: Sequence[Sequence[int]] = (),
-        dry_breakers: Breakers = NO_BREAKERS,
+        dry_breakers: DryBreakers = NO_BREAKERS,
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
         xtc_spared_ids: Sequence[int] = (),
@@ -310,8 +297,6 @@ class TokenSequence(Request):
     ) -> None:
         super().__init__(prompt_token_ids)
         self.params = params
-        self.grammar = grammar
-        self.seed = seed
         self.picked_logprob: float | None = None
         self.picked_top: TopTokens = ()
         self.finish_reason: FinishReason | None = None
@@ -323,19 +308,17 @@ class TokenSequence(Request):
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self.plugins = plugins or SequencePlugins()
         self.beams: BeamSearch | None = None
-        self.fresh_rules: Callable[[], LogitRules | None] = partial(
-            logit_rules,
+        self.sampling = SamplingState(
             params,
+            seed=seed,
             num_prompt_tokens=self.num_prompt_tokens,
             ending_ids=frozenset(i for i in self.ending_ids if i < vocab_size),
             bad_words=bad_words,
             dry_breakers=dry_breakers,
+            spared_ids=[i for i in xtc_spared_ids if i < vocab_size],
             plugins=self.plugins,
+            grammar=grammar,
         )
-        self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
-        self.truncation = Truncation.of(params) if self.stages is None else Truncation()
-        self.logit_rules = self.fresh_rules()
-        self.picks_plainly = not (params.logprobs or grammar or self.logit_rules or self.stages)
         self._text = text
         self._text_delta = ""
         self._delta_logprobs: list[float] = []
@@ -407,7 +390,7 @@ class TokenSequence(Request):
         if self._num_scored < self.num_computed_tokens <= self._num_to_score:
             token_id = self.token_ids[self.num_computed_tokens]
             num_top = self.params.prompt_logprobs or 0
-            self._prompt_logprobs.append(likelihood(logits[row], token_id, num_top=num_top))
+            self._prompt_logprobs.append(token_logprob(logits[row], token_id, num_top=num_top))
             self._num_scored += 1
 
     def take_logprob(self, picked: TokenLogprob | None) -> None:
@@ -415,10 +398,10 @@ class TokenSequence(Request):
         if picked is not None:
             self.picked_logprob, self.picked_top = picked.logprob, picked.top
 
-    def take_surprise(self, bits: float | None) -> None:
-        """Learn from how surprising the token is that `sample()` returns next; for the engine."""
-        if bits is not None and self.stages is not None:
-            self.stages = self.stages.after(bits)
+    @property
+    def seed(self) -> int:
+        """The request's seed, or one drawn for it."""
+        return self.sampling.seed
 
     @property
     def ending_ids(self) -> frozenset[int]:
@@ -463,8 +446,9 @@ class TokenSequence(Request):
         token_id = operator.index(token_id)  # numpy's and torch's integers become Python's
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
-        if self.grammar is not None and not self.grammar.accept(token_id):
-            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {self.grammar.failure}")
+        grammar = self.sampling.grammar
+        if grammar is not None and not grammar.accept(token_id):
+            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {grammar.failure}")
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
@@ -483,7 +467,7 @@ class TokenSequence(Request):
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
         elif rule is not None and self.num_new_tokens >= self.params.min_tokens:
             self.finish(FinishReason.STOP_STRING, stop_reason=rule)
-        elif self.grammar is not None and self.grammar.complete:
+        elif grammar is not None and grammar.complete:
             self.finish(FinishReason.END_OF_SEQUENCE)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
