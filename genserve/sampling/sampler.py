@@ -182,7 +182,7 @@ def _processed(row: FloatArray, *, rule: np.void, found: np.void) -> FloatArray:
         return row
     # A temperature near 0 scales tokens to -inf, as it should; rows that are not finite get NaNs.
     with np.errstate(over="ignore", invalid="ignore"):
-        scaled = row - found["best"]
+        scaled: FloatArray = row - found["best"]
         scaled /= rule["temperature"]
         scaled[scaled < found["level"]] = -np.inf
     return scaled

@@ -37,7 +37,9 @@ Array: TypeAlias = Any          # of numpy or of torch: [G, V], or [G, 1] of one
 class ArrayOps(Protocol):
     """The functions that differ between numpy and torch, and the module that has all others."""
 
-    xp: Any
+    @property
+    def xp(self) -> Any:
+        """The module."""
 
     def best(self, rows: Array, count: int) -> Array:
         """Return the `count` highest values of each row, the highest first: [G, V] -> [G, count]."""
@@ -193,10 +195,9 @@ def _top_n_sigma(rows: Array, batch: _Batch) -> Array:
     """
     xp = batch.ops.xp
     free = rows > MASKED
-    values = xp.asarray(xp.where(free, rows, 0.0), dtype=xp.float64)
     count = _sum(free, batch.ops)
-    mean = _sum(values, batch.ops) / count
-    variance = _sum(xp.where(free, values - mean, 0.0) ** 2, batch.ops) / count
+    mean = xp.asarray(_sum(xp.where(free, rows, 0.0), batch.ops) / count, dtype=rows.dtype)
+    variance = _sum(xp.where(free, rows - mean, 0.0) ** 2, batch.ops) / count
     return _keep(rows, rows >= -batch.column("top_n_sigma", rows) * xp.sqrt(variance), batch.ops)
 
 
