@@ -9,6 +9,7 @@ from typing import Any
 from genserve.config.backends import BUILT_IN, version_folders
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.schema import enum_name
+from genserve.shapes import compatible, shape_text
 
 __all__ = ["batch_tensors", "tensors", "warmups"]
 
@@ -41,7 +42,7 @@ def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> 
             f"{start} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {end}",
             remedy="write a size above 0, or -1 for any size",
         )
-    wrong = _reshape_fault(tensor, batches=config.message.max_batch_size > 0)
+    wrong = _reshape_error(tensor, batches=config.message.max_batch_size > 0)
     if wrong:
         remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
         yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
@@ -118,7 +119,7 @@ def _is_size(dim: int) -> bool:
     return dim >= 1 or dim == -1
 
 
-def _reshape_fault(tensor: Any, *, batches: bool) -> str:
+def _reshape_error(tensor: Any, *, batches: bool) -> str:
     """What is wrong with a tensor's reshape, in Triton's words; empty: nothing."""
     if not tensor.HasField("reshape"):
         return ""
@@ -252,12 +253,11 @@ def _agrees(config: ValidationContext, value: Any, tensor: Any, *, path: str) ->
             remedy=f"write `data_type: TYPE_{expected}`",
             key=tensor.name,
         )
-    sizes = zip(value.dims, tensor.dims, strict=False)
-    if len(value.dims) != len(tensor.dims) or any(b not in (-1, a) and a != -1 for a, b in sizes):
+    if not compatible(value.dims, tensor.dims):
         yield config.error(
             path,
             f"unexpected shape for input '{tensor.name}' for model '{config.name}'. "
-            f"Expected {_shape_text(tensor.dims)}, got {_shape_text(value.dims)}.",
+            f"Expected {shape_text(tensor.dims)}, got {shape_text(value.dims)}.",
             remedy="write the dims of the input, without the batch dimension",
             key=tensor.name,
         )
@@ -273,7 +273,3 @@ def _missing_inputs(
                 f"missing required input(s) ['{name}']",
                 remedy=f'add `inputs {{ key: "{name}" value: {{ ... }} }}` to the sample {sample.name!r}',
             )
-
-
-def _shape_text(dims: Any) -> str:
-    return f"[{','.join(map(str, dims))}]"

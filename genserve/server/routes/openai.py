@@ -8,26 +8,19 @@ from copy import copy
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from genserve.completion import Completion, Delta, join_choices
+from genserve.completion import Completion, Delta
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, Chat, read_messages
 from genserve.sampling.param_table import MAX_TOP_LOGPROBS
 from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
-from genserve.server.routes.logprob_formats import NAMELESS, TokenScores, prompt_logprobs
-from genserve.server.routes.openai_protocol import (
-    FINISH,
-    Chunks,
-    OpenAIBody,
-    best_choices,
-    head,
-    respond,
-    usage,
-)
-from genserve.server.services import Open, SharedServices
+from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs
+from genserve.server.routes.openai_protocol import FINISH, OpenAIBody, OpenAIFrames, choose, head
+from genserve.server.services import SharedServices
 from genserve.text.reasoning_parser import ReasoningParser
 from genserve.textmodel.text_model import TextModel
 
@@ -38,7 +31,7 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 
 class TextPart(Body):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -46,12 +39,12 @@ class TextPart(Body):
 
 def _text_parts(content: Any) -> Any:
     if not isinstance(content, str | list):
-        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic takes this one
+        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic expects a ValueError
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class ChatMessage(Body):
-    """One turn; what an answer of ours or of OpenAI's also holds may stand there empty."""
+    """One message; other fields, which answers of ours or of OpenAI have too, must be empty."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,7 +53,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
 
     def text(self) -> str:
-        """The content as one text."""
+        """Return the content as one text."""
         return "".join(part.text for part in self.content)
 
 
@@ -90,17 +83,17 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    separate_reasoning: bool | None = None      # SGLang's: false leaves a thought in the content
+    separate_reasoning: bool | None = None      # SGLang's: false leaves reasoning in the content
 
     def names(self) -> dict[str, str]:
-        """Our names of what can be wrong, and this request's."""
+        """See `GenerationBody`."""
         return super().names() | {
             "prompt": "messages",
             "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
         }
 
     def params(self) -> SamplingParams:
-        """The sampling parameters; raises InvalidRequest."""
+        """See `GenerationBody`."""
         newer = self.max_completion_tokens
         return self.sampling(
             max_tokens=self.max_tokens if newer is None else newer,
@@ -109,16 +102,15 @@ class ChatBody(OpenAIBody):
         )
 
     def prompts(self) -> list[Chat]:
-        """The one chat in our words; raises InvalidRequest."""
+        """See `GenerationBody`; there is one prompt."""
         for index, message in enumerate(self.messages):
             for name, value in (message.model_extra or {}).items():
                 if value not in (None, [], {}):
                     field = f"messages[{index}].{name}"
                     raise InvalidRequest(f"{field} is not supported", field=field)
-        roles = {"developer": "system"}
         messages = [
             {
-                "role": roles.get(message.role, message.role),
+                "role": "system" if message.role == "developer" else message.role,
                 "content": message.text(),
                 "reasoning_content": message.reasoning_content or "",
             }
@@ -136,13 +128,13 @@ class ChatBody(OpenAIBody):
 @router.post("/chat/completions")
 async def chat_completions(body: ChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
-    return await respond(body, services, request, frames=ChatFrames, answer=_answer)
+    return await handle_generation(body, services, request, frames=ChatFrames, answer=_answer)
 
 
 @router.get("/models")
 async def models(services: SharedServices) -> dict[str, Any]:
-    """List the models that answer."""
-    return {"object": "list", "data": [_model(m) for m in services.repository.generation_models]}
+    """List the models that generate text."""
+    return {"object": "list", "data": [_model(model) for model in services.repository.generation_models]}
 
 
 @router.get("/models/{name:path}")
@@ -151,22 +143,23 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
     return _model(services.repository.get(name))
 
 
-class ChatFrames(Chunks):
+class ChatFrames(OpenAIFrames):
     """The chunks of a streamed chat."""
 
-    def __init__(self, opened: Open, body: ChatBody) -> None:
+    def __init__(self, submitted: SubmittedRequest, body: ChatBody) -> None:
         self._token_ids = bool(body.return_token_ids)
-        self._prompt_ids = _prompt_ids(opened, body)
-        self._scores = [_scores(opened, body) for _ in range(body.num_choices)]
-        reasoned = _reasoned(opened, body)
+        self._prompt_ids = _prompt_ids(submitted, body)
+        self._scores = [_scores(submitted, body) for _ in range(body.num_choices)]
+        reasoned = _reasoned(submitted, body)
         self._reasoned = [copy(reasoned) for _ in range(body.num_choices)]
-        super().__init__(opened, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
+        super().__init__(submitted, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
         """See `Frames`."""
         role = '{"role": "assistant", "content": ""}'
-        beside = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
-        return b"".join(self._chunk(choice, role, beside=beside) for choice in range(len(self._scores)))
+        top_fields = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
+        chunks = (self._chunk(choice, role, top_fields=top_fields) for choice in range(len(self._scores)))
+        return b"".join(chunks)
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
@@ -174,11 +167,11 @@ class ChatFrames(Chunks):
         scores, chunks, logprobs = self._scores[delta.choice], b"", "null"
         if scores is not None:
             logprobs = json.dumps(_logprobs(scores, delta))
-        said = _said(self._reasoned[delta.choice], delta)
-        for field, text in said or ([("content", "")] if extra or scores is not None else []):
+        parts = _message_parts(self._reasoned[delta.choice], delta)
+        for field, text in parts or ([("content", "")] if extra or scores is not None else []):
             added = f'{{"{field}": {json.dumps(text)}}}'
             chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
-            logprobs, extra = "null", ""    # told once
+            logprobs, extra = "null", ""    # only in the first chunk of a delta
         if delta.finish_reason is not None:
             ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'
             chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
@@ -193,40 +186,43 @@ class ChatFrames(Chunks):
         logprobs: str = "null",
         finish_reason: str = "null",
         extra: str = "",
-        beside: str = "",
+        top_fields: str = "",
     ) -> bytes:
         fields = f'"delta": {delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}{extra}'
-        return self.chunk(choice, fields, beside=beside)
+        return self.chunk(choice, fields, top_fields=top_fields)
 
 
-def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
-    drawn = join_choices(deltas)
-    completions = best_choices(drawn, n=body.num_choices, num_drawn=body.num_drawn)
-    reasoned = _reasoned(opened, body)
+def _answer(submitted: SubmittedRequest, body: ChatBody, deltas: list[Delta]) -> Response:
+    completions, usage = choose(body, deltas)
+    reasoned = _reasoned(submitted, body)
     choices = [
-        _choice(index, completion, opened, body, reasoned=copy(reasoned))
+        _choice(index, completion, submitted, body, reasoned=copy(reasoned))
         for index, completion in enumerate(completions)
     ]
-    total = usage([completion.usage for completion in drawn], n=len(drawn))
-    answer = head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
+    answer = head(submitted, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": usage}
     if body.prompt_logprobs is not None:
         scores = completions[0].prompt_logprobs
-        answer["prompt_logprobs"] = prompt_logprobs(opened.model.tokenizer, opened.prompts[0], scores)
-    return answer | _prompt_ids(opened, body)
+        answer["prompt_logprobs"] = prompt_logprobs(submitted.model.tokenizer, submitted.prompts[0], scores)
+    return JSONResponse(answer | _prompt_ids(submitted, body))
 
 
-def _prompt_ids(opened: Open, body: ChatBody) -> dict[str, list[int]]:
-    return {"prompt_token_ids": list(opened.prompts[0])} if body.return_token_ids else {}
+def _prompt_ids(submitted: SubmittedRequest, body: ChatBody) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(submitted.prompts[0])} if body.return_token_ids else {}
 
 
 def _choice(
-    index: int, completion: Completion, opened: Open, body: ChatBody, *, reasoned: ReasoningParser | None
+    index: int,
+    completion: Completion,
+    submitted: SubmittedRequest,
+    body: ChatBody,
+    *,
+    reasoned: ReasoningParser | None,
 ) -> dict[str, Any]:
-    scores = _scores(opened, body)
+    scores = _scores(submitted, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": "", **dict(_said(reasoned, completion))},
+        "message": {"role": "assistant", "content": "", **dict(_message_parts(reasoned, completion))},
         "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
@@ -234,14 +230,14 @@ def _choice(
     }
 
 
-def _reasoned(opened: Open, body: ChatBody) -> ReasoningParser | None:
+def _reasoned(submitted: SubmittedRequest, body: ChatBody) -> ReasoningParser | None:
     if body.separate_reasoning is False:
         return None
-    return opened.model.reasoned_text(opened.params, begun=opened.begins_thought)
+    return submitted.model.reasoned_text(submitted.params, begun=submitted.begins_thought)
 
 
-def _said(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
-    """Return the fields of the message to which a part of an answer, or the whole, adds, and what."""
+def _message_parts(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
+    """Return the text that a delta, or a whole answer, adds to each field of the message."""
     if reasoned is None:
         return [("content", part.text)] if part.text else []
     read = reasoned.push(part.text, last=part.finish_reason is not None)
@@ -249,9 +245,9 @@ def _said(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tu
     return [(field, text) for field, text in fields if text]
 
 
-def _scores(opened: Open, body: ChatBody) -> TokenScores | None:
+def _scores(submitted: SubmittedRequest, body: ChatBody) -> TokenScores | None:
     by_id = bool(body.return_tokens_as_token_ids)
-    return TokenScores(body.detokenizer(opened.model.tokenizer), by_id=by_id) if body.logprobs else None
+    return TokenScores(body.detokenizer(submitted.model.tokenizer), by_id=by_id) if body.logprobs else None
 
 
 def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:
@@ -263,7 +259,7 @@ def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:
 
 
 def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    spelled = None if text.startswith(NAMELESS) else list(text.encode())
+    spelled = None if text.startswith(ID_PREFIX) else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": spelled}
 
 
