@@ -110,11 +110,11 @@ def _lack(missing: list[int], *, gpus: int) -> str:
     if not gpus:
         return "has kind KIND_GPU but no GPUs are available"
     there = ", ".join(map(str, range(gpus)))
-    return f"specifies invalid or unsupported gpu id {missing[0]}. GPUs that are there: {there}"
+    return f"specifies invalid or unsupported gpu id {missing[0]}. Available GPUs: {there}"
 
 
 def _remedy(there: list[int], *, severity: Severity) -> str:
     if severity is Severity.ERROR:
-        return "write `kind: KIND_AUTO`, which takes what there is, or serve without --strict-placement"
+        return "write `kind: KIND_AUTO`, which allows any device, or serve without --strict-placement"
     place = f"on the GPUs {there}" if there else "on the CPU"
-    return f"it runs {place}; `--strict-placement` would refuse it, `kind: KIND_AUTO` says that it is meant"
+    return f"it runs {place}; `--strict-placement` rejects the model, `kind: KIND_AUTO` allows any device"

@@ -44,7 +44,7 @@ def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> 
         )
     wrong = _reshape_error(tensor, batches=config.message.max_batch_size > 0)
     if wrong:
-        remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
+        remedy = "give dims and reshape the same number of elements, and -1 in the same order"
         yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
     yield from _for_tensorrt(config, tensor, path=path)
     if kind == "input":
@@ -58,7 +58,7 @@ def _missing(config: ValidationContext, tensor: Any, *, start: str, path: str) -
         yield config.error(
             f"{path}.data_type",
             f"{start} must specify 'data_type' for {config.name}",
-            remedy="write `data_type: TYPE_INT64`, or another but TYPE_INVALID",
+            remedy="write `data_type: TYPE_INT64`, or another type",
         )
     if not tensor.dims:
         message = f"{start} must specify 'dims' for {config.name}"
@@ -100,7 +100,7 @@ def _image_format(config: ValidationContext, tensor: Any, *, path: str) -> Itera
         yield config.error(
             f"{path}.format",
             f"model input NHWC/NCHW require 3 dims for {config.name}",
-            remedy="leave `format` out: it changes nothing here",
+            remedy="leave `format` out: it has no effect here",
         )
 
 
@@ -111,7 +111,7 @@ def _labels(config: ValidationContext, tensor: Any, *, path: str) -> Iterator[Di
         yield config.warning(
             f"{path}.label_filename",
             f"failed to open text file for read {file}: No such file or directory",
-            remedy="put the labels into the folder of the model, one a line, or leave the field out",
+            remedy="put the labels into the model's folder, one per line, or leave the field out",
         )
 
 
@@ -175,7 +175,7 @@ def _sources(config: ValidationContext, batch_tensor: Any, *, kind: str, path: s
             path,
             f"batch {kind} kind '{enum_name(batch_tensor, 'kind')}' expects 1 source input, "
             f"got {len(batch_tensor.source_input)} for {config.name}",
-            remedy='write `source_input: "..."`, one name',
+            remedy='write `source_input: "..."` once',
         )
     for name in batch_tensor.source_input:
         if name not in inputs:
@@ -206,7 +206,7 @@ def _warmup_batch_size(config: ValidationContext, sample: Any, *, path: str) -> 
     if not sample.batch_size:
         yield config.warning(
             path,
-            f"warmup sample '{sample.name}' has no batch_size, and is passed over",
+            f"warmup sample '{sample.name}' has no batch_size, and is skipped",
             remedy="add `batch_size: 1`",
         )
     elif sample.batch_size > largest:
@@ -223,7 +223,7 @@ def _warmup_input(config: ValidationContext, value: Any, *, name: str, path: str
         yield config.error(
             path,
             f"warmup setting expects all variable-size dimensions are specified for input '{name}'",
-            remedy="write a size that requests often have",
+            remedy="write a typical size",
             key=name,
         )
     if value.WhichOneof("input_data_type") is None:
@@ -238,7 +238,7 @@ def _warmup_input(config: ValidationContext, value: Any, *, name: str, path: str
         yield config.error(
             path,
             f"failed to open text file for read {file}: No such file or directory",
-            remedy="put it there: the elements one after the other, row-major; a text after its length",
+            remedy="put the file there: elements in row-major order, each text after its length",
             key=name,
         )
 

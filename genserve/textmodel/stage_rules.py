@@ -87,7 +87,7 @@ def stage_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None)
             if not index:
                 path, what = f"{path}.gpus", "a second GPU"
             instead = "one engine runs the model, on the first device of the first group"
-            message = f"{what} is not honoured in a {role}: {instead}"
+            message = f"{what} is ignored in a {role}: {instead}"
             yield parsed.diagnostic(Severity.WARNING, path, message, remedy=_LEAVE_OUT)
     if role is Role.DECODER:
         yield from _tensors(parsed, config)
@@ -120,12 +120,12 @@ def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
     for index, spec in enumerate(config.inputs):
         is_logits = spec.data_type == "TYPE_FP32" and not spec.optional     # by whatever name
         if spec.name not in INPUTS and not is_logits:
-            message = f"input '{spec.name}' is not honoured in a decoder stage: a request cannot set it"
+            message = f"input '{spec.name}' is ignored in a decoder stage: a request cannot set it"
             remedy = nearest(spec.name, known=sorted(INPUTS))
             yield parsed.diagnostic(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
     for index, spec in enumerate(config.outputs):
         if spec.name != OUTPUT:
-            message = f"output '{spec.name}' is not honoured in a decoder stage: it gives {OUTPUT} alone"
+            message = f"output '{spec.name}' is ignored in a decoder stage: it gives {OUTPUT} alone"
             yield parsed.diagnostic(Severity.WARNING, f"output[{index}].name", message, remedy=_LEAVE_OUT)
     if not config.output(OUTPUT):
         message = f"a decoder stage gives {OUTPUT}, which this config lacks"
@@ -140,7 +140,7 @@ def _versions(entry: ModelEntry, config: ModelConfig, role: Role) -> Iterator[Di
     except RepositoryError:
         return      # which is a diagnostic of the files, or none of an ensemble
     if others:
-        message = f"version_policy is not honoured in a {role}: the engine runs one version, {last}"
+        message = f"version_policy is ignored in a {role}: the engine runs one version, {last}"
         remedy = f"write `version_policy {{ specific {{ versions: {last} }} }}`"
         yield entry.parsed.diagnostic(Severity.WARNING, "version_policy", message, remedy=remedy)
 
