@@ -34,7 +34,7 @@ DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
 
 
 def version_folders(model_folder: Path) -> dict[int, Path]:
-    """Return the folders named by a number that does not begin with 0, ascending by version."""
+    """Return the folders named by a number without leading zeros, ascending by version."""
     folders = (path for path in model_folder.iterdir() if path.is_dir()) if model_folder.is_dir() else ()
     versions = {int(path.name): path for path in folders if _is_version(path.name)}
     return dict(sorted(versions.items()))

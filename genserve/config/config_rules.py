@@ -15,19 +15,19 @@ from typing import Any
 from genserve.config.backends import BUILT_IN
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.model_config import FIRST_RESPONSE
-from genserve.config.parameter_rules import parameters
+from genserve.config.parameter_rules import validate_parameters
 from genserve.config.schema import enum_name
-from genserve.config.sequence_rules import sequences
+from genserve.config.sequence_rules import validate_sequences
 from genserve.config.supported_fields import unsupported_fields
-from genserve.config.tensor_rules import batch_tensors, tensors, warmups
+from genserve.config.tensor_rules import validate_batch_tensors, validate_tensors, validate_warmups
 
-__all__ = ["MAX_NAME_BYTES", "config_diagnostics", "files"]
+__all__ = ["MAX_NAME_BYTES", "config_diagnostics", "validate_file_names"]
 
 
 MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
 
-def files(config: ValidationContext) -> Iterator[Diagnostic]:
+def validate_file_names(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield the file names that lead out of the model's folder, or are not valid.
 
     Such files must not be opened: a config can come from a client.
@@ -80,21 +80,21 @@ _BACKEND_REMEDIES = {
 
 
 def config_diagnostics(config: ValidationContext) -> tuple[Diagnostic, ...]:
-    """Return all diagnostics of one config whose file names `files` accepts."""
+    """Return all diagnostics of one config whose file names are valid."""
     rules = (
         _name,
         _backend,
         _batch_size,
         _ensemble,
-        tensors,
-        batch_tensors,
-        parameters,
+        validate_tensors,
+        validate_batch_tensors,
+        validate_parameters,
         _dynamic_batching,
-        sequences,
+        validate_sequences,
         _cache,
         _instance_groups,
         _accelerators,
-        warmups,
+        validate_warmups,
         _metrics,
         _unsupported,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 
-__all__ = ["LOGITS_PARAMETERS", "byte_size", "parameters"]
+__all__ = ["LOGITS_PARAMETERS", "byte_size", "validate_parameters"]
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -88,7 +88,7 @@ _IGNORED_IN_PYTORCH = {
 LOGITS_PARAMETERS = frozenset(_LOGITS)
 
 
-def parameters(config: ValidationContext) -> Iterator[Diagnostic]:
+def validate_parameters(config: ValidationContext) -> Iterator[Diagnostic]:
     """Yield the unknown, ignored and invalid parameters."""
     backend = config.message.backend
     for name, parameter in sorted(config.message.parameters.items()):

@@ -11,11 +11,11 @@ from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.schema import enum_name
 from genserve.shapes import compatible, shape_text
 
-__all__ = ["batch_tensors", "tensors", "warmups"]
+__all__ = ["validate_batch_tensors", "validate_tensors", "validate_warmups"]
 
 
-def tensors(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the inputs and outputs."""
+def validate_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of inputs and outputs."""
     for kind in ("input", "output"):
         names: set[str] = set()
         for index, tensor in enumerate(getattr(config.message, kind)):
@@ -66,7 +66,7 @@ def _missing(config: ValidationContext, tensor: Any, *, start: str, path: str) -
 
 
 def _may_be_completed(config: ValidationContext) -> bool:
-    """Whether the model's own code, or a backend of somebody else's, may say what the config does not."""
+    """Whether the code of the model, or a third-party backend, may complete the config."""
     if config.message.backend != "python":
         return config.message.platform != "ensemble" and config.message.backend not in BUILT_IN
     files = (
@@ -107,7 +107,7 @@ def _image_format(config: ValidationContext, tensor: Any, *, path: str) -> Itera
 def _labels(config: ValidationContext, tensor: Any, *, path: str) -> Iterator[Diagnostic]:
     file = config.folder / tensor.label_filename
     if tensor.label_filename and not file.is_file():
-        # Triton refuses the model; the labels are all that it lacks.
+        # Triton rejects the model; here only the labels are missing.
         yield config.warning(
             f"{path}.label_filename",
             f"failed to open text file for read {file}: No such file or directory",
@@ -120,7 +120,7 @@ def _is_size(dim: int) -> bool:
 
 
 def _reshape_error(tensor: Any, *, batches: bool) -> str:
-    """What is wrong with a tensor's reshape, in Triton's words; empty: nothing."""
+    """Return the error of a tensor's reshape, in Triton's words; empty: none."""
     if not tensor.HasField("reshape"):
         return ""
     dims, shape = list(tensor.dims), list(tensor.reshape.shape)
@@ -134,7 +134,7 @@ def _reshape_error(tensor: Any, *, batches: bool) -> str:
 
 
 def _runs(dims: Sequence[int]) -> list[int]:
-    """The number of elements between the dimensions of any size."""
+    """The number of elements between the dimensions -1."""
     runs: list[list[int]] = [[]]
     for dim in dims:
         if dim == -1:
@@ -144,8 +144,8 @@ def _runs(dims: Sequence[int]) -> list[int]:
     return [prod(run) for run in runs]
 
 
-def batch_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with `batch_input` and `batch_output`."""
+def validate_batch_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of `batch_input` and `batch_output`."""
     outputs = [tensor.name for tensor in config.message.output]
     for index, batch_input in enumerate(config.message.batch_input):
         path = f"batch_input[{index}]"
@@ -186,8 +186,8 @@ def _sources(config: ValidationContext, batch_tensor: Any, *, kind: str, path: s
             )
 
 
-def warmups(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with `model_warmup`; an ensemble must have none."""
+def validate_warmups(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of `model_warmup`, which an ensemble must not have."""
     if config.message.platform == "ensemble":
         return
     tensors = {tensor.name: tensor for tensor in config.message.input}
