@@ -5,7 +5,7 @@ import math
 import pytest
 
 from genserve.errors import InferenceError, Status
-from genserve.kserve.triton_parsing import Kind, Members, checked, member, read_json, read_pairs
+from genserve.kserve.triton_parsing import JsonKind, Members, checked, member, read_json, read_pairs
 
 
 def test_what_json_lacks_and_triton_takes_is_read() -> None:
@@ -45,18 +45,18 @@ def test_pairs_keep_their_order_and_what_is_given_twice() -> None:
 
 
 def test_members_are_of_their_kind() -> None:
-    assert member({"name": "X"}, "name", Kind.STRING) == "X"
+    assert member({"name": "X"}, "name", JsonKind.STRING) == "X"
     for owner, reason in (
         ({"name": 5}, "attempt to access JSON non-string as string"),
         ({}, "attempt to access non-existing object member 'name'"),
         ([], "attempt to access non-existing object member 'name'"),
     ):
         with pytest.raises(InferenceError) as caught:
-            member(owner, "name", Kind.STRING)
+            member(owner, "name", JsonKind.STRING)
         assert caught.value.message == f"Unable to parse 'name': {reason}"
 
 
 @pytest.mark.parametrize("value", [True, 1.0, -1, 2**64, None, "1"])
 def test_an_unsigned_integer_is_nothing_else(value: object) -> None:
     with pytest.raises(InferenceError):
-        checked(value, Kind.UNSIGNED)
+        checked(value, JsonKind.UNSIGNED)

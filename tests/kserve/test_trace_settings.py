@@ -106,7 +106,7 @@ def test_a_rate_of_zero_is_refused_where_something_is_traced(with_file) -> None:
 
 
 def test_a_file_in_no_folder_is_refused_at_the_start(tmp_path) -> None:
-    with pytest.raises(GenserveError, match="its folder is not there") as caught:
+    with pytest.raises(GenserveError, match="its folder does not exist") as caught:
         TraceSettings({"trace_file": str(tmp_path / "none" / "t.json")})
     assert "--trace-config triton,file=" in caught.value.remedy
 
@@ -128,11 +128,11 @@ def test_the_flag_is_read_as_tritonserver_reads_it() -> None:
     [
         ("mode=opentelemetry", "the only mode is triton"),
         ("opentelemetry,url=localhost", "the only mode is triton"),
-        ("file=/t.json", "there are level=, rate=, count=, triton,file=, triton,log-frequency="),
-        ("rate", "there are level="),
-        ("triton,file=", "there are level="),
-        ("level=TENSOR", "a level is OFF, TIMESTAMPS or TENSORS"),
-        ("rate=often", "a whole number"),
+        ("file=/t.json", "use one of level=, rate=, count=, triton,file=, triton,log-frequency="),
+        ("rate", "use one of level="),
+        ("triton,file=", "use one of level="),
+        ("level=TENSOR", "use one of the levels OFF, TIMESTAMPS, TENSORS"),
+        ("rate=often", "use an integer"),
     ],
 )
 def test_what_the_flag_cannot_do_is_refused_by_name(word: str, remedy: str) -> None:

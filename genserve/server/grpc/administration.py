@@ -8,13 +8,8 @@ from typing import Any
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import InferenceError
-from genserve.kserve.served_models import (
-    Models,
-    cuda_region,
-    refuse_cuda_region,
-    refuse_repository,
-    refuse_unknown_model,
-)
+from genserve.kserve.served_models import ModelRepository, reject_repository, require_ready_model
+from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
 from genserve.log import LOG_FORMATS
 from genserve.redaction import redacted_text
 from genserve.server.grpc.rpc_method import rpc_method
@@ -34,12 +29,12 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._models: Models = services.repository
+        self._models: ModelRepository = services.repository
 
     @rpc_method
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         """List all versions of all models, or only those that are ready."""
-        refuse_repository(request.repository_name)
+        reject_repository(request.repository_name)
         response = service_pb2.RepositoryIndexResponse()
         for line in self._models.index(ready_only=request.ready):
             version = "" if line.version is None else str(line.version)
@@ -50,7 +45,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @rpc_method
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
         """Load a model; the response is sent when it is loaded."""
-        refuse_repository(request.repository_name)
+        reject_repository(request.repository_name)
         config, files = "", {}
         for name, parameter in request.parameters.items():
             if name == "config":
@@ -71,7 +66,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @rpc_method
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:
         """Start to unload a model."""
-        refuse_repository(request.repository_name)
+        reject_repository(request.repository_name)
         dependents = False
         if parameter := request.parameters.get("unload_dependents"):
             if parameter.WhichOneof("parameter_choice") != "bool_param":
@@ -108,26 +103,26 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
     @rpc_method
     async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
         """Return no regions: this server does not support CUDA shared memory."""
-        refuse_cuda_region(request.name)
+        reject_cuda_region(request.name)
         return service_pb2.CudaSharedMemoryStatusResponse()
 
     @rpc_method
     async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
         """Reject a region of CUDA shared memory."""
-        self._services.shared_memory.refuse_if_disabled()
-        raise cuda_region(request.name)
+        self._services.shared_memory.require_enabled()
+        raise cuda_unsupported(request.name)
 
     @rpc_method
     async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
         """Unregister regions of CUDA shared memory, of which there are none."""
-        self._services.shared_memory.refuse_if_disabled()
+        self._services.shared_memory.require_enabled()
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     @rpc_method
     async def TraceSetting(self, request: Any, context: Any) -> Any:
         """Change trace settings of the server or of one model, and return all."""
         if request.model_name:
-            refuse_unknown_model(self._models, request.model_name)
+            require_ready_model(self._models, request.model_name)
         changes = {name: _trace_value(name, setting) for name, setting in request.settings.items()}
         values = self._services.trace_settings.update(changes, model=request.model_name)
         response = service_pb2.TraceSettingResponse()

@@ -39,13 +39,106 @@ __all__ = [
     "write_response",
 ]
 
-
 # The parameters of an input or output in shared memory.
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
-
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _CHOICE = "parameter_choice"
 _CUSTOM = ("int64_param", "bool_param", "string_param", "double_param")
+_FLAGS = {"sequence_start": RequestFlags.SEQUENCE_START, "sequence_end": RequestFlags.SEQUENCE_END}
+# The field of `InferTensorContents` for the elements of a type; FP16 and BF16 have none.
+_FIELDS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+# The type that an error names for the elements of an unexpected field.
+_FIELD_TYPES: Mapping[str, str] = {
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcRequest:
+    """A parsed request, and how to write its responses.
+
+    Attributes:
+        inference: the parsed request.
+        message: the `ModelInferRequest`.
+        model: the requested model.
+        outputs: the requested outputs with parameters, by name.
+        empty_final_response: in a stream, an end without a response is a message too.
+    """
+
+    inference: InferenceRequest
+    message: Any
+    model: ServedModel
+    outputs: Mapping[str, RequestedOutput]
+    empty_final_response: bool
+
+
+def read_request(
+    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
+) -> GrpcRequest:
+    """Parse a `ModelInferRequest`; tensors in raw form are views of its bytes.
+
+    Args:
+        message: the request.
+        model: the requested model.
+        shared_memory: the registered regions.
+        headers: the headers to forward to the model as parameters.
+
+    Raises:
+        InferenceError: the request contradicts itself. `submit` validates it against the model's config.
+    """
+    parameters = read_parameters(message.parameters)
+    inputs: dict[str, Tensor] = {}
+    for tensor in _tensors(message, model.config, shared_memory):
+        if tensor.name in inputs:
+            raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
+        inputs[tensor.name] = tensor
+    for output in message.outputs:
+        if model.config.output(output.name) is None:
+            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
+    request = InferenceRequest(
+        model_name=model.name,
+        # Without a version `submit` takes the latest, which may have changed meanwhile.
+        model_version=model.version if message.model_version else -1,
+        id=message.id,
+        inputs=inputs,
+        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
+        parameters={**parameters.custom, **headers} if headers else parameters.custom,
+        correlation_id=parameters.correlation_id,
+        flags=parameters.flags,
+        priority=parameters.priority,
+        timeout_us=parameters.timeout_us,
+    )
+    return GrpcRequest(
+        inference=request,
+        message=message,
+        model=model,
+        outputs={
+            output.name: _requested_output(output, shared_memory)
+            for output in message.outputs
+            if output.parameters
+        },
+        empty_final_response=parameters.empty_final_response,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +243,6 @@ def _typed(message: Any, *choices: str, what: str) -> Any:
     return getattr(message, choice)
 
 
-_FLAGS = {"sequence_start": RequestFlags.SEQUENCE_START, "sequence_end": RequestFlags.SEQUENCE_END}
-
-
 def _unsigned(value: int | str) -> int | str:
     return value % 2**64 if isinstance(value, int) else value  # cast as in Triton
 
@@ -172,102 +262,6 @@ def _custom(name: str, message: Any) -> Parameter:
         )
     value: Parameter = getattr(message, choice)
     return value
-
-
-# The field of `InferTensorContents` for the elements of a type; FP16 and BF16 have none.
-_FIELDS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-# The type that an error names for the elements of an unexpected field.
-_FIELD_TYPES: Mapping[str, str] = {
-    "bool_contents": "BOOL",
-    "int_contents": "INT32",
-    "int64_contents": "INT64",
-    "uint_contents": "UINT32",
-    "uint64_contents": "UINT64",
-    "fp32_contents": "FP32",
-    "fp64_contents": "FP64",
-    "bytes_contents": "BYTES",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpcRequest:
-    """A parsed request, and how to write its responses.
-
-    Attributes:
-        inference: what is asked of the model.
-        message: the `ModelInferRequest`.
-        model: that it is asked of.
-        outputs: those that are not simply sent, by name.
-        empty_final_response: in a stream, an end without a response is a message too.
-    """
-
-    inference: InferenceRequest
-    message: Any
-    model: ServedModel
-    outputs: Mapping[str, RequestedOutput]
-    empty_final_response: bool
-
-
-def read_request(
-    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
-) -> GrpcRequest:
-    """Parse a `ModelInferRequest`; tensors in raw form are views of its bytes.
-
-    Args:
-        message: the request.
-        model: that it names.
-        shared_memory: where its tensors may be.
-        headers: that are forwarded to the model as parameters.
-
-    Raises:
-        InferenceError: it contradicts itself. What the model's config says of it is left to `submit`.
-    """
-    parameters = read_parameters(message.parameters)
-    inputs: dict[str, Tensor] = {}
-    for tensor in _tensors(message, model.config, shared_memory):
-        if tensor.name in inputs:
-            raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
-        inputs[tensor.name] = tensor
-    for output in message.outputs:
-        if model.config.output(output.name) is None:
-            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
-    request = InferenceRequest(
-        model_name=model.name,
-        # Without a version `submit` chooses, even if another one has become the latest meanwhile.
-        model_version=model.version if message.model_version else -1,
-        id=message.id,
-        inputs=inputs,
-        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
-        parameters={**parameters.custom, **headers} if headers else parameters.custom,
-        correlation_id=parameters.correlation_id,
-        flags=parameters.flags,
-        priority=parameters.priority,
-        timeout_us=parameters.timeout_us,
-    )
-    return GrpcRequest(
-        inference=request,
-        message=message,
-        model=model,
-        outputs={
-            output.name: _requested_output(output, shared_memory)
-            for output in message.outputs
-            if output.parameters
-        },
-        empty_final_response=parameters.empty_final_response,
-    )
 
 
 def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> Iterator[Tensor]:
