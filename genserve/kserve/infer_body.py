@@ -30,11 +30,11 @@ from genserve.tensor import DataType, Tensor
 __all__ = [
     "InferRequestBody",
     "InferResponseBody",
-    "answer_of",
     "custom_parameter",
     "dump",
     "read_infer_body",
     "read_raw_body",
+    "write_infer_response",
 ]
 
 
@@ -51,6 +51,10 @@ class InferRequestBody:
     request: InferenceRequest
     outputs: Mapping[str, RequestedOutput]
     binary: bool = False
+
+    def requested(self, name: str) -> RequestedOutput:
+        """Return the requested form of an output."""
+        return self.outputs.get(name) or RequestedOutput(name=name, binary=self.binary)
 
 
 def read_infer_body(
@@ -153,10 +157,10 @@ class _BodyReader:
         given = isinstance(document, dict)
         if given and "id" in document:
             self._id = checked(document["id"], JsonKind.STRING, doing="Unable to parse 'id'")
-        asked = dict(parameters)
+        merged = dict(parameters)
         fields: dict[str, Any] = {}
         if given and "parameters" in document:
-            fields = _read_parameters(document["parameters"], asked)
+            fields = _read_parameters(document["parameters"], merged)
         binary = fields.pop("binary", False)
         inputs = self._inputs(member(document, "inputs", JsonKind.ARRAY))
         if self._position != len(self._tail):
@@ -172,7 +176,7 @@ class _BodyReader:
             id=self._id,
             inputs=inputs,
             requested_outputs=tuple(outputs),
-            parameters=asked,
+            parameters=merged,
             **fields,
         )
         return InferRequestBody(request=request, outputs=outputs, binary=binary)
@@ -366,8 +370,8 @@ class InferResponseBody:
     header_length: int | None = None
 
 
-def answer_of(
-    response: InferenceResponse, *, inference: Inference, asked: InferRequestBody, model: ServedModel
+def write_infer_response(
+    response: InferenceResponse, *, inference: Inference, request_body: InferRequestBody, model: ServedModel
 ) -> InferResponseBody:
     """Return the body of a response; outputs for shared memory are written there.
 
@@ -376,7 +380,7 @@ def answer_of(
     """
     blobs: list[bytes | memoryview] = []
     outputs = [
-        _output(tensor, requested=asked.outputs.get(tensor.name), asked=asked, model=model, blobs=blobs)
+        _output(tensor, requested=request_body.requested(tensor.name), model=model, blobs=blobs)
         for tensor in response.outputs
     ]
     document: dict[str, Any] = {"id": inference.request.id} if inference.request.id else {}
@@ -401,8 +405,7 @@ def dump(document: dict[str, Any]) -> bytes:
 def _output(
     tensor: Tensor,
     *,
-    requested: RequestedOutput | None,
-    asked: InferRequestBody,
+    requested: RequestedOutput,
     model: ServedModel,
     blobs: list[bytes | memoryview],
 ) -> dict[str, Any]:
@@ -412,9 +415,9 @@ def _output(
         "datatype": tensor.data_type.name,
         "shape": tensor.shape,
     }
-    if requested is not None and requested.target is not None:
+    if requested.target is not None:
         return entry
-    if requested.binary if requested is not None else asked.binary:
+    if requested.binary:
         data = tensor.to_bytes()
         entry["parameters"] = {"binary_data_size": len(data)}
         if len(data):

@@ -231,7 +231,7 @@ def test_unknown_routes_and_methods_answer_json(http):
     assert http.get("/nowhere").status_code == 404
     wrong = http.get("/generate")
     assert wrong.status_code == 405
-    assert wrong.json()["error"] == "this route takes POST, and no other method"
+    assert wrong.json()["error"] == "this route supports only POST"
     assert "POST" in wrong.headers["allow"]
     assert wrong.json()["error"]
 

@@ -118,12 +118,12 @@ class Service(Administration):
             await abort(context, error)
 
     async def _infer(self, request: Any, context: Any, *, trace: Trace | None = None) -> Any:
-        asked, running = await self._submit(request, context, streams=False, trace=trace)
+        parsed, running = await self._submit(request, context, streams=False, trace=trace)
         with running:
             response = await running.single()
         if response.error is not None:
             raise response.error
-        return await write_response(response, request=asked, inference=running.inference)
+        return await write_response(response, request=parsed, inference=running.inference)
 
     async def _submit_of_stream(self, message: Any, context: Any) -> tuple[GrpcRequest, RunningInference]:
         trace = self._sampled(message)
