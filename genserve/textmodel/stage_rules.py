@@ -46,7 +46,7 @@ def stage_diagnostics(
     if role is Role.DECODER:
         yield from _tensors(parsed, config)
     if role is not Role.TOKENIZER and len(served) > 1:      # a tokenizer is also served as a model of its own
-        message = f"version_policy is not honoured in a {role}: the engine runs one version, {served[-1]}"
+        message = f"version_policy is ignored in a {role}: the engine runs one version, {served[-1]}"
         remedy = f"write `version_policy {{ specific {{ versions: {served[-1]} }} }}`"
         yield parsed.diagnostic(Severity.WARNING, "version_policy", message, remedy=remedy)
     yield from _parameters(parsed, config, _unread_parameters(config, role), where=f"a {role}")
@@ -122,20 +122,8 @@ def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
         yield parsed.diagnostic(Severity.ERROR, "output", message, remedy=remedy)
 
 
-def _versions(entry: ModelEntry, config: ModelConfig, role: Role) -> Iterator[Diagnostic]:
-    """Yield the versions that the policy serves, and the engine does not."""
-    try:
-        *others, last = served_versions(config, entry.versions)
-    except RepositoryError:
-        return      # which is a diagnostic of the files, or none of an ensemble
-    if others:
-        message = f"version_policy is ignored in a {role}: the engine runs one version, {last}"
-        remedy = f"write `version_policy {{ specific {{ versions: {last} }} }}`"
-        yield entry.parsed.diagnostic(Severity.WARNING, "version_policy", message, remedy=remedy)
-
-
-def _unread(config: ModelConfig, role: Role) -> frozenset[str]:
-    """Return those parameters of a config that nobody reads in this role."""
+def _unread_parameters(config: ModelConfig, role: Role) -> frozenset[str]:
+    """Return the parameters of a config that nothing reads in this role."""
     names = frozenset(config.parameters)
     if role is Role.DECODER:
         return names
