@@ -107,7 +107,7 @@ def test_with_several_models_on_a_server_a_name_is_required() -> None:
         with open_model("b", repository=Path("unused"), url=server.url) as opened:
             assert opened.name == "b"
         with (
-            pytest.raises(ModelNotFound, match="several") as caught,
+            pytest.raises(ModelNotFound, match="2 models") as caught,
             open_model(None, repository=Path("unused"), url=server.url),
         ):
             pass
