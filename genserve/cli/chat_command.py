@@ -7,17 +7,23 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
+from genserve.cli.flags import (
+    DEFAULT_REPOSITORY,
+    MaxTokens,
+    ModelArgument,
+    ModelRepository,
+    Seed,
+    Set,
+    Temperature,
+    Url,
+)
 from genserve.sampling.sampling_params import SamplingOptions
 
 __all__ = ["chat"]
 
 
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2."),
-    ] = None,
+    model: ModelArgument = None,
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
     system: Annotated[

@@ -18,6 +18,7 @@ __all__ = [
     "FileFormat",
     "KvCache",
     "MaxTokens",
+    "ModelArgument",
     "ModelRepositories",
     "ModelRepository",
     "Overwrite",
@@ -32,6 +33,9 @@ __all__ = [
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2.")
+]
 ModelRepository = Annotated[
     Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder that holds the models.")
 ]

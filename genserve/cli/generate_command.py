@@ -48,8 +48,8 @@ def generate(
     options = with_assignments(options, set_)
     if prompt == "-":
         if sys.stdin.isatty():
-            print("The prompt, and Ctrl-D behind it:", file=sys.stderr)
-        # A pipe's last line end belongs to the line, not to the prompt: it would change the answer.
+            print("Type the prompt, then Ctrl-D:", file=sys.stderr)
+        # The last line end of a pipe is not part of the prompt: it would change the answer.
         prompt = read_text().removesuffix("\n")
     console = make_console()
     with (

@@ -33,7 +33,7 @@ def report(repository: Path) -> ExportReport:
 def test_a_report_has_the_parity_and_the_next_commands(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(report(Path("model_repository")), beside=None)
     assert capsys.readouterr().out.splitlines() == [
-        "mine: int8, 141.0 MB, made in 12 s: model_repository/mine",
+        "mine: int8, 141.0 MB, exported in 12 s: model_repository/mine",
         "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006, "
         "KL 0.0040",
         "next: genserve chat mine",

@@ -65,7 +65,7 @@ def test_the_only_model_or_the_default_one_is_chosen(tmp_path: Path) -> None:
     assert choose_model("a", repository=tmp_path) == "a"
 
 
-def test_an_empty_repository_says_how_to_bring_a_model_into_it(tmp_path: Path) -> None:
+def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError) as caught:
         choose_model(None, repository=tmp_path)
     assert f"`genserve pull smollm2 --model-repository {tmp_path}`" in caught.value.remedy

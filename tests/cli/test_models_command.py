@@ -47,7 +47,7 @@ def test_the_models_of_a_server_are_one_per_line() -> None:
         assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"
 
 
-def test_an_empty_repository_says_how_to_bring_a_model_into_it(tmp_path: Path) -> None:
+def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
-    assert "no generation model" in result.stdout
+    assert "no text model" in result.stdout
     assert f"genserve pull smollm2 --model-repository {tmp_path}" in result.stdout

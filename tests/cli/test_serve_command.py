@@ -205,7 +205,7 @@ def test_the_banner_has_the_models_the_url_and_a_curl_command(capsys: pytest.Cap
     broken = RepositoryError("model 'x' is broken", remedy="mend it")
     print_startup_banner(ServerInfo(url="http://127.0.0.1:1", models=(model,), errors=(broken,)))
     captured = capsys.readouterr()
-    assert "m: int8, 2048 tokens of context, 32 answers at once, KV cache up to 1,536 MiB" in captured.out
+    assert "m: int8, context length 2048, up to 32 sequences, KV cache up to 1,536 MiB" in captured.out
     assert "Ready at http://127.0.0.1:1" in captured.out
     body = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": true}'
     assert f"-d '{body}'" in captured.out
