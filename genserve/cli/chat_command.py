@@ -16,6 +16,7 @@ from genserve.cli.flags import (
     Set,
     Temperature,
     Url,
+    with_assignments,
 )
 from genserve.sampling.sampling_params import SamplingOptions
 
@@ -36,7 +37,6 @@ def chat(
 ) -> None:
     """Chat with a model. Reads one message per line if stdin is not a terminal."""
     from genserve.cli.chat_session import ChatSession, Conversation
-    from genserve.cli.flags import with_assignments
     from genserve.cli.model_access import open_model
 
     options = SamplingOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
+from genserve.cli.flags import (
+    DEFAULT_REPOSITORY,
+    MaxTokens,
+    ModelRepository,
+    Seed,
+    Set,
+    Temperature,
+    Url,
+    with_assignments,
+)
 from genserve.sampling.sampling_params import SamplingOptions
 
 __all__ = ["generate"]
@@ -39,7 +48,6 @@ def generate(
 ) -> None:
     """Go on from a prompt, and print the text as it comes."""
     from genserve.cli.console import make_console, read_text, write_text
-    from genserve.cli.flags import with_assignments
     from genserve.cli.model_access import open_model
 
     options = SamplingOptions(
