@@ -13,7 +13,7 @@ from genserve.redaction import redact_repositories, redacted_error, redacted_tex
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "redacted"),
     [
         ("{root}/m/config.pbtxt:12:3: bad", "m/config.pbtxt:12:3: bad"),
         ("models in {root}: a, b", "models in the model repository: a, b"),
@@ -29,12 +29,12 @@ from genserve.redaction import redact_repositories, redacted_error, redacted_tex
         ("in {tmp}", "in {last_of_tmp}"),
     ],
 )
-def test_paths_become_relative_to_the_repository_or_their_last_part(tmp_path: Path, text, told) -> None:
+def test_paths_become_relative_to_the_repository_or_their_last_part(tmp_path: Path, text, redacted) -> None:
     root = tmp_path / "models"
     redact_repositories([root])
     tmp = tempfile.gettempdir()
     names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name}
-    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == told.format(**names)
+    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == redacted.format(**names)
 
 
 def test_a_linked_repository_is_known_by_both_paths(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_a_traceback_is_reduced_to_its_exception() -> None:
 def test_a_redacted_error_keeps_its_class_and_the_log_has_the_full_text(caplog) -> None:
     error = ConfigError("no name", where="/srv/m/config.pbtxt:1:1", remedy="see /etc/x")
     with caplog.at_level(logging.DEBUG, logger="genserve"):
-        told = redacted_error(error)
-    assert type(told) is ConfigError
-    assert (told.message, told.remedy) == ("config.pbtxt:1:1: no name", "see x")
-    assert told.status is error.status
+        redacted = redacted_error(error)
+    assert type(redacted) is ConfigError
+    assert (redacted.message, redacted.remedy) == ("config.pbtxt:1:1: no name", "see x")
+    assert redacted.status is error.status
     assert str(error) == "/srv/m/config.pbtxt:1:1: no name (see /etc/x)"
     assert str(error) in caplog.text
 
