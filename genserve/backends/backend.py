@@ -127,7 +127,7 @@ def find_backend(name: str, *, backend_directory: Path | None = None) -> type[Ba
     raise RepositoryError(
         f"unable to find backend library for backend '{name}', "
         "try specifying runtime on the model configuration.",
-        remedy=f"use one of {', '.join(known)}",
+        remedy=f"known backends: {', '.join(known)}",
     )
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from genserve.completion import Delta
 from genserve.errors import GenserveError
-from genserve.generation.delta_streams import AsyncStream
+from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.log import fail_request
 
 __all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
@@ -61,7 +61,7 @@ class EventStream(EventSourceResponse):
     one, and later errors are events.
     """
 
-    def __init__(self, stream: AsyncStream, frames: Frames) -> None:
+    def __init__(self, stream: AsyncDeltaStream, frames: Frames) -> None:
         self._stream = stream
         super().__init__(
             _events(stream, frames), ping=_PING_S, sep="\n", headers={"Cache-Control": "no-cache"}
@@ -81,7 +81,7 @@ class EventStream(EventSourceResponse):
         await send(message)
 
 
-async def _events(stream: AsyncStream, frames: Frames) -> AsyncIterator[bytes]:
+async def _events(stream: AsyncDeltaStream, frames: Frames) -> AsyncIterator[bytes]:
     if first := frames.start():
         yield first
     try:
@@ -95,7 +95,7 @@ async def _events(stream: AsyncStream, frames: Frames) -> AsyncIterator[bytes]:
         yield last
 
 
-async def read_all(stream: AsyncStream, request: Request) -> list[Delta]:
+async def read_all(stream: AsyncDeltaStream, request: Request) -> list[Delta]:
     """Return all deltas of an answer; stop it if the client disconnects.
 
     Raises:
@@ -108,7 +108,7 @@ async def read_all(stream: AsyncStream, request: Request) -> list[Delta]:
         return deltas
 
 
-async def _first_delta(stream: AsyncStream, receive: Receive) -> None:
+async def _first_delta(stream: AsyncDeltaStream, receive: Receive) -> None:
     """Wait for the first delta, at most until the first ping; raises as `read_all` does."""
     await _while_connected(stream.first(), receive, timeout_s=_PING_S)
 
@@ -131,7 +131,7 @@ async def _while_connected(
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _collect(stream: AsyncStream) -> list[Delta]:
+async def _collect(stream: AsyncDeltaStream) -> list[Delta]:
     return [delta async for deltas in stream for delta in deltas]
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from genserve.completion import TokenLogprob
-from genserve.generation.batch_sampler import pick
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.logits_model import FloatArray, ForwardBatch
 from genserve.generation.output_processor import DecodeFunction
 from genserve.generation.speculation import Speculation
-from genserve.sampling.sampler import likelihood, sample_rows
+from genserve.sampling.batch_sampler import sample
+from genserve.sampling.sampler import token_logprob
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
@@ -41,7 +41,7 @@ def plain_answer(sequence: TokenSequence, *, decode: DecodeFunction, **params: A
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     plain = sequence_of(prompt, max_length=MAX_LENGTH, **params)
     while not plain.finished:
-        [picked] = pick(logits_after(plain.token_ids)[None].copy(), [plain], picker=sample_rows)
+        [picked] = sample(logits_after(plain.token_ids)[None].copy(), [plain])
         plain.append(picked.token_id)
         for token_id in (1, 2) if decode is in_threes else ():
             if not plain.finished:
@@ -140,7 +140,7 @@ class Schedule:
             "cache_salt": self.rng.choice(SALTS),
             "priority": self.rng.choice([0, 1]),
         }
-        if width <= self.model.max_num_seqs and self.engine.longest(width) >= 42:
+        if width <= self.model.max_num_seqs and self.engine.max_tokens_per_sequence(width) >= 42:
             group = search_of(**options)
             self.searches[group] = options
             for answer in group.answers:
@@ -152,7 +152,7 @@ class Schedule:
             sequence = self.rng.choice(list(self.running))
             for answer in sequence.answers:
                 del self.running[answer]
-            self.searches.pop(sequence.beams, None)
+            self.searches.pop(sequence.search, None)
             self.engine.remove([sequence])
 
     def step(self) -> bool:
@@ -173,12 +173,12 @@ class Schedule:
         for sequence in result.advanced:
             assert sequence in self.running, "it has ended already"
             delta = sequence.take_delta()
-            assert delta is not None or sequence.beams
+            assert delta is not None or sequence.search
             if delta is not None:
                 self.scores[sequence] = self.scores.get(sequence, ()) + delta.prompt_logprobs
             if sequence.finished:
                 params = self.running.pop(sequence)
-                if sequence.beams is None:
+                if sequence.search is None:
                     self.ended[sequence] = params
         return True
 
@@ -200,7 +200,7 @@ class Schedule:
             if sequence.params.prompt_logprobs is not None:
                 scores = self.scores[sequence]
                 rows = [logits_after(prompt[:length]) for length in range(1, len(prompt))]
-                expected = [likelihood(row, i, num_top=1) for row, i in zip(rows, prompt[1:], strict=True)]
+                expected = [token_logprob(row, i, num_top=1) for row, i in zip(rows, prompt[1:], strict=True)]
                 assert list(scores) == expected
 
 
