@@ -325,7 +325,7 @@ def test_a_call_to_a_model_that_needs_what_the_caller_holds_fails(tmp_path: Path
     write_model(tmp_path, "one", code=CALLS, config=CONFIG + LIMITED % 1)
     write_model(tmp_path, "two", config=CONFIG + LIMITED % count)
     with opened(tmp_path, "one", "two", rate_limiter=True) as repository:
-        with pytest.raises(InferenceError, match="waits, directly or by way of other models"):
+        with pytest.raises(InferenceError, match="waits, directly or through other models"):
             value(ask(repository, "one", X=[1]))
         assert value(ask(repository, "two", X=[1])) == [2]
     capacities = (ResourceCapacity(name="r", count=2),)
