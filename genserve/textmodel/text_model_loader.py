@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from genserve.backends.backend import Placement, boolean_parameter
-from genserve.backends.row_picker import sample_rows
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.normalise import normalise, num_gpus
 from genserve.config.schema import model_config
@@ -309,7 +308,6 @@ def _start(
         Engine(
             logits,
             decode=decode,
-            picker=sample_rows,
             prefix_cache=prefix_cache and logits.kv_cache_bytes > 0,
             speculation=speculation,
         ),
