@@ -92,7 +92,7 @@ class AdmissionControl:
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
         if limit is not None and self.num_tokens and self.num_tokens + num_tokens > limit:
-            raise self.rejection(
+            raise self._rejection(
                 RejectionReason.MAX_QUEUE_TOKENS,
                 f"prompts of {self.num_tokens} tokens are waiting; {num_tokens} more would exceed the limit, "
                 f"{limit}",
@@ -101,7 +101,7 @@ class AdmissionControl:
             )
         wait_s = self._predicted_wait_s(priority, now_s=now_s)
         if self.limits.max_wait_s is not None and wait_s > self.limits.max_wait_s:
-            raise self.rejection(
+            raise self._rejection(
                 RejectionReason.PREDICTED_WAIT,
                 f"a request would wait about {wait_s:.0f} s now; the limit is {self.limits.max_wait_s:g} s",
                 remedy="try again later, or raise --max-queue-wait-s",
@@ -113,14 +113,23 @@ class AdmissionControl:
         taken = self.num_accepted + self.num_preparing
         if taken + count > self.capacity:
             requests = "1 request is" if taken == 1 else f"{taken} requests are"
-            raise self.rejection(
+            raise self._rejection(
                 RejectionReason.MAX_QUEUE,
                 f"{requests} running or waiting; the limit is {self.capacity}",
                 remedy="try again later, or raise --max-queue",
                 now_s=now_s,
             )
 
-    def rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
+    def timeout(self, *, now_s: float) -> Overloaded:
+        """Return the error of a request that has waited for `max_wait_s`, and count it."""
+        return self._rejection(
+            RejectionReason.QUEUE_TIMEOUT,
+            f"the request has waited for {self.limits.max_wait_s:g} s, which is the limit",
+            remedy="try again later, or raise --max-queue-wait-s",
+            now_s=now_s,
+        )
+
+    def _rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
         """Return the error of a rejected request, and count it.
 
         Rejected requests get increasing retry times, twice as dense as places become free, and no later than
