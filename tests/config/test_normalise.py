@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine; the others are compared with a real Triton in test_to_json.py."""
+"""Defaults that depend on the machine; the others are compared with a real Triton in test_config_json.py."""
 
 from __future__ import annotations
 

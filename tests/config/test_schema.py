@@ -1,3 +1,5 @@
+"""Messages of Triton's schema as frozen values."""
+
 from __future__ import annotations
 
 from google.protobuf import text_format

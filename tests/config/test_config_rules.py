@@ -1,4 +1,4 @@
-"""The rules of one config.pbtxt: places and remedies; Triton's own words are in test_refusals.py."""
+"""Rules of configs: the diagnostics of a config by itself, with position and remedy."""
 
 from __future__ import annotations
 

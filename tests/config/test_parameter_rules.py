@@ -1,3 +1,5 @@
+"""Amounts of memory in parameters."""
+
 from __future__ import annotations
 
 import pytest
