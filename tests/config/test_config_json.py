@@ -67,19 +67,19 @@ def test_a_config_is_read_as_leniently_as_triton_does(text, golden):
         '{"input":[3]}',
     ],
 )
-def test_what_triton_refuses_is_refused_with_a_remedy(text):
+def test_json_that_triton_rejects_is_rejected_with_a_remedy(text):
     with pytest.raises(RepositoryError, match=r"^Invalid config override: ") as raised:
         read_config_json(text, name="m")
     assert "/v2/models/m/config" in raised.value.remedy
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_a_real_triton_shows_can_be_loaded(name):
+def test_the_json_of_a_real_triton_can_be_loaded(name):
     shown = recorded_json(name)
     assert config_json(read_config_json(shown, name=name)).replace(NEWER, "") == shown
 
 
-def test_what_is_shown_can_be_loaded_again():
+def test_written_json_can_be_loaded_again():
     message = text_format.Parse(
         'max_batch_size: 4 input { name: "a" data_type: TYPE_FP32 dims: [ -1, 3 ] } '
         "dynamic_batching { max_queue_delay_microseconds: 5 priority_queue_policy { key: 2 value { } } } "
@@ -114,7 +114,7 @@ def test_maps_are_sorted() -> None:
     assert '"metric_tags":{"a":"A","b":"B","c":"C"}' in config_json(message)
 
 
-def test_numbers_have_the_fewest_digits() -> None:
+def test_numbers_have_as_few_digits_as_possible() -> None:
     message = new_model_config()
     control = message.sequence_batching.control_input.add().control.add()
     control.fp32_false_true.extend([0.1, 3e-07])

@@ -13,20 +13,20 @@ def make(severity: Severity, *, position: str = "") -> Diagnostic:
     return Diagnostic(severity=severity, path=Path("m"), position=position, message="wrong", remedy="mend it")
 
 
-def test_a_fault_says_where_it_is_as_far_as_that_is_known() -> None:
+def test_a_diagnostic_has_a_position_if_it_is_known() -> None:
     positiond, unpositiond = make(Severity.ERROR, position="3:14"), make(Severity.ERROR)
     assert (positiond.where, positiond.line, positiond.column) == ("m:3:14", 3, 14)
     assert (unpositiond.where, unpositiond.line, unpositiond.column) == ("m", None, None)
 
 
-def test_only_an_error_is_one_to_raise() -> None:
+def test_only_an_error_is_raised() -> None:
     assert first_error([make(Severity.WARNING)]) is None
     error = first_error([make(Severity.WARNING), make(Severity.ERROR, position="1:2"), make(Severity.ERROR)])
     assert error is not None
     assert (error.message, error.remedy) == ("m:1:2: wrong", "mend it")
 
 
-def test_a_wrong_name_is_answered_with_the_nearest_or_with_all() -> None:
+def test_the_remedy_for_an_unknown_name_is_the_nearest_or_the_list() -> None:
     assert nearest("pyton", known=["onnxruntime", "python"]) == "did you mean python?"
     assert nearest("vllm", known=["onnxruntime", "python"]) == "known there: onnxruntime, python"
     assert nearest("vllm", known=[]) == "known there: none"
@@ -62,13 +62,13 @@ platform: "p"
         ("platform", "8:1"),
     ],
 )
-def test_a_field_has_the_place_of_its_name_and_a_message_of_a_list_that_of_its_brace(
+def test_a_field_is_at_its_name_and_a_listed_message_at_its_brace(
     path: str, place: str
 ) -> None:
     assert SourceMap(TEXT).of(path) == place
 
 
-def test_what_is_not_written_has_the_place_of_what_is_around_it() -> None:
+def test_a_missing_field_is_at_the_field_around_it() -> None:
     assert SourceMap(TEXT).of("input[1].data_type") == "4:9"
     assert SourceMap(TEXT).of("backend") == "1:1"
 
