@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from genserve.config.diagnostics import Diagnostic, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
-from genserve.repository.ensemble_steps import (
-    all_step_models,
-    generation_stages,
-    is_decoupled,
-    step_models,
-)
+from genserve.repository.ensemble_steps import all_step_models, is_decoupled, step_models, text_stages
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.shapes import compatible, shape_text
 
@@ -175,7 +170,7 @@ class _Ensemble:
 
 def _limit(ensemble: _Ensemble) -> Iterator[Diagnostic]:
     """Yield a warning if there is a limit of what is on its way between stages of one engine."""
-    if ensemble.config.max_inflight_requests and generation_stages(ensemble.entry, ensemble.entries):
+    if ensemble.config.max_inflight_requests and text_stages(ensemble.entry, ensemble.entries):
         yield ensemble.entry.parsed.diagnostic(
             Severity.WARNING,
             "ensemble_scheduling[0].max_inflight_requests",

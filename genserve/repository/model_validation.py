@@ -16,13 +16,14 @@ from genserve.config.parameter_rules import byte_size
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError, Status
 from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.repository.ensemble_steps import role_of, stage_owners, text_models
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.model_file_rules import content_diagnostics, placeholder_diagnostics
 from genserve.tensor import DataType
-from genserve.textmodel.logits_runtime import CacheKind, cache_kind, context_length
+from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics
 from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
-from genserve.textmodel.stage_rules import draft_diagnostics, role_of, stage_diagnostics
+from genserve.textmodel.stage_rules import DRAFT_PARAMETERS, draft_diagnostics, stage_diagnostics
 
 __all__ = ["accept", "model_diagnostics", "repository_diagnostics", "size_diagnostics"]
 
@@ -211,11 +212,21 @@ def model_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> t
         diagnostics += ensemble_diagnostics(entry, entries)
     else:
         diagnostics += _file_diagnostics(entry, entry.config)
-        diagnostics += draft_diagnostics(entry, entry.config, entries)
+        diagnostics += _draft_diagnostics(entry, entry.config, entries)
     role = role_of(entry, entry.config, entries)
-    diagnostics += stage_diagnostics(entry, entry.config, role)
+    served = _served(entry, entry.config)
+    diagnostics += stage_diagnostics(entry.parsed, entry.config, role, served=served)
     diagnostics += size_diagnostics(entry, entry.config, role)
     return tuple(diagnostics)
+
+
+def _draft_diagnostics(
+    entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]
+) -> Iterator[Diagnostic]:
+    if DRAFT_PARAMETERS & config.parameters.keys():
+        models = text_models(entries)
+        is_stage = entry.name in stage_owners(models)
+        yield from draft_diagnostics(entry.parsed, config, text_models=models, is_stage=is_stage)
 
 
 def _version_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
