@@ -36,8 +36,8 @@ def test_every_diagnostic_is_listed_by_model_with_its_place_and_remedy(tmp_path:
         "\n"
         "b\n"
         f"{b}:2:1: error: 'max_batch_size' must be non-negative value for b\n"
-        "  remedy: write 0 for a model that does not batch, or how many requests share a batch\n"
-        f"{b}:3:1: warning: runtime is not honoured: the backend's own runtime is used\n"
+        "  remedy: write 0 for a model that does not batch, or the largest batch size\n"
+        f"{b}:3:1: warning: runtime is ignored: the backend's own runtime is used\n"
         "  remedy: leave it out\n"
         "\n"
         "3 models: 2 errors, 1 warning\n"
@@ -68,7 +68,7 @@ def test_json_has_an_object_for_each_diagnostic(tmp_path: Path) -> None:
             "path": str(file),
             "line": 2,
             "column": 1,
-            "message": "runtime is not honoured: the backend's own runtime is used",
+            "message": "runtime is ignored: the backend's own runtime is used",
             "remedy": "leave it out",
         },
         {
@@ -78,7 +78,8 @@ def test_json_has_an_object_for_each_diagnostic(tmp_path: Path) -> None:
             "line": None,
             "column": None,
             "message": "model.py is missing",
-            "remedy": "put it there; that of an exported model `genserve pull` or `genserve export` brings",
+            "remedy": "add the file; `genserve pull` and `genserve export` make those of exported "
+                      "models",
         },
     ]
     assert ran.exit_code == 1
