@@ -42,7 +42,7 @@ class Flag:
     minimum: float | None = None
     maximum: float | None = None
     show_default: bool = True
-    validate: Callable[[Any], object] = bool
+    validate: Callable[[Any], object] | None = None
     grpc_argument: str = ""
 
 
@@ -72,7 +72,7 @@ def _compile(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
