@@ -24,8 +24,8 @@ __all__ = ["print_startup_banner", "serve"]
 def serve(**options: Any) -> None:
     """Serve the models of a repository over HTTP and gRPC.
 
-    Flags have tritonserver's names where they mean the same; switches may be written --switch=false.
-    Set GENSERVE_API_KEY to ask clients for a key; addresses that other machines reach need one.
+    Flags that tritonserver has too have its names; switches may be written --switch=false.
+    Set GENSERVE_API_KEY to require a key; addresses that other machines can reach need one.
     """
     settings = _server_settings(options)
     # The imported packages make 86,000 objects that live as long as the process. To collect garbage among
