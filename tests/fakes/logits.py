@@ -36,7 +36,7 @@ def greedy_answer(prompt: Sequence[int], *, num_tokens: int) -> list[int]:
 
 
 class PagedLogits:
-    """Implements `LogitsModel`; what a token leaves in its block is itself, and a digest of all before it."""
+    """Implements `LogitsModel`; a block holds each token and a digest of all tokens before it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Beam searches in an engine: their company, their slots, and what is said before the end."""
+"""Beam searches in an engine: with other requests, their places, and what they stream."""
 
 from __future__ import annotations
 

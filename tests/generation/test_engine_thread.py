@@ -162,7 +162,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
             self.num_calls += 1
             return super().__call__()
 
-    model, clock = PagedLogits(), CountingClock()  # it stands still: by this clock nobody stays away
+    model, clock = PagedLogits(), CountingClock()  # it stands still, so no loop ever stays away
     engine = engine_thread(model, clock=clock)
     early, late = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
     for _ in range(3):

@@ -244,7 +244,7 @@ def test_a_reservation_that_waited_too_long_for_other_preparations_is_rejected(f
     _, clock, metrics, engine, _ = full
     first, second = engine.reserve(1), engine.reserve(1)
     clock.now_s = 10.5
-    first.check()   # it waited for nobody
+    first.check()   # it waited for no other preparation
     with pytest.raises(Overloaded, match="has waited for 10 s"):
         second.check()
     assert rejections(metrics, "queue_timeout") == 1
