@@ -84,7 +84,7 @@ class Reservation:
         self._inbox.check_reserved(self)
 
     def release(self) -> None:
-        """Give the places back; a second call does nothing."""
+        """Free the places; a second call does nothing."""
         self._inbox.release(self)
 
     def __enter__(self) -> Self:
