@@ -1,4 +1,4 @@
-"""Who is refused, and when they should come back; by a clock that the test moves."""
+"""Which requests are rejected, and when to retry them, by a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def control(*, num_places: int = 2, **limits: float | None) -> AdmissionControl:
 
 
 def busy(admission: AdmissionControl) -> AdmissionControl:
-    """Fill its two places."""
+    """Take both places."""
     admission.accept(2)
     return admission
 
@@ -50,7 +50,7 @@ class Request:
     num_places: int
     num_tokens: int
     priority: int
-    num_steps: int      # that it runs for
+    num_steps: int      # until it ends
 
 
 class SimulatedEngine:
@@ -69,7 +69,7 @@ class SimulatedEngine:
         return self._num_places - sum(request.num_places for request in self.running)
 
     def rejection(self, request: Request) -> Overloaded | None:
-        """Submit a request; returns why it was refused."""
+        """Submit a request; return the error if it was rejected."""
         sizes = {"num_tokens": request.num_tokens, "priority": request.priority}
         try:
             self.admission.check(request.num_places, now_s=self.now_s, **sizes)
@@ -128,7 +128,7 @@ class SimulatedEngine:
 
 
 def served(*, seconds: float = 2.0, **limits: float | None) -> AdmissionControl:
-    """Serve a line, one in each step; two long answers are left, which hold both places."""
+    """Serve a queue, one request in each step; two long answers are left, which hold both places."""
     engine = SimulatedEngine(num_places=2, **limits)
     for num_steps in (1, *[2] * 10, 99, 99):
         engine.submit(num_steps=num_steps)
@@ -294,7 +294,7 @@ def test_an_empty_queue_rejects_no_request_and_all_counts_return_to_zero(
 
 
 def one_slot_after_slow_answers() -> SimulatedEngine:
-    """Serve a burst of answers of 20 s, one after the other."""
+    """Serve a burst of answers of 20 s, one at a time."""
     engine = SimulatedEngine(num_places=1, max_wait_s=10)
     for _ in range(8):
         engine.submit()

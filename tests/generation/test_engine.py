@@ -39,7 +39,7 @@ def test_a_prompt_is_answered_as_by_a_loop_without_cache():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_other_requests_never_change_an_answer(seed):
-    """Random prompts, lengths, arrival steps and cancellations, over few slots and small chunks."""
+    """Random prompts, lengths, arrival steps and cancellations, over few places and small chunks."""
     rng = random.Random(seed)
     model = PagedLogits(max_num_seqs=rng.choice([1, 2, 4]))
     engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8)
@@ -124,7 +124,7 @@ def test_requests_run_by_priority_and_then_by_arrival():
 
 
 def test_a_preempted_request_goes_before_others_of_its_priority():
-    """Two fit into the cache as long as they are short; the younger waits again, a third one behind it."""
+    """Two fit into the cache while they are short; then the younger is preempted, and a third waits behind it."""
     engine = Engine(PagedLogits(max_num_seqs=2, max_length=16, num_blocks=4), decode=sample_loop)
     sequences = [sequence_of([i], max_length=16, max_tokens=n) for i, n in enumerate([12, 12, 4])]
     for sequence in sequences:

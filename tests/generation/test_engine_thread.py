@@ -174,7 +174,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
     for _ in range(10):
         early.ask()
         seen = clock.num_calls
-        while clock.num_calls < seen + 3:  # a step of its own would look at the clock three times
+        while clock.num_calls < seen + 3:  # a step without the other loop would read the clock three times
             time.sleep(0)
         late.ask()
         early.receive()
@@ -214,7 +214,7 @@ def test_a_cancelled_logits_request_is_not_answered_and_frees_its_place(gated):
     model, engine = gated
     answers: SimpleQueue = SimpleQueue()
     stream = DeltaStream(engine, sequence_of([1], max_tokens=30))
-    next(stream)  # from now on the engine stands in a decode step
+    next(stream)  # from now on the engine is held in a decode step
     request = logits_request([2, 3], on_logits=answers.put)
     engine.submit_logits([request])
     engine.cancel(request)
@@ -234,7 +234,7 @@ def test_closing_answers_logits_requests_with_an_error(gated):
     closing.start()
     model.open_gate()
     closing.join()
-    # The step that ran while the engine closed may have been the answer's.
+    # The step that ran while the engine closed may have answered it.
     assert isinstance(answers.get(), Closed | np.ndarray)
     with pytest.raises(Closed):
         engine.submit_logits([logits_request([1])])

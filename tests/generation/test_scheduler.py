@@ -31,7 +31,7 @@ class TimedLogits(PagedLogits):
 
 
 class Run:
-    """An engine over such a model, and when which sequence got its tokens."""
+    """An engine over such a model, and the times of each sequence's tokens."""
 
     def __init__(self) -> None:
         self.clock = Clock()
