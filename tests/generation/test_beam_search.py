@@ -269,7 +269,7 @@ def test_the_cost_of_a_candidate_with_stop_strings_does_not_grow_with_its_answer
 
 
 def test_fewer_allowed_tokens_than_beams_leave_fewer_beams():
-    """Two tokens are allowed: after the first step there are two beams, then four, of which three continue."""
+    """Two tokens are allowed: the first step leaves two beams, the next four, of which three continue."""
     group_options = {"n": 3, "max_tokens": 4, "allowed_token_ids": (6, 7), "length_penalty": 0.0}
     answers = alone([1, 2], **group_options)
     scored = []

@@ -124,7 +124,7 @@ def test_requests_run_by_priority_and_then_by_arrival():
 
 
 def test_a_preempted_request_goes_before_others_of_its_priority():
-    """Two fit into the cache while they are short; then the younger is preempted, and a third waits behind it."""
+    """Two fit into the cache while they are short; then the younger is preempted, before a third one."""
     engine = Engine(PagedLogits(max_num_seqs=2, max_length=16, num_blocks=4), decode=sample_loop)
     sequences = [sequence_of([i], max_length=16, max_tokens=n) for i, n in enumerate([12, 12, 4])]
     for sequence in sequences:
