@@ -154,6 +154,17 @@ def test_loops_over_logits_on_many_threads_are_answered_during_generation(engine
     assert engine.num_accepted == 0
 
 
+def loops_that_come_back(engine: EngineThread) -> tuple[LogitsLoop, LogitsLoop]:
+    """Return two loops that the engine has learned to wait for."""
+    loops = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
+    for _ in range(3):
+        for loop in loops:
+            loop.ask()
+        for loop in loops:
+            loop.receive()
+    return loops
+
+
 def test_a_step_waits_for_loops_that_always_come_back_quickly():
     class CountingClock(Clock):
         num_calls = 0
@@ -164,12 +175,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
 
     model, clock = PagedLogits(), CountingClock()  # it stands still, so no loop ever stays away
     engine = engine_thread(model, clock=clock)
-    early, late = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
-    for _ in range(3):
-        early.ask()
-        late.ask()
-        early.receive()
-        late.receive()
+    early, late = loops_that_come_back(engine)
     before = engine.num_steps
     for _ in range(10):
         early.ask()
@@ -186,12 +192,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
 def test_a_step_does_not_wait_for_a_loop_that_stays_away():
     model, clock = PagedLogits(), Clock()
     engine = engine_thread(model, clock=clock)
-    stays, leaves = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
-    for _ in range(3):
-        stays.ask()
-        leaves.ask()
-        stays.receive()
-        leaves.receive()
+    stays, _ = loops_that_come_back(engine)
     clock.now_s += 1
     for _ in range(3):
         stays.ask()
