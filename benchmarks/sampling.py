@@ -28,11 +28,11 @@ from report import markdown, median, ratio
 from genserve.export.texts import CALIBRATION
 from genserve.generation.engine_request import TokenSequence
 from genserve.repository.index import scan
+from genserve.repository.model_loader import load_stage_logits
 from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.tokenizer import Tokenizer
-from genserve.textmodel.logits_placement import logits_placement
-from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
+from genserve.textmodel.logits_runtime import LoadedLogits
 
 DRAWN = {"temperature": 0.8}
 NUCLEUS = {**DRAWN, "top_k": 50, "top_p": 0.9}
@@ -84,7 +84,7 @@ class Model:
     def __init__(self, repository: Path, name: str, *, rows: int, prompt_tokens: int) -> None:
         index = scan([repository])
         stage = index[f"{name}_logits"]
-        self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
+        self._logits: LoadedLogits = load_stage_logits(stage)
         text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
         lengths = range(prompt_tokens, prompt_tokens + rows)
         self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]

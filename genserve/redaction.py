@@ -20,7 +20,6 @@ from genserve.errors import GenserveError
 
 __all__ = ["redact_repositories", "redacted_error", "redacted_text"]
 
-
 logger = logging.getLogger(__name__)
 
 _Error = TypeVar("_Error", bound=GenserveError)

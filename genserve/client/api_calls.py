@@ -27,7 +27,6 @@ __all__ = [
     "models",
 ]
 
-
 Answer = TypeVar("Answer")
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "token_id_of",
 ]
 
-
 _PREFIX = "token_id:"
 
 

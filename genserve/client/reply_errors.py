@@ -32,7 +32,6 @@ __all__ = [
     "unreachable_at",
 ]
 
-
 _KINDS: tuple[type[GenserveError], ...] = (
     InvalidRequest, ContextLengthExceeded, ModelNotFound, ModelNotReady, Overloaded, ModelFailed,
 )

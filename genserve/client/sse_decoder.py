@@ -18,7 +18,6 @@ from genserve.errors import StreamBroken
 
 __all__ = ["DeltaDecoder", "Event", "EventDecoder"]
 
-
 # Not `str.splitlines`, which also splits at U+2028, a character that JSON strings may contain.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
