@@ -11,7 +11,7 @@ MS = 1_000_000
 START, END = RequestFlags.SEQUENCE_START, RequestFlags.SEQUENCE_END
 
 
-class Asked:
+class SentRequest:
     """An inference, and what came of it."""
 
     def __init__(
@@ -32,9 +32,9 @@ class Asked:
         return self.inference.error.message if self.inference.error else None
 
 
-def asked(num, **kwargs) -> list[Asked]:
+def asked(num, **kwargs) -> list[SentRequest]:
     """Ask the same some times."""
-    return [Asked(**kwargs) for _ in range(num)]
+    return [SentRequest(**kwargs) for _ in range(num)]
 
 
 def inferences(some) -> tuple[Inference, ...]:
@@ -42,15 +42,15 @@ def inferences(some) -> tuple[Inference, ...]:
     return tuple(one.inference for one in some)
 
 
-class Desk:
+class QueueDriver:
     """Drives a queue by hand, with a clock that stands still unless it is moved."""
 
     def __init__(self, queue):
         self.queue = queue
         self.now_ns = 1000 * MS
-        self.asked: list[Asked] = []
+        self.asked: list[SentRequest] = []
 
-    def add(self, *some: Asked) -> None:
+    def add(self, *some: SentRequest) -> None:
         """Queue them at the present time."""
         for one in some:
             self.queue.add(one.inference, now_ns=self.now_ns)
@@ -60,17 +60,17 @@ class Desk:
         """What may run now."""
         return self.queue.plan(instance, now_ns=self.now_ns)
 
-    def take(self, instance=0) -> list[Asked]:
+    def take(self, instance=0) -> list[SentRequest]:
         """Take what may run now."""
         planned = self.plan(instance).batch
         batch = self.queue.start(instance, planned, now_ns=self.now_ns) if planned else ()
         return [self.asked_of(inference) for inference in batch]
 
-    def asked_of(self, inference) -> Asked | None:
+    def asked_of(self, inference) -> SentRequest | None:
         """Find it; None: the scheduler made it up."""
         return next((one for one in self.asked if one.inference is inference), None)
 
-    def run(self, instance=0) -> list[Asked]:
+    def run(self, instance=0) -> list[SentRequest]:
         """Take what may run now, answer it, and be done."""
         batch = self.take(instance)
         self.finish(batch, instance)
@@ -84,7 +84,7 @@ class Desk:
         executed = inferences(one for one in batch if one is not None)
         self.tell(self.queue.done(instance, executed, now_ns=self.now_ns))
 
-    def pass_time(self, ms: float) -> list[Asked]:
+    def pass_time(self, ms: float) -> list[SentRequest]:
         """Move the clock; return what expires."""
         self.now_ns += int(ms * MS)
         expires_ns = self.queue.expires_ns
@@ -92,12 +92,12 @@ class Desk:
             return []
         return self.tell(self.queue.expire(now_ns=self.now_ns))
 
-    def cancel(self, one: Asked) -> list[Asked]:
+    def cancel(self, one: SentRequest) -> list[SentRequest]:
         """Cancel one; return what leaves with it."""
         one.inference.cancel()
         return self.tell(self.queue.cancel(one.inference, now_ns=self.now_ns))
 
-    def tell(self, rejected) -> list[Asked]:
+    def tell(self, rejected) -> list[SentRequest]:
         """End what was rejected."""
         for rejection in rejected:
             rejection.send()
