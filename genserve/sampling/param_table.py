@@ -87,6 +87,18 @@ class Param:
         """The type of an item, of a list."""
         return get_args(self.hint)[0] if get_origin(self.hint) is tuple else None
 
+    @property
+    def triton_type(self) -> tuple[str, int]:
+        """The data type of the input tensor, as config.pbtxt has it, and its number of elements; -1: any."""
+        if self.item is str:
+            return "TYPE_STRING", -1
+        if bool in self.kinds:
+            return "TYPE_BOOL", 1
+        if float in self.kinds:
+            return "TYPE_FP32", 1
+        unsigned = self.range is not None and self.range.high == 2**64 - 1
+        return "TYPE_UINT64" if unsigned else "TYPE_INT32", 1
+
 
 def param(doc: str, *, default: Any, section: Section, **rules: Any) -> Any:
     """Declare a field of `SamplingParams` and its row.

@@ -32,6 +32,7 @@ __all__ = [
     "PARAMETERS",
     "REFUSED",
     "STAGES",
+    "TRITON_TENSORS",
     "SamplingOptions",
     "SamplingParams",
     "active",
@@ -368,6 +369,8 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
 DRAW_PARAMETERS: Mapping[str, Any] = {
     name: row.neutral for name, row in PARAMETERS.items() if row.stage is not None or row.draws
 }
+# The parameters that have an input tensor in Triton's repositories of language models, by its name.
+TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton is not None}
 _TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
 _IDS = tuple(name for name, row in PARAMETERS.items() if row.item is int)
 
