@@ -370,7 +370,7 @@ DRAW_PARAMETERS: Mapping[str, Any] = {
     name: row.neutral for name, row in PARAMETERS.items() if row.stage is not None or row.draws
 }
 # The parameters that have an input tensor in Triton's repositories of language models, by its name.
-TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton is not None}
+TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton}
 _TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
 _IDS = tuple(name for name, row in PARAMETERS.items() if row.item is int)
 
