@@ -13,9 +13,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from genserve.errors import InvalidRequest
+from genserve.errors import require
 
-__all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table", "require", "validate"]
+__all__ = ["Param", "Range", "is_number", "is_token_id", "param", "param_table", "validate"]
 
 # The table of docs/sampling.md that has the row.
 Section: TypeAlias = Literal["logits", "draw", "beams", "end", "text", "logprobs", "prompt"]
@@ -198,9 +198,3 @@ def is_number(value: object) -> bool:
 def is_token_id(value: object) -> bool:
     """Return whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence
-    """Raise InvalidRequest with the message `field rule`, if it does not hold."""
-    if not holds:
-        raise InvalidRequest(f"{field} {rule}", field=field)

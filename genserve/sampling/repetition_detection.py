@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import require
+from genserve.errors import InvalidRequest, require
 
 __all__ = ["RepetitionDetection", "repetition_detection"]
 

@@ -8,17 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import (
-    Param,
-    Range,
-    is_number,
-    is_token_id,
-    param,
-    param_table,
-    require,
-    validate,
-)
+from genserve.errors import InvalidRequest, require
+from genserve.sampling.param_table import Param, Range, is_number, is_token_id, param, param_table, validate
 from genserve.sampling.plugin_call import PluginCall, read_plugin_call, read_plugin_calls
 from genserve.sampling.repetition_detection import RepetitionDetection, repetition_detection
 from genserve.sampling.sampling_options import SamplingOptions

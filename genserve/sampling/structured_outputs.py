@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
-from genserve.errors import InvalidRequest
-from genserve.sampling.param_table import require
+from genserve.errors import InvalidRequest, require
 
 __all__ = [
     "Form",

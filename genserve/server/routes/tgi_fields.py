@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from genserve.sampling.param_table import require
+from genserve.errors import require
 from genserve.sampling.sampling_params import DRAW_PARAMETERS, PARAMETERS, SamplingParams, sampling_params
 from genserve.server.decoding_fields import DecodingFields
 from genserve.server.request_body import Body
