@@ -123,7 +123,7 @@ class _LogitsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawParams(_LogitsParams):
-    """The rows of the parameters of a draw: its stages in their default order, and what replaces them."""
+    """The rows of the parameters of a draw: the stages in their default order, and others."""
 
     temperature: float = _draw(
         "divides the logits. 0: the best token is taken, of equals the lowest id, and the rest of this "
@@ -270,11 +270,11 @@ class SamplingParams(_DrawParams):
         "end-of-sequence does not end the answer (for benchmarks)",
         default=False, excludes=("structured_outputs",),
     )
-    include_stop_str_in_output: bool = _end("the text includes what ended it", default=False)
+    include_stop_str_in_output: bool = _end("the text includes the stop that ended it", default=False)
 
     skip_special_tokens: bool = _text("the text omits special tokens", default=True)
     spaces_between_special_tokens: bool = _text(
-        "with special tokens: and what the tokenizer puts between them", default=True
+        "with special tokens: also the separators between them", default=True
     )
     stream_interval: int = _text(
         "how many tokens an event of a stream has; the first event comes with the first token",
@@ -314,7 +314,7 @@ class SamplingParams(_DrawParams):
 
     truncate_prompt_tokens: int | None = _prompt(
         "a longer prompt is truncated to this number of tokens; without it, it is refused",
-        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="what the context leaves"),
+        default=None, range=Range(1, _INT_MAX, extra=-1, extra_means="as many as the context has room for"),
         tgi="truncate",
     )
     truncation_side: Literal["left", "right"] = _prompt(
@@ -375,7 +375,7 @@ def active(params: SamplingParams, stages: Iterable[str]) -> Iterator[str]:
 
 
 def _validate_together(params: SamplingParams) -> None:
-    """Validate what several parameters say together, and no single row can."""
+    """Validate combinations of parameters that no single row describes."""
     _validate_biases(params.logit_bias)
     allowed = set(params.allowed_token_ids) - set(params.suppress_tokens)
     require(bool(allowed) or not params.allowed_token_ids, "suppress_tokens", "leaves no allowed token")

@@ -55,13 +55,13 @@ def test_rows_without_a_grammar_have_no_bitmask():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_does_not_affect_the_rows_of_others(temperature):
-    def beside(**grammar):
+    def row(**grammar):
         return sequence_of([3, 4], max_tokens=6, temperature=temperature, seed=11, **grammar)
 
-    alone = beside()
+    alone = row()
     run(Engine(PagedLogits(), decode=sample_loop), alone)
     for constrained in ([[8, 9, 10]] * 4, [[VOCAB_SIZE - 1]] * 4):
-        plain, held = beside(), beside(grammar=Steps(*constrained))
+        plain, held = row(), row(grammar=Steps(*constrained))
         assert run(Engine(PagedLogits(), decode=sample_loop), plain, held) == {}
         assert answer(plain) == answer(alone)
         assert all(token_id in step for token_id, step in zip(answer(held), constrained, strict=True))

@@ -40,8 +40,8 @@ def on_a_border(row: np.ndarray, rules: SamplingMetadata, index: int) -> bool:
     return bool(cut or np.abs(drawn - uniform).min() < 1e-6)
 
 
-def asked(*rows: int, **what) -> list[LogprobsRequest]:
-    return [LogprobsRequest(row=row, **what) for row in rows]
+def asked(*rows: int, **options) -> list[LogprobsRequest]:
+    return [LogprobsRequest(row=row, **options) for row in rows]
 
 
 def levels(picked: SamplerOutput) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
     rng = np.random.default_rng(8)
     for _ in range(4):
         logits = (rng.standard_normal((40, VOCAB_SIZE)) * spread).astype(np.float32)
-        logits[::2, 7] += 10  # one that is far above many others, which weigh as much together
+        logits[::2, 7] += 10  # far above many others, which weigh as much together
         drawing = sorted(rng.choice(40, 30, replace=False).tolist())
         rules = random_rules(30, rng=rng, drawing=drawing, logprobs=asked(0, 3, 39))
         host, device = both(logits, rules)
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
 def test_thousands_of_small_rows_get_the_same_tokens():
     rng = np.random.default_rng(9)
     num = 5000
-    # Whole numbers, so that many values are equal: what is kept of a tie, and who wins it, is the same.
+    # Whole numbers, so that many values are equal: ties are kept and resolved in the same way.
     logits = rng.integers(-4, 4, (num, 50)).astype(np.float32)
     logits[rng.random((num, 50)) < 0.2] = -np.inf
     logits[:, 7] = 0.0

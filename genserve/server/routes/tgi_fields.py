@@ -46,7 +46,7 @@ class Parameters(DecodingFields):
     def names(self) -> Mapping[str, str]:
         """Return the names in this request by the names in error messages.
 
-        Where a parameter has both TGI's name and vLLM's, it is the one that the request uses.
+        A parameter with two names, TGI's and vLLM's, has the one that the request uses.
         """
         names = {name: f"parameters.{name}" for name in (*DecodingFields.model_fields, *PARAMETERS)}
         for name, row in PARAMETERS.items():
