@@ -17,6 +17,7 @@ from genserve.sampling.structured_outputs import StructuredOutputs, structured_o
 
 __all__ = [
     "DRAW_PARAMETERS",
+    "EDIT_PARAMETERS",
     "MAX_BEST_OF",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOGPROBS",
@@ -360,6 +361,12 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
 DRAW_PARAMETERS: Mapping[str, Any] = {
     name: row.neutral for name, row in PARAMETERS.items() if row.stage is not None or row.draws
 }
+# The parameters that turn on an edit of the logits.
+EDIT_PARAMETERS = tuple(
+    name
+    for name, row in PARAMETERS.items()
+    if row.section == "logits" and not row.unused_without and name != "structured_outputs"
+)
 # The parameters that have an input tensor in Triton's repositories of language models, by its name.
 TRITON_TENSORS: Mapping[str, Param] = {row.triton: row for row in PARAMETERS.values() if row.triton}
 _TEXTS = tuple(name for name, row in PARAMETERS.items() if row.item is str)
