@@ -11,9 +11,9 @@ from genserve.config.backends import known_backends, version_folders
 from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
 from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
-from genserve.errors import ConfigError, RepositoryError
+from genserve.errors import ConfigError, InferenceError, RepositoryError, Status
 
-__all__ = ["ModelEntry", "fingerprint", "links_out", "scan", "served_versions"]
+__all__ = ["ModelEntry", "fingerprint", "links_out", "not_polled", "scan", "served_versions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,3 +226,9 @@ def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
         remedy=f"rename one of {entry.path} and {other}, or serve only one of the repositories",
     )
     return replace(entry, parsed=replace(entry.parsed, diagnostics=(diagnostic, *entry.parsed.diagnostics)))
+
+
+def not_polled(name: str, *, remedy: str) -> InferenceError:
+    """Return Triton's error for a model without a folder, or with an invalid config."""
+    text = f"failed to load '{name}', failed to poll from model repository"
+    return InferenceError(text, status=Status.INTERNAL, remedy=remedy)

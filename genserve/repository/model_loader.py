@@ -21,10 +21,10 @@ from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.index import ModelEntry
 from genserve.repository.instances import Instances, group_placements
+from genserve.repository.load_request import Upload
 from genserve.repository.model_versions import ModelRuntime, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.upload import Upload
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
 from genserve.textmodel.decoder_stage import DecoderInference

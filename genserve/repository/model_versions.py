@@ -15,9 +15,9 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import LatencyHistogram, ModelStatistics
+from genserve.repository.load_request import Upload
 from genserve.repository.request_validation import RequestValidator
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.upload import Upload
 from genserve.textmodel.text_model import TextModel
 from genserve.tracing import Span
 

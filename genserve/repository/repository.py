@@ -19,12 +19,12 @@ from genserve.errors import (
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.repository.ensemble_steps import stage_owners
+from genserve.repository.load_request import LoadRequest
 from genserve.repository.model_lifecycle import ModelLifecycle
 from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
-from genserve.repository.upload import check_model_name
 from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
 
@@ -62,7 +62,7 @@ class Repository:
             cache=ResponseCache(size_bytes=cache_bytes) if cache_bytes else None,
             rate_limiter=RateLimiter(self.options.resources) if self.options.rate_limiter else None,
         )
-        self._control = ModelLifecycle(
+        self._lifecycle = ModelLifecycle(
             roots, options=self.options, versions=self._versions, loader=loader
         )
         self._wanted: list[str] | None = None       # None: `start` has not been called
@@ -75,7 +75,7 @@ class Repository:
     @property
     def generation_names(self) -> list[str]:
         """The generation models there are, loaded or not."""
-        return list(self._control.text_models)
+        return list(self._lifecycle.text_models)
 
     @property
     def generation_models(self) -> list[TextModel]:
@@ -90,12 +90,12 @@ class Repository:
     @property
     def errors(self) -> dict[str, GenserveError]:
         """Why a model that was to be loaded is not."""
-        return dict(self._control.errors)
+        return dict(self._lifecycle.errors)
 
     @property
     def state(self) -> ModelState:
         """The worst of all models': UNAVAILABLE if a load failed or an engine died."""
-        if self._control.errors or not all(served.runner.ready for served in self._versions.served):
+        if self._lifecycle.errors or not all(served.runner.ready for served in self._versions.served):
             return ModelState.UNAVAILABLE
         return ModelState.READY if self._started else ModelState.LOADING
 
@@ -105,9 +105,9 @@ class Repository:
         if ready_only:
             return [entry for entry in known if entry.state is ModelState.READY]
         names = {entry.name for entry in known}
-        untouched = [IndexEntry(name=name) for name in self._control.entries if name not in names]
+        untouched = [IndexEntry(name=name) for name in self._lifecycle.entries if name not in names]
         # Not what only a load call brought.
-        listed = [entry for entry in known if entry.name in self._control.entries]
+        listed = [entry for entry in known if entry.name in self._lifecycle.entries]
         return sorted([*listed, *untouched], key=lambda entry: (entry.name, entry.version or 0))
 
     def versions(self, name: str) -> list[int]:
@@ -134,7 +134,7 @@ class Repository:
         served = self._versions.get(name)
         if served is not None and served.text_model is not None:
             return served.text_model
-        if name not in self._control.entries:
+        if name not in self._lifecycle.entries:
             raise self._not_found(name)
         if served is not None:
             known = ", ".join(self.generation_names) or "none"
@@ -143,7 +143,7 @@ class Repository:
             )
         states = self._versions.states(name)
         state = states[-1].state.lower() if states and states[-1].state else "not loaded"
-        if name in self._control.errors:
+        if name in self._lifecycle.errors:
             state = "unavailable"
         raise ModelNotReady(f"model {name!r} is {state}", remedy="the server's log has the reason")
 
@@ -200,14 +200,14 @@ class Repository:
         """Load a model, or load it anew if its folder has changed; see `ModelRepository.load`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
-        check_model_name(name)
-        self._control.load(name, config_json=config, files=files, allow_code=allow_code)
+        request = LoadRequest(name=name, config_json=config, files=files, allow_code=allow_code)
+        self._lifecycle.load(request)
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
         """Begin to unload a model; one that is not loaded is fine; see `InferenceServer`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
-        self._control.unload(name, dependents=dependents)
+        self._lifecycle.unload(name, dependents=dependents)
 
     # Its life.
 
@@ -217,21 +217,21 @@ class Repository:
         Raises:
             ModelNotFound: one of `names` is not in the repository.
         """
-        entries = self._control.entries
+        entries = self._lifecycle.entries
         self._wanted = list(entries if names is None else names)
         for name in self._wanted:
             if name not in entries:
                 raise self._not_found(name)
-        self._control.note_folders()
-        owners = stage_owners(self._control.text_models)
+        self._lifecycle.note_folders()
+        owners = stage_owners(self._lifecycle.text_models)
         wanted = [entries[name] for name in self._wanted]
         alone = [entry for entry in wanted if not entry.is_ensemble and entry.name not in owners]
         with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:
-            for future in [pool.submit(self._control.load_noted, entry) for entry in alone]:
+            for future in [pool.submit(self._lifecycle.load_noted, entry) for entry in alone]:
                 future.result()
         for entry in wanted:
             if entry not in alone:
-                self._control.load_noted(entry)
+                self._lifecycle.load_noted(entry)
         self._started = True
         if self.options.control_mode is ControlMode.POLL:
             self._poller = threading.Thread(target=self._poll, name="repository-poll", daemon=True)
@@ -242,13 +242,13 @@ class Repository:
         self._closing.set()
         if self._poller is not None:
             self._poller.join()
-        self._control.close()
+        self._lifecycle.close()
 
     def _poll(self) -> None:
         """Follow the folders until the repository closes."""
         while not self._closing.wait(self.options.poll_s):
             try:
-                self._control.follow_folders()
+                self._lifecycle.follow_folders()
             except Exception:
                 logger.exception("polling the repository failed")
 
