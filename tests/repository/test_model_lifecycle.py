@@ -21,7 +21,7 @@ from genserve.inference import Inference, InferenceRequest
 from genserve.repository.model_versions import ModelState
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
-from genserve.schedulers.rate_limiter import Capacity
+from genserve.schedulers.rate_limiter import ResourceCapacity
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
 
@@ -325,10 +325,10 @@ def test_a_call_to_a_model_that_needs_a_resource_of_the_caller_fails(tmp_path: P
     write_model(tmp_path, "one", code=CALLS, config=CONFIG + LIMITED % 1)
     write_model(tmp_path, "two", config=CONFIG + LIMITED % count)
     with opened(tmp_path, "one", "two", rate_limiter=True) as repository:
-        with pytest.raises(InferenceError, match="waits, directly or by way of other models"):
+        with pytest.raises(InferenceError, match="waits, directly or through other models"):
             value(ask(repository, "one", X=[1]))
         assert value(ask(repository, "two", X=[1])) == [2]
-    capacities = (Capacity(name="r", count=2),)
+    capacities = (ResourceCapacity(name="r", count=2),)
     with opened(tmp_path, "one", "two", rate_limiter=True, resources=capacities) as repository:
         assert value(ask(repository, "one", X=[1])) == [2]
 

@@ -20,7 +20,7 @@ from genserve.repository.instances import Instances
 from genserve.repository.model_versions import ModelVersion
 from genserve.repository.response_cache import ResponseCache
 from genserve.schedulers.queue_scheduler import make_scheduler
-from genserve.schedulers.request_queue import stopping
+from genserve.schedulers.request_queue import stopping_error
 from genserve.tensor import Tensor
 from tests.models import CONFIG, ask, value, write_model
 from tests.repository.test_model_lifecycle import opened
@@ -142,7 +142,7 @@ def test_a_request_during_an_unload_fails_once() -> None:
 
         def submit(self, inference: Inference) -> None:
             served.close(timeout_s=0)
-            raise stopping(inference.request)
+            raise stopping_error(inference.request)
 
         def close(self) -> None:
             pass
