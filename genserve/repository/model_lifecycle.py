@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.config.diagnostics import first_error
-from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
 from genserve.repository.config_resolution import check_usable
 from genserve.repository.ensemble_rules import ensemble_diagnostics
@@ -183,20 +182,16 @@ class ModelLifecycle:
         As in Triton. Not to be called with the lock of a model.
         """
         with self._following:
-            while torn := [served.name for served in self._ensembles() if not self._all_ready(served.config)]:
+            while torn := [served.name for served in self._versions.served if self._lacks_step(served)]:
                 for name in torn:
                     self._model(name).waits_for_steps = True
                     self._unload(name)
-            while whole := [entry for entry in self._waiting() if self._all_ready(entry.config)]:
+            while whole := [entry for entry in self._waiting() if self._versions.has_steps(entry.config)]:
                 for entry in whole:
                     model = self._model(entry.name)
                     model.waits_for_steps = False
                     with self._noting_errors(entry.name):
                         self._load_with_steps(entry, is_override=model.override is not None)
-
-    def _ensembles(self) -> list[ModelVersion]:
-        served = self._versions.served
-        return [each for each in served if each.config.ensemble_steps and each.text_model is None]
 
     def _waiting(self) -> list[ModelEntry]:
         """Return the ensembles that wait for their steps."""
@@ -204,10 +199,8 @@ class ModelLifecycle:
         found = [model.override or self.entries.get(name) for name, model in waiting]
         return [entry for entry in found if entry is not None]
 
-    def _all_ready(self, config: ModelConfig | None) -> bool:
-        """Whether the models of all steps are."""
-        steps = config.ensemble_steps if config else ()
-        return all(self._versions.get(step.model_name, step.model_version) for step in steps)
+    def _lacks_step(self, served: ModelVersion) -> bool:
+        return served.text_model is None and not self._versions.has_steps(served.config)
 
     @contextmanager
     def _noting_errors(self, name: str) -> Iterator[None]:
@@ -295,25 +288,23 @@ class ModelLifecycle:
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
     ) -> list[ModelVersion]:
         """Load a model; if that fails, the old versions keep answering, and the index has the reason."""
-        version = (entry.versions or (1,))[-1]
-        serves = bool(self._versions.of(entry.name))
+        name, version = entry.name, (entry.versions or (1,))[-1]
+        serves = bool(self._versions.of(name))
         if not serves:
-            self._versions.set_state(entry.name, version, ModelState.LOADING)
+            self._versions.set_state(name, version, ModelState.LOADING)
         try:
             return self._loader.load(entry, entries, upload=upload)
         except Exception as error:
             failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
         if not serves:
-            self._versions.set_state(
-                entry.name, failed.version, ModelState.UNAVAILABLE, reason=_reason(failed.error)
-            )
+            reason = _reason(failed.error)
+            self._versions.set_state(name, failed.version, ModelState.UNAVAILABLE, reason=reason)
             for other in failed.others:
-                self._versions.set_state(entry.name, other, ModelState.UNAVAILABLE, reason="unloaded")
-        raise _load_error(entry.name, failed) from failed.error
+                self._versions.set_state(name, other, ModelState.UNAVAILABLE, reason="unloaded")
+        raise _load_error(name, failed) from failed.error
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
-        if timeout_s is None:
-            timeout_s = self._options.exit_timeout_s
+        timeout_s = self._options.exit_timeout_s if timeout_s is None else timeout_s
         model = self._model(name)
         with model.lock:
             for each in (name, *model.stages):

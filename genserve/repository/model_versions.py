@@ -16,7 +16,7 @@ from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import LatencyHistogram, ModelStatistics
 from genserve.repository.load_request import Upload
-from genserve.repository.request_validation import RequestValidator
+from genserve.repository.request_validation import RequestValidator, decoupled_error
 from genserve.repository.response_cache import ResponseCache
 from genserve.textmodel.text_model import TextModel
 from genserve.tracing import Span
@@ -137,6 +137,8 @@ class ModelVersion:
             Closed: this version is being unloaded; another may have taken its place.
         """
         request = inference.request
+        if self.config.decoupled and not inference.takes_stream:
+            raise decoupled_error(self.name)
         inference.batch_size = self._admission.check(request)
         inference.model_name, inference.model_version = self.config.name, self.version
         with self._lock:
@@ -328,6 +330,11 @@ class ModelTable:
         if served is not None:
             return served
         raise self._not_found(name, version)
+
+    def has_steps(self, config: ModelConfig | None) -> bool:
+        """Whether the models of all steps of an ensemble answer."""
+        steps = config.ensemble_steps if config else ()
+        return all(self.get(step.model_name, step.model_version) for step in steps)
 
     def _not_found(self, name: str, version: int) -> InferenceError:
         known = [entry.version for entry in self.states(name)]

@@ -185,10 +185,6 @@ class Repository:
         served = self._versions.get(name, version)
         return served is not None and served.ready
 
-    def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a model gives any number of responses."""
-        return self._versions.find(name, version).config.decoupled
-
     def load(
         self,
         name: str,

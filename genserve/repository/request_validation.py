@@ -11,7 +11,7 @@ from genserve.inference import InferenceRequest, InferenceResponse, with_request
 from genserve.shapes import fits, reshape, shape_text
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["RequestValidator"]
+__all__ = ["RequestValidator", "decoupled_error"]
 
 
 _BATCH_NOTE = (
@@ -177,6 +177,16 @@ class RequestValidator:
 
     def _error(self, request: InferenceRequest, message: str) -> InferenceError:
         return InferenceError(with_request_id(message, request.id))
+
+
+def decoupled_error(model: str) -> InferenceError:
+    """Return Triton's error for a BLS call of a decoupled model that takes one response only."""
+    return InferenceError(
+        f"Model {model} is using the decoupled. The current BLS request call doesn't support models using "
+        "the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' "
+        "calls for decoupled models.'",
+        status=Status.INTERNAL,
+    )
 
 
 def _state_names(config: ModelConfig) -> set[str]:
