@@ -183,8 +183,8 @@ def decoupled_error(model: str) -> InferenceError:
     """Return Triton's error for a BLS call of a decoupled model that takes one response only."""
     return InferenceError(
         f"Model {model} is using the decoupled. The current BLS request call doesn't support models using "
-        "the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' "
-        "calls for decoupled models.'",
+        "the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+        "'async_exec' calls for decoupled models.'",
         status=Status.INTERNAL,
     )
 
