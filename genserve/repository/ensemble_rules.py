@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from genserve.config.diagnostics import Diagnostic, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
-from genserve.repository.ensemble_steps import all_step_models, is_decoupled, step_models, text_stages
-from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.index import ModelEntry, all_step_models, is_decoupled, served_versions, step_models
+from genserve.repository.text_stages import text_stages
 from genserve.shapes import compatible, shape_text
 
 __all__ = ["EnsembleGraph", "TensorSignature", "ensemble_diagnostics"]

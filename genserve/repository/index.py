@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,17 @@ from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVe
 from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
 from genserve.errors import ConfigError, InferenceError, RepositoryError, Status
 
-__all__ = ["ModelEntry", "fingerprint", "links_out", "not_polled", "scan", "served_versions"]
+__all__ = [
+    "ModelEntry",
+    "all_step_models",
+    "fingerprint",
+    "is_decoupled",
+    "links_out",
+    "not_polled",
+    "scan",
+    "served_versions",
+    "step_models",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +236,32 @@ def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
         remedy=f"rename one of {entry.path} and {other}, or serve only one of the repositories",
     )
     return replace(entry, parsed=replace(entry.parsed, diagnostics=(diagnostic, *entry.parsed.diagnostics)))
+
+
+def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+    """Return the models of an ensemble's steps; those that do not exist are left out."""
+    steps = entry.config.ensemble_steps if entry.config else ()
+    return [entries[step.model_name] for step in steps if step.model_name in entries]
+
+
+def all_step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
+    """Return the models of the steps, and those of the steps of nested ensembles."""
+    found: dict[str, ModelEntry] = {}
+    waiting = step_models(entry, entries)
+    while waiting:
+        model = waiting.pop()
+        if model.name not in found:
+            found[model.name] = model
+            waiting += step_models(model, entries)
+    return list(found.values())
+
+
+def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
+    """Whether a model is decoupled; an ensemble is if one of its steps is."""
+    return any(
+        model.config is not None and not model.is_ensemble and model.config.decoupled
+        for model in (entry, *all_step_models(entry, entries))
+    )
 
 
 def not_polled(name: str, *, remedy: str) -> InferenceError:

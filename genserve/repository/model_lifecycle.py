@@ -15,19 +15,12 @@ from genserve.config.diagnostics import first_error
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
 from genserve.repository.config_resolution import check_usable
 from genserve.repository.ensemble_rules import ensemble_diagnostics
-from genserve.repository.ensemble_steps import (
-    TextStages,
-    all_step_models,
-    stage_owners,
-    step_models,
-    text_models,
-    text_stages,
-)
-from genserve.repository.index import ModelEntry, fingerprint, not_polled, scan
+from genserve.repository.index import ModelEntry, all_step_models, fingerprint, not_polled, scan, step_models
 from genserve.repository.load_request import LoadRequest, Upload
 from genserve.repository.model_loader import ModelLoader, VersionFailed
 from genserve.repository.model_versions import ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
+from genserve.repository.text_stages import TextStages, stage_owners, text_models, text_stages
 from genserve.textmodel.logits_config import is_logits_stage
 
 __all__ = ["ModelLifecycle"]

@@ -16,9 +16,9 @@ from genserve.config.parameter_rules import byte_size
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError, Status
 from genserve.repository.ensemble_rules import ensemble_diagnostics
-from genserve.repository.ensemble_steps import role_of, stage_owners, text_models
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.model_file_rules import content_diagnostics, placeholder_diagnostics
+from genserve.repository.text_stages import role_of, stage_owners, text_models
 from genserve.tensor import DataType
 from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics

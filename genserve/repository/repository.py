@@ -18,13 +18,13 @@ from genserve.errors import (
 )
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
-from genserve.repository.ensemble_steps import stage_owners
 from genserve.repository.load_request import LoadRequest
 from genserve.repository.model_lifecycle import ModelLifecycle
 from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
+from genserve.repository.text_stages import stage_owners
 from genserve.schedulers.rate_limiter import RateLimiter
 from genserve.textmodel.text_model import TextModel
 
