@@ -1,4 +1,4 @@
-"""Index: which models a repository holds, read from its folders; nothing is loaded."""
+"""Index: the models of a repository, read from its folders; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ModelEntry:
     name: str
     path: Path
     parsed: ParsedConfig                    # its config.pbtxt
-    wanted_version: int = -1                # that the step of an ensemble names; -1: the latest
+    wanted_version: int = -1                # of the step of an ensemble; -1: the latest
 
     @property
     def config(self) -> ModelConfig | None:
-        """What its config.pbtxt says; None: that cannot be read, `error` says why."""
+        """The values of its config.pbtxt; None: it cannot be read, see `error`."""
         return self.parsed.config
 
     @property
@@ -47,19 +47,19 @@ class ModelEntry:
 
     @property
     def is_ensemble(self) -> bool:
-        """Whether this model chains others."""
+        """Whether the model is an ensemble of others."""
         return self.config is not None and self.config.platform == "ensemble"
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The version folders, ascending: those named by a number that does not begin with 0."""
+        """The versions that have a folder, ascending; see `version_folders`."""
         return tuple(version_folders(self.path))
 
     def latest_version(self) -> Path:
-        """Return the folder of the wanted version, or the highest that the version policy serves.
+        """Return the folder of `wanted_version`, or of the highest version that the policy serves.
 
         Raises:
-            RepositoryError: there is none, or it is not served.
+            RepositoryError: it does not exist, or is not served.
         """
         versions = self.versions
         if not versions:
@@ -83,21 +83,20 @@ def scan(
     backend_folders: Iterable[Path] = (),
     strict_paths: bool = False,
 ) -> dict[str, ModelEntry]:
-    """Read the folders of one or more repositories; hidden folders are passed over.
+    """Read the folders of one or more repositories, without hidden folders.
 
     Args:
         roots: the repositories.
-        config_name: `configs/<config_name>.pbtxt` is read in place of config.pbtxt where a model has it.
-        backend_folders: with backends that are written in Python.
-        strict_paths: whether a model that a link leads out of the roots from is an error; nothing of it is
-            read.
+        config_name: `configs/<config_name>.pbtxt` replaces config.pbtxt where it exists.
+        backend_folders: of backends written in Python.
+        strict_paths: a model with a link out of the roots is an error, and is not read.
 
     Returns:
-        The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed with its
-        diagnostics; so is one that two roots have, which is an error: nobody knows which is meant.
+        The entries by name, in alphabetical order. A model with a broken config.pbtxt is listed with its
+        diagnostics; a model in two roots is an error.
 
     Raises:
-        RepositoryError: a root is not a folder, or is itself a model; or `config_name` is not a name.
+        RepositoryError: a root is not a folder, or is a model; or `config_name` is a path.
     """
     if "/" in config_name or "\0" in config_name:
         raise RepositoryError(
@@ -122,10 +121,10 @@ def scan(
 
 
 def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, ...]:
-    """Return which of the versions that are there a model's version policy serves, ascending.
+    """Return the versions that the version policy of a model serves, ascending.
 
     Raises:
-        RepositoryError: none.
+        RepositoryError: it serves none.
     """
     there = sorted(versions)
     match config.version_policy:
@@ -151,13 +150,13 @@ def _versions_remedy(there: list[int]) -> str:
 
 
 def links_out(folder: Path, roots: Iterable[Path]) -> list[Path]:
-    """Return the links by which a model's folder, or anything in it, leads out of the repositories.
+    """Return the links in a model's folder, or the folder itself, that lead out of the repositories.
 
-    A link to somewhere inside is followed, and what is there looked at, too.
+    Links to somewhere inside are followed.
 
     Args:
         folder: of the model.
-        roots: of the repositories, without links on their way.
+        roots: of the repositories, without links in their paths.
     """
     return list(_links_out(folder, tuple(map(str, roots)), seen=set()))
 
@@ -170,7 +169,7 @@ def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[
         seen.add(real)
         try:
             parts = sorted(path.iterdir())
-        except OSError:     # nobody may look into it, and no backend will
+        except OSError:     # not readable, for backends neither
             return
         for part in parts:
             if part.is_symlink() or part.is_dir():
@@ -178,10 +177,9 @@ def _links_out(path: Path, roots: Sequence[str], *, seen: set[str]) -> Iterator[
 
 
 def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return what changes when a model's folder does: each file's name, time of change in ns, and size.
+    """Return the name, modification time in ns and size of each file in a model's folder.
 
-    Folders count by name alone. Hidden files and the caches that Python writes beside a model.py do not
-    count.
+    Folders have a name only. Hidden files and the bytecode caches of Python are left out.
     """
     parts = (part for part in path.rglob("*") if _counts(part.relative_to(path)))
     return tuple(sorted(_trace(part, name=part.relative_to(path).as_posix()) for part in parts))
@@ -196,9 +194,9 @@ def _counts(part: Path) -> bool:
 def _trace(path: Path, *, name: str) -> tuple[str, int, int]:
     try:
         stat = path.stat()
-    except OSError:  # gone since it was listed, or a link to nowhere
+    except OSError:  # removed since it was listed, or a broken link
         return name, 0, -1
-    if path.is_dir():   # what is in one that is a link is not listed, but that it leads elsewhere now is seen
+    if path.is_dir():   # the content of a linked folder is not listed; its inode shows where the link leads
         return name, stat.st_ino if path.is_symlink() else 0, 0
     return name, stat.st_mtime_ns, stat.st_size
 

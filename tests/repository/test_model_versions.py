@@ -128,7 +128,7 @@ def test_an_unload_fails_late_requests_and_abandons_a_stuck_instance(
         served.close(timeout_s=0)
     assert "instance m_0 is abandoned" in caplog.text
     for requester in (running, waiting):
-        assert requester.error().message == "model 'm' was unloaded before this request has ended"
+        assert requester.error().message == "model 'm' was unloaded before this request ended"
         assert requester.error().status is Status.UNAVAILABLE
     assert (statistics.fail.count, served.num_pending) == (2, 0)
     model.may_go_on.set()
