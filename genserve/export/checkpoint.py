@@ -18,7 +18,7 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model as its authors published it; the words are those of Hugging Face's folders."""
+    """A model as its authors published it; the words are those of Hugging Face's layout."""
 
     source: str                             # the name of the folder or file, without its place
     config: Mapping[str, Any]               # config.json

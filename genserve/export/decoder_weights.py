@@ -32,13 +32,13 @@ from genserve.export.decoder import Decoder
 
 __all__ = [
     "DecoderWeights",
-    "Names",
-    "Part",
+    "TensorMap",
+    "PackedTensor",
     "Take",
     "half",
     "interleaved",
     "packed",
-    "parts_of",
+    "tensor_sources",
     "plus_one",
     "rows_from",
     "stacked",
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 
-Take = Callable[[FloatArray, Decoder], FloatArray]
+Unpack = Callable[[FloatArray, Decoder], FloatArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PackedTensor:
     """A role that a checkpoint keeps in another form than [outputs, inputs], or packed with others."""
 
     name: str
@@ -59,7 +59,7 @@ class Part:
 
 
 # Of a role, without .weight and .bias: the name in the checkpoint. `{}` is the layer in both.
-Names = Mapping[str, str | Part]
+TensorMap = Mapping[str, str | PackedTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,12 @@ class DecoderWeights:
         return self.load(role) if role in self.roles else None
 
     @staticmethod
-    def of(checkpoint: Checkpoint, *, names: Names, decoder: Decoder) -> DecoderWeights:
+    def of(checkpoint: Checkpoint, *, names: TensorMap, decoder: Decoder) -> DecoderWeights:
         """The tensors of a checkpoint: all the weights in `names`, and those biases that it has.
 
         `load` raises ExportError for what the checkpoint lacks.
         """
-        parts = parts_of(names, num_layers=len(decoder.attentions))
+        parts = tensor_sources(names, num_layers=len(decoder.attentions))
         places = {
             f"{role}.{kind}": (f"{part.name}.{kind}", part.take)
             for role, part in parts.items()
@@ -96,7 +96,7 @@ class DecoderWeights:
         return DecoderWeights(roles=frozenset(places), load=load)
 
 
-def parts_of(names: Names, *, num_layers: int) -> dict[str, Part]:
+def tensor_sources(names: TensorMap, *, num_layers: int) -> dict[str, PackedTensor]:
     """Where a checkpoint keeps what: by role, both without .weight and .bias."""
     return {
         role.format(i): _part(place, layer=i)
@@ -105,10 +105,10 @@ def parts_of(names: Names, *, num_layers: int) -> dict[str, Part]:
     }
 
 
-def _part(place: str | Part, *, layer: int) -> Part:
+def _part(place: str | PackedTensor, *, layer: int) -> PackedTensor:
     if isinstance(place, str):
-        return Part(name=place.format(layer), take=_as_it_is)
-    return Part(name=place.name.format(layer), take=place.take)
+        return PackedTensor(name=place.format(layer), take=_as_it_is)
+    return PackedTensor(name=place.name.format(layer), take=place.take)
 
 
 def _as_it_is(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
@@ -119,12 +119,12 @@ _Projection = Literal["query", "key", "value"]
 _PROJECTIONS: tuple[_Projection, ...] = ("query", "key", "value")
 
 
-def packed(name: str, how: Callable[[_Projection], Take]) -> Names:
+def packed(name: str, how: Callable[[_Projection], Unpack]) -> TensorMap:
     """The roles of queries, keys and values that are one tensor in the checkpoint."""
-    return {f"layers.{{}}.attention.{part}": Part(name=name, take=how(part)) for part in _PROJECTIONS}
+    return {f"layers.{{}}.attention.{part}": PackedTensor(name=name, take=how(part)) for part in _PROJECTIONS}
 
 
-def stacked(projection: _Projection) -> Take:
+def stacked(projection: _Projection) -> Unpack:
     """Take one of queries, keys and values that are stacked in this order, all heads of each together."""
 
     def take(tensor: FloatArray, decoder: Decoder) -> FloatArray:
@@ -135,7 +135,7 @@ def stacked(projection: _Projection) -> Take:
     return take
 
 
-def interleaved(projection: _Projection) -> Take:
+def interleaved(projection: _Projection) -> Unpack:
     """Take one of queries, keys and values that alternate head by head."""
 
     def take(tensor: FloatArray, decoder: Decoder) -> FloatArray:
@@ -150,18 +150,18 @@ def transposed(tensor: FloatArray, _decoder: Decoder) -> FloatArray:
     return tensor.T
 
 
-def transposed_stack(projection: _Projection) -> Take:
+def transposed_stack(projection: _Projection) -> Unpack:
     """As `stacked`, in the order of GPT-2's Conv1D."""
     take = stacked(projection)
     return lambda tensor, decoder: take(tensor.T, decoder)
 
 
-def half(index: Literal[0, 1]) -> Take:
+def half(index: Literal[0, 1]) -> Unpack:
     """Take the upper (0) or the lower half of two layers of one size that are stacked."""
     return lambda tensor, _decoder: tensor.reshape(2, -1, *tensor.shape[1:])[index]
 
 
-def rows_from(first: int) -> Take:
+def rows_from(first: int) -> Unpack:
     """Leave out the rows below `first`."""
     return lambda tensor, _decoder: tensor[first:]
 

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from genserve.errors import ExportError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Activation, Decoder, Rotary
-from genserve.export.decoder_weights import DecoderWeights, Names
+from genserve.export.decoder_weights import DecoderWeights, TensorMap
 
 __all__ = ["Family", "Unsupported", "read_activation", "read_rotary", "require", "rotary_limit"]
 
@@ -51,7 +51,7 @@ class Family:
     name: str
     # Of the config as transformers completes it; refuses by name, with `require`, what it cannot tell.
     describe: Callable[[Any], Decoder]
-    names: Names
+    names: TensorMap
     prefix: str                    # of all tensors but the head's; checkpoints without a head may lack it
     ignored: tuple[str, ...] = ()  # ends of the names of tensors that are recomputed from the config
     # Starts of names: as checkpoints have them, and as transformers has named its modules since.

@@ -15,7 +15,7 @@ from gguf import MODEL_ARCH_NAMES, GGUFReader, ReaderTensor, dequantize, get_ten
 from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES
 from genserve.export.checkpoint import Checkpoint, FloatArray
-from genserve.export.decoder_weights import parts_of
+from genserve.export.decoder_weights import tensor_sources
 from genserve.export.gguf_tokenizer import tokenizer_files
 
 __all__ = ["DIALECTS", "Dialect", "read_gguf"]
@@ -199,7 +199,7 @@ def _by_hugging_face_names(
     num_layers = metadata[f"{architecture}.block_count"]
     [number] = [number for number, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known, names = get_tensor_name_map(number, num_layers), {}
-    for part in parts_of(family.names, num_layers=num_layers).values():
+    for part in tensor_sources(family.names, num_layers=num_layers).values():
         # Of some architectures llama.cpp knows the names without their prefix only.
         theirs = known.get_name(part.name) or known.get_name(part.name.removeprefix(family.prefix))
         names[theirs] = part.name

@@ -14,7 +14,7 @@ import numpy as np
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Activation
 from genserve.export.onnx_graph import Graph
-from genserve.export.precision import Format
+from genserve.export.precision import QuantizationScheme
 from genserve.kernels.packing import (
     BLOCKS,
     Quantized,
@@ -27,7 +27,7 @@ from genserve.kernels.packing import (
 __all__ = ["FusedLayers", "Layers", "Norm", "Place", "StandardLayers", "write_norm"]
 
 
-Place = Literal["normed", "inner", "head"]   # what of a `Format` has a weight's scheme
+Place = Literal["normed", "inner", "head"]   # what of a `QuantizationScheme` has a weight's scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Layers(Protocol):
         """The graph."""
 
     @property
-    def numbers(self) -> Format:
+    def numbers(self) -> QuantizationScheme:
         """The numbers of the export."""
 
     def vector(self, name: str, value: FloatArray) -> str:
@@ -114,7 +114,7 @@ class StandardLayers:
     """Implements `Layers` with weights in the type of the activations; a tied head is stored once."""
 
     graph: Graph
-    numbers: Format
+    numbers: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:
         """See `Layers.vector`."""
@@ -189,7 +189,7 @@ class FusedLayers:
     """Implements `Layers` by `genserve.Linear`: activations in float32, weights packed for it."""
 
     graph: Graph
-    numbers: Format
+    numbers: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:
         """See `Layers.vector`."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import FloatArray
-from genserve.export.export_options import CacheType, Form, Precision
+from genserve.export.export_options import CacheType, ModelFormat, Precision
 from genserve.export.source_model import Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
 from genserve.textmodel.logits_config import PARITY_FILE
@@ -78,7 +78,7 @@ def check_parity(
     reference: Reference,
     folder: Path,
     *,
-    form: Form = Form.ONNX,
+    model_format: ModelFormat = ModelFormat.ONNX,
     precision: Precision,
     kv_cache: CacheType = "float",
     source: str,
@@ -91,7 +91,7 @@ def check_parity(
     Args:
         reference: of the source.
         folder: of the graph.
-        form: of the graph.
+        model_format: of the graph.
         precision: of the graph.
         kv_cache: of the graph; the precision has the bounds, and for an int8 cache at least those of int8.
         source: what messages call it.
@@ -101,14 +101,14 @@ def check_parity(
     """
     num_rows, length = reference.ids.shape
     load: Callable[..., LogitsModel]
-    match form:
-        case Form.ONNX:
+    match model_format:
+        case ModelFormat.ONNX:
             load = OnnxLogits
-        case Form.TORCHSCRIPT:
+        case ModelFormat.TORCHSCRIPT:
             load = TorchLogits
-        case Form.TRACED:
+        case ModelFormat.TRACED:
             load = GrowingLogits
-    model = load(folder / form.file_name, max_num_seqs=num_rows, max_length=length)
+    model = load(folder / model_format.file_name, max_num_seqs=num_rows, max_length=length)
     parity = _compare(model, reference, precision=precision, kv_cache=kv_cache)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
     _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)

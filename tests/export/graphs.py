@@ -10,8 +10,8 @@ import numpy as np
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import CacheType, Form, Precision, SilentProgress
-from genserve.export.model_folders import Stages
+from genserve.export.export_options import CacheType, ModelFormat, Precision, SilentProgress
+from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
@@ -31,15 +31,15 @@ class WrittenGraph:
     """A graph on disk."""
 
     folder: Path
-    form: Form
+    model_format: ModelFormat
     precision: Precision
     dimensions: Dimensions
 
     def logits(
         self, *, max_num_seqs: int, max_length: int, num_threads: int = 1
     ) -> OnnxLogits | TorchLogits:
-        path = self.folder / self.form.file_name
-        if self.form is Form.TORCHSCRIPT:
+        path = self.folder / self.model_format.file_name
+        if self.model_format is ModelFormat.TORCHSCRIPT:
             return TorchLogits(path, max_num_seqs=max_num_seqs, max_length=max_length)
         return OnnxLogits(
             path, max_num_seqs=max_num_seqs, max_length=max_length, num_threads=num_threads
@@ -51,10 +51,10 @@ def write_graph(
     folder: Path,
     *,
     precision: Precision = "fp32",
-    form: Form = Form.ONNX,
+    model_format: ModelFormat = ModelFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> WrittenGraph:
-    conversion = conversion_of(source, precision=precision, form=form, kv_cache=kv_cache)
+    conversion = conversion_of(source, precision=precision, model_format=model_format, kv_cache=kv_cache)
     return write_conversion(conversion, folder)
 
 
@@ -62,23 +62,23 @@ def conversion_of(
     source: Path,
     *,
     precision: Precision = "fp32",
-    form: Form = Form.ONNX,
+    model_format: ModelFormat = ModelFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
     return Conversion.of(
-        checkpoint, stages=Stages("tiny"), precision=precision, form=form, kv_cache=kv_cache
+        checkpoint, folders=ModelFolders("tiny"), precision=precision, model_format=model_format, kv_cache=kv_cache
     )
 
 
 def write_conversion(
     conversion: Conversion, folder: Path, *, reference: Reference = NOTHING_SEEN
 ) -> WrittenGraph:
-    folders = conversion.folders
-    folders.write(folder, repository=folder)
+    layout = conversion.layout
+    layout.write(folder, repository=folder)
     return WrittenGraph(
         folder=conversion.write_graph(folder, reference=reference, progress=SilentProgress()),
-        form=folders.form,
-        precision=folders.precision,
-        dimensions=folders.dimensions,
+        model_format=layout.model_format,
+        precision=layout.precision,
+        dimensions=layout.dimensions,
     )

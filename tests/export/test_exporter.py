@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from genserve.errors import ExportError, MissingDependency
 from genserve.export import ExportReport, FileFormat, Precision, SilentProgress, export_model
-from genserve.export.model_folders import Stages
+from genserve.export.model_folders import ModelFolders
 from genserve.llm import LLM
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
@@ -74,7 +74,7 @@ def test_an_export_is_four_stages_that_serve_within_the_bounds_of_their_precisio
 ) -> None:
     report = export(tiny_checkpoint, tmp_path, precision=precision)
     assert {path.name for path in tmp_path.iterdir()} == STAGES
-    assert Stages("tiny").are_complete(tmp_path)
+    assert ModelFolders("tiny").are_complete(tmp_path)
     assert report.path == tmp_path / "tiny"
     assert report.precision == precision
     logits = tmp_path / "tiny_logits" / "1"
@@ -92,7 +92,7 @@ def test_torchscript_is_one_file_that_tells_its_sizes(
     tiny_checkpoint: Path, tmp_path: Path, precision: Precision
 ) -> None:
     report = export(tiny_checkpoint, tmp_path, file_format="torchscript", precision=precision)
-    assert Stages("tiny").are_complete(tmp_path)
+    assert ModelFolders("tiny").are_complete(tmp_path)
     logits = tmp_path / "tiny_logits" / "1"
     assert {path.name for path in logits.iterdir()} == {"model.pt", "parity.json", ".gitkeep"}
     assert report.size_bytes == (logits / "model.pt").stat().st_size

@@ -20,7 +20,7 @@ from genserve import LLM
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
 from genserve.export.architectures import FAMILIES, family_of
-from genserve.export.export_options import Form
+from genserve.export.export_options import ModelFormat
 from genserve.export.parity import forward_rows
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
@@ -37,10 +37,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
 
 
-@pytest.fixture(scope="module", params=[Form.ONNX, Form.TORCHSCRIPT], ids=lambda form: form.value)
+@pytest.fixture(scope="module", params=[ModelFormat.ONNX, ModelFormat.TORCHSCRIPT], ids=lambda model_format: model_format.value)
 def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
-    form: Form = request.param
-    return write_graph(checkpoint, checkpoint.parent / form.value, form=form)
+    model_format: ModelFormat = request.param
+    return write_graph(checkpoint, checkpoint.parent / model_format.value, model_format=model_format)
 
 
 @pytest.fixture(scope="module")

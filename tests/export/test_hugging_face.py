@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is read from them, and what is refused."""
+"""Checkpoint layout: what is read from them, and what is refused."""
 
 from __future__ import annotations
 

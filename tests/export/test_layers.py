@@ -16,7 +16,7 @@ from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
 from genserve.export.layers import FusedLayers, Layers, Norm, Place, StandardLayers, write_norm
 from genserve.export.onnx_graph import Graph
-from genserve.export.precision import FORMATS
+from genserve.export.precision import SCHEMES
 
 # Largest error over the standard deviation of the product: weights and activations are rounded.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}
@@ -159,7 +159,7 @@ def run_layer(
     residual: NDArray[np.float32] | None = None,
     **options: Any,
 ) -> NDArray[np.generic]:
-    numbers, inputs = FORMATS[precision].activations, {"x": x}
+    numbers, inputs = SCHEMES[precision].activations, {"x": x}
     with Graph(folder) as graph:
         graph.input("x", numbers, ("rows", weight.shape[1]))
         if residual is not None:
@@ -172,7 +172,7 @@ def run_layer(
 
 
 def layers_of(graph: Graph, precision: Precision) -> Layers:
-    numbers = FORMATS[precision]
+    numbers = SCHEMES[precision]
     return StandardLayers(graph, numbers) if precision == "fp16" else FusedLayers(graph, numbers)
 
 

@@ -23,7 +23,7 @@ from tests.export.graphs import conversion_of, write_graph
 @pytest.mark.parametrize("name", tiny_models.TINY_MODELS)
 def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tmp_path: Path, name: str) -> None:
     source = tiny_models.tiny_checkpoint(tmp_path / "checkpoint", **tiny_models.TINY_MODELS[name])
-    reference = reference_of(conversion_of(source).folders.checkpoint)
+    reference = reference_of(conversion_of(source).layout.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.inference_mode():
         expected = model.eval()(torch.from_numpy(reference.ids)).logits.numpy()

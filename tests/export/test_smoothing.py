@@ -46,17 +46,17 @@ def test_smoothing_halves_what_rounding_costs_where_a_channel_stands_out(tmp_pat
 
 
 def observed(conversion: Conversion) -> Reference:
-    return run_source(conversion.folders.checkpoint, context_length=64, norms=conversion.norms)
+    return run_source(conversion.layout.checkpoint, context_length=64, norms=conversion.norms)
 
 
 def exact(conversion: Conversion) -> Conversion:
     """The same in fp32."""
-    return replace(conversion, folders=replace(conversion.folders, precision="fp32"))
+    return replace(conversion, layout=replace(conversion.layout, precision="fp32"))
 
 
 def with_large_channels(conversion: Conversion) -> Conversion:
     """The same model, with norms that put out some channels a hundred times as large as what reads them."""
-    checkpoint = conversion.folders.checkpoint
+    checkpoint = conversion.layout.checkpoint
 
     def larger(name: str) -> FloatArray:
         tensor = checkpoint.load(name).copy()
@@ -66,5 +66,5 @@ def with_large_channels(conversion: Conversion) -> Conversion:
             tensor[:, ::13] /= 100
         return tensor
 
-    folders = replace(conversion.folders, checkpoint=replace(checkpoint, load=larger))
-    return replace(conversion, folders=folders)
+    layout = replace(conversion.layout, checkpoint=replace(checkpoint, load=larger))
+    return replace(conversion, layout=layout)

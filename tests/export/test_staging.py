@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from genserve.export.model_folders import Stages, install, staging_folder
+from genserve.export.model_folders import ModelFolders, install, staging_folder
 
-STAGES = Stages("m")
+STAGES = ModelFolders("m")
 FILES = (
     "m_tokenizer/config.pbtxt",
     "m_tokenizer/1/tokenizer.json",

@@ -1,4 +1,4 @@
-"""Tiny models: random checkpoints of the families, written by transformers as folders."""
+"""Tiny models: random checkpoints of the families, written by transformers as layout."""
 
 from __future__ import annotations
 

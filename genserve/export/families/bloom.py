@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, interleaved, packed
+from genserve.export.decoder_weights import TensorMap, interleaved, packed
 from genserve.export.family import Family, require
 
 __all__ = ["BLOOM"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "transformer.word_embeddings",
         "embedding.norm": "transformer.word_embeddings_layernorm",

@@ -12,18 +12,18 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_weights import Names, Part, plus_one
+from genserve.export.decoder_weights import TensorMap, PackedTensor, plus_one
 from genserve.export.families.llama import LLAMA_NAMES, describe_llama
 from genserve.export.family import Family, require
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
 
 
-def _norm(name: str) -> Part:
-    return Part(name=name, take=plus_one)
+def _norm(name: str) -> PackedTensor:
+    return PackedTensor(name=name, take=plus_one)
 
 
-_GEMMA_NAMES: Names = MappingProxyType(
+_GEMMA_NAMES: TensorMap = MappingProxyType(
     {
         **LLAMA_NAMES,
         "layers.{}.attention.norm": _norm("model.layers.{}.input_layernorm"),
@@ -31,7 +31,7 @@ _GEMMA_NAMES: Names = MappingProxyType(
         "norm": _norm("model.norm"),
     }
 )
-_GEMMA2_NAMES: Names = MappingProxyType(
+_GEMMA2_NAMES: TensorMap = MappingProxyType(
     {
         **_GEMMA_NAMES,
         "layers.{}.attention.post_norm": _norm("model.layers.{}.post_attention_layernorm"),
@@ -39,7 +39,7 @@ _GEMMA2_NAMES: Names = MappingProxyType(
         "layers.{}.mlp.post_norm": _norm("model.layers.{}.post_feedforward_layernorm"),
     }
 )
-_GEMMA3_NAMES: Names = MappingProxyType(
+_GEMMA3_NAMES: TensorMap = MappingProxyType(
     {
         **_GEMMA2_NAMES,
         "layers.{}.attention.query_norm": _norm("model.layers.{}.self_attn.q_norm"),

@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, interleaved, packed
+from genserve.export.decoder_weights import TensorMap, interleaved, packed
 from genserve.export.family import Family, read_activation, read_rotary
 
 __all__ = ["GPT_NEOX"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "gpt_neox.embed_in",
         "layers.{}.attention.norm": "gpt_neox.layers.{}.input_layernorm",

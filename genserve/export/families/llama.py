@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder, Rotary
-from genserve.export.decoder_weights import Names, Part, half, packed, stacked
+from genserve.export.decoder_weights import TensorMap, PackedTensor, half, packed, stacked
 from genserve.export.family import Family, read_activation, read_rotary, require, rotary_limit
 
 __all__ = ["LLAMA", "LLAMA_NAMES", "PHI3", "QWEN2", "QWEN3", "describe_llama"]
 
 
-LLAMA_NAMES: Names = MappingProxyType(
+LLAMA_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.embed_tokens",
         "layers.{}.attention.norm": "model.layers.{}.input_layernorm",
@@ -90,7 +90,7 @@ LLAMA = Family(
 )
 
 
-_QWEN3_NAMES: Names = MappingProxyType(
+_QWEN3_NAMES: TensorMap = MappingProxyType(
     {
         **LLAMA_NAMES,
         "layers.{}.attention.query_norm": "model.layers.{}.self_attn.q_norm",
@@ -102,12 +102,12 @@ QWEN2 = Family(name="qwen2", describe=describe_llama, names=LLAMA_NAMES, prefix=
 QWEN3 = Family(name="qwen3", describe=describe_llama, names=_QWEN3_NAMES, prefix="model.")
 
 
-_PHI3_NAMES: Names = MappingProxyType(
+_PHI3_NAMES: TensorMap = MappingProxyType(
     {
         **LLAMA_NAMES,
         **packed("model.layers.{}.self_attn.qkv_proj", stacked),
-        "layers.{}.mlp.gate": Part(name="model.layers.{}.mlp.gate_up_proj", take=half(0)),
-        "layers.{}.mlp.up": Part(name="model.layers.{}.mlp.gate_up_proj", take=half(1)),
+        "layers.{}.mlp.gate": PackedTensor(name="model.layers.{}.mlp.gate_up_proj", take=half(0)),
+        "layers.{}.mlp.up": PackedTensor(name="model.layers.{}.mlp.gate_up_proj", take=half(1)),
     }
 )
 

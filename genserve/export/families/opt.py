@@ -6,15 +6,15 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Attention, Decoder
-from genserve.export.decoder_weights import Names, Part, rows_from
+from genserve.export.decoder_weights import TensorMap, PackedTensor, rows_from
 from genserve.export.family import Family, read_activation, require
 
 __all__ = ["OPT"]
 
-_NAMES: Names = MappingProxyType(
+_NAMES: TensorMap = MappingProxyType(
     {
         "embedding": "model.decoder.embed_tokens",
-        "positions": Part(name="model.decoder.embed_positions", take=rows_from(2)),
+        "positions": PackedTensor(name="model.decoder.embed_positions", take=rows_from(2)),
         "layers.{}.attention.norm": "model.decoder.layers.{}.self_attn_layer_norm",
         "layers.{}.attention.query": "model.decoder.layers.{}.self_attn.q_proj",
         "layers.{}.attention.key": "model.decoder.layers.{}.self_attn.k_proj",
