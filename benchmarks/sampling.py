@@ -25,7 +25,7 @@ from batches import forward_batch
 from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
-from genserve.export.texts import CALIBRATION
+from genserve.export.source_model import read_text
 from genserve.generation.batch_sampler import pick
 from genserve.generation.engine_request import TokenSequence
 from genserve.repository.index import scan
@@ -86,7 +86,7 @@ class Model:
         index = scan([repository])
         stage = index[f"{name}_logits"]
         self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
-        text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
+        text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(read_text("calibration"))
         lengths = range(prompt_tokens, prompt_tokens + rows)
         self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
         self._length = max(lengths) + 1

@@ -23,7 +23,7 @@ from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders
-from genserve.export.onnx_graph import Graph
+from genserve.export.onnx_graph import OnnxGraph
 from genserve.export.parity import Parity, check_parity
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
 from genserve.export.smoothquant import is_smoothable, smooth
@@ -128,7 +128,7 @@ class Conversion:
             scheme = SCHEMES[layout.precision]
             make_layers = FusedLayers if scheme.activations is np.float32 else StandardLayers
             kv_cache = cache_dtype(layout.kv_cache, layout.precision)
-            with Graph(version) as graph:
+            with OnnxGraph(version) as graph:
                 layers = make_layers(graph, scheme)
                 write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache)
                 graph.save(metadata=metadata)

@@ -9,7 +9,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-__all__ = ["CacheType", "ExportReport", "FileFormat", "ModelFormat", "Precision", "Progress", "SilentProgress"]
+__all__ = [
+    "CacheType",
+    "ExportReport",
+    "FileFormat",
+    "ModelFormat",
+    "Precision",
+    "Progress",
+    "SilentProgress",
+]
 
 Precision = Literal["int8", "int4", "fp16", "fp32"]
 CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, of an fp32 export fp32
@@ -40,7 +48,7 @@ class Progress(Protocol):
     def stage(
         self, name: str, *, total: int | None = None
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """Open a stage of `total` units of work (None: unknown); the context's value advances it by n units."""
+        """Open a stage of `total` units of work (None: unknown); its value advances it by n units."""
 
 
 class SilentProgress:

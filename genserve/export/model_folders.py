@@ -1,4 +1,4 @@
-"""Model folders: the four folders of a model, the hidden folder where an export grows, and its installation."""
+"""Model folders: the four folders of a model, the staging folder of an export, and its installation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _require_name(name: str, *, of: str) -> None:
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Raise ExportError where the disk or its permissions refuse a write below `folder`; other errors pass."""
+    """Raise ExportError where disk or permissions refuse a write below `folder`; other errors pass."""
     try:
         yield
     except OSError as error:

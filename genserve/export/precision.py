@@ -1,4 +1,4 @@
-"""Precision: the number formats in which an exported graph computes and keeps its weights and its KV cache."""
+"""Precision: the number formats of an exported graph, its weights and its KV cache."""
 
 from __future__ import annotations
 

@@ -67,7 +67,11 @@ def conversion_of(
 ) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
     return Conversion.of(
-        checkpoint, folders=ModelFolders("tiny"), precision=precision, model_format=model_format, kv_cache=kv_cache
+        checkpoint,
+        folders=ModelFolders("tiny"),
+        precision=precision,
+        model_format=model_format,
+        kv_cache=kv_cache,
     )
 
 

@@ -16,7 +16,7 @@ def test_a_full_disk_is_told_with_what_to_do() -> None:
         Path("/dev/full").open("wb", buffering=0) as file,
     ):
         file.write(b"x")
-    assert caught.value.remedy == "make room, or choose a folder on another disk"
+    assert caught.value.remedy == "free some space, or choose a folder on another disk"
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

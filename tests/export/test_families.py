@@ -37,7 +37,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
 
 
-@pytest.fixture(scope="module", params=[ModelFormat.ONNX, ModelFormat.TORCHSCRIPT], ids=lambda model_format: model_format.value)
+FORMATS = (ModelFormat.ONNX, ModelFormat.TORCHSCRIPT)
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=[model_format.value for model_format in FORMATS])
 def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
     model_format: ModelFormat = request.param
     return write_graph(checkpoint, checkpoint.parent / model_format.value, model_format=model_format)

@@ -68,7 +68,7 @@ def test_a_graph_with_it_lies_beside_one_in_float_to_be_chosen(tmp_path: Path) -
 
 
 def test_what_has_no_such_cache_refuses_it(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="TorchScript has no KV cache in int8"):
+    with pytest.raises(ExportError, match="TorchScript does not support a KV cache in int8"):
         export("llama", tmp_path, kv_cache="int8", file_format="torchscript")
     assert not list((tmp_path / "repository").glob("m*"))
 

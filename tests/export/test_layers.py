@@ -14,8 +14,8 @@ from torch import nn, tensor
 from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
-from genserve.export.layers import FusedLayers, Layers, Norm, Place, StandardLayers, write_norm
-from genserve.export.onnx_graph import Graph
+from genserve.export.layers import FusedLayers, Layers, LinearKind, Norm, StandardLayers, write_norm
+from genserve.export.onnx_graph import OnnxGraph
 from genserve.export.precision import SCHEMES
 
 # Largest error over the standard deviation of the product: weights and activations are rounded.
@@ -28,14 +28,14 @@ INPUTS, OUTPUTS = 90, 50    # which divide nothing
 
 
 @PRECISIONS
-@pytest.mark.parametrize("place", get_args(Place)[:2])
+@pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
 def test_a_linear_layer_multiplies_shifts_and_adds(
-    tmp_path: Path, precision: Precision, place: Place
+    tmp_path: Path, precision: Precision, kind: LinearKind
 ) -> None:
     weight, bias = random(OUTPUTS, INPUTS), random(OUTPUTS)
     x, residual = random(5, INPUTS), random(5, OUTPUTS)
     found = run_layer(
-        tmp_path, precision, weight, x=x, place=place, bias=bias, residual=residual, num_outputs=OUTPUTS
+        tmp_path, precision, weight, x=x, kind=kind, bias=bias, residual=residual, num_outputs=OUTPUTS
     )
     expected = x @ weight.T + bias + residual
     assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(INPUTS)
@@ -91,7 +91,7 @@ def test_a_vocabulary_is_embedding_and_head(
 ) -> None:
     weight, ids = random(40, hidden), np.array([3, 39, 0, 7, 7, 1])
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(hidden, np.float32), bias=None)
-    with Graph(tmp_path) as graph:
+    with OnnxGraph(tmp_path) as graph:
         layers = layers_of(graph, precision)
         graph.input("ids", np.int64, ("num_tokens",))
         rows = layers.embedding("ids", weight, "embeddings")
@@ -108,7 +108,7 @@ def test_a_vocabulary_is_embedding_and_head(
 
 def test_in_fp16_a_vocabulary_is_stored_once(tmp_path: Path) -> None:
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(128, np.float32), bias=None)
-    with Graph(tmp_path) as graph:
+    with OnnxGraph(tmp_path) as graph:
         layers = layers_of(graph, "fp16")
         rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), random(40, 128), "embeddings")
         layers.head(rows, random(40, 128), "logits", norm=norm, softcap=None, tied=True)
@@ -119,7 +119,7 @@ def test_in_fp16_a_vocabulary_is_stored_once(tmp_path: Path) -> None:
 def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> None:
     bias = random(INPUTS) if kind == "layer" else None
     norm, x = Norm(name="y", kind=kind, epsilon=1e-5, weight=random(INPUTS), bias=bias), random(5, INPUTS)
-    with Graph(tmp_path) as graph:
+    with OnnxGraph(tmp_path) as graph:
         graph.input("x", np.float32, ("rows", INPUTS))
         write_norm(layers_of(graph, "int8"), "x", norm)
         graph.output("y", np.float32, ("rows", INPUTS))
@@ -127,22 +127,24 @@ def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> N
     np.testing.assert_allclose(run(tmp_path, x=x), normed(x, norm), atol=1e-5)
 
 
-@pytest.mark.parametrize("place", get_args(Place)[:2])
-def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(tmp_path: Path, place: Place) -> None:
+@pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
+def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(
+    tmp_path: Path, kind: LinearKind
+) -> None:
     weight, x = random(OUTPUTS, INPUTS), random(2, INPUTS)
     x[1] *= 1000
-    found = run_layer(tmp_path, "int8", weight, x=x, place=place, num_outputs=OUTPUTS)
+    found = run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS)
     assert np.abs(found - x @ weight.T).max(axis=1)[0] < TOLERANCE["int8"] * np.sqrt(INPUTS)
 
 
-@pytest.mark.parametrize("place", get_args(Place)[:2])
-def test_a_row_of_zeros_gives_zeros(tmp_path: Path, place: Place) -> None:
+@pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
+def test_a_row_of_zeros_gives_zeros(tmp_path: Path, kind: LinearKind) -> None:
     weight, x = random(OUTPUTS, INPUTS), np.zeros((3, INPUTS), np.float32)
-    assert not run_layer(tmp_path, "int8", weight, x=x, place=place, num_outputs=OUTPUTS).any()
+    assert not run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS).any()
 
 
 def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
-    with Graph(tmp_path) as graph:
+    with OnnxGraph(tmp_path) as graph:
         for name in ("a", "b", "c"):
             graph.weight(name, random(3, 5))
     assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 4096 + 3 * 5 * 4
@@ -155,25 +157,25 @@ def run_layer(
     *,
     x: NDArray[np.float32],
     num_outputs: int,
-    place: Place = "normed",
+    kind: LinearKind = "normed",
     residual: NDArray[np.float32] | None = None,
     **options: Any,
 ) -> NDArray[np.generic]:
-    numbers, inputs = SCHEMES[precision].activations, {"x": x}
-    with Graph(folder) as graph:
-        graph.input("x", numbers, ("rows", weight.shape[1]))
+    dtype, inputs = SCHEMES[precision].activations, {"x": x}
+    with OnnxGraph(folder) as graph:
+        graph.input("x", dtype, ("rows", weight.shape[1]))
         if residual is not None:
             inputs["residual"] = residual
-            options["residual"] = graph.input("residual", numbers, ("rows", num_outputs))
-        output = layers_of(graph, precision).linear("x", weight, "y", place=place, **options)
-        graph.output(output, numbers, ("rows", num_outputs))
+            options["residual"] = graph.input("residual", dtype, ("rows", num_outputs))
+        output = layers_of(graph, precision).linear("x", weight, "y", kind=kind, **options)
+        graph.output(output, dtype, ("rows", num_outputs))
         graph.save(metadata={})
-    return run(folder, **{name: value.astype(numbers) for name, value in inputs.items()})
+    return run(folder, **{name: value.astype(dtype) for name, value in inputs.items()})
 
 
-def layers_of(graph: Graph, precision: Precision) -> Layers:
-    numbers = SCHEMES[precision]
-    return StandardLayers(graph, numbers) if precision == "fp16" else FusedLayers(graph, numbers)
+def layers_of(graph: OnnxGraph, precision: Precision) -> Layers:
+    scheme = SCHEMES[precision]
+    return StandardLayers(graph, scheme) if precision == "fp16" else FusedLayers(graph, scheme)
 
 
 def normed(x: NDArray[np.float32], norm: Norm) -> NDArray[np.float32]:

@@ -51,7 +51,7 @@ def test_the_ensemble_connects_tensors_of_one_type_and_shape() -> None:
     assert {config.max_batch_size for config in configs.values()} == {32}
 
 
-def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
+def test_the_kv_cache_is_implicit_state_that_is_written_in_place() -> None:
     path = "smollm2_logits/config.pbtxt"
     config = parse_model_config(FILES[path], source=Path(path))
     batching = config.sequence_batching
@@ -60,12 +60,12 @@ def test_the_cache_is_implicit_state_that_is_written_where_it_lies() -> None:
     assert len(batching.states) == 60
     assert all(state.same_buffer and state.dims == (-1, 3, 64) for state in batching.states)
     assert {state.data_type for state in batching.states} == {"TYPE_FP16"}
-    assert "A token takes 22.5 KiB of KV cache, so many 90 MiB" in FILES[path]
+    assert "The KV cache takes 22.5 KiB per token, 90 MiB for" in FILES[path]
 
 
-def test_a_cache_in_int8_takes_a_scale_for_each_token_and_head_too() -> None:
+def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
     text = stage_files(ModelFolders("m"), dimensions=SMOLLM2, cache=np.int8)["m_logits/config.pbtxt"]
-    assert "A token takes 11.95 KiB of KV cache" in text
+    assert "The KV cache takes 11.95 KiB per token" in text
     assert 'output_name: "present.29.value" data_type: TYPE_INT8 dims: [ -1, 3, 64 ]' in text
 
 

@@ -79,15 +79,15 @@ def test_a_config_that_makes_no_sense_is_not_traced(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_attention_heads": "four"}))
-    with pytest.raises(ExportError, match=r"config\.json is not that of a llama model"):
+    with pytest.raises(ExportError, match=r"config\.json does not describe a llama model"):
         export(source, tmp_path / "repository")
 
 
 @pytest.mark.parametrize(
     ("file_format", "precision", "words"),
     [
-        ("onnx", "int8", "'int8' is no precision of a traced model"),
-        ("torchscript", "fp32", "StableLmForCausalLM, which no family builds, and TorchScript is made of"),
+        ("onnx", "int8", "a traced model does not support the precision 'int8'"),
+        ("torchscript", "fp32", "StableLmForCausalLM; TorchScript needs a known family"),
     ],
 )
 def test_what_only_families_have_is_refused(
@@ -102,7 +102,7 @@ def test_a_model_that_keeps_no_keys_and_values_is_refused(tmp_path: Path) -> Non
     source = tiny_checkpoint(
         tmp_path / "mamba", model_type="mamba", hidden_size=32, num_hidden_layers=2, state_size=4
     )
-    with pytest.raises(ExportError, match="MambaForCausalLM, and cannot be traced"):
+    with pytest.raises(ExportError, match="MambaForCausalLM, which cannot be traced"):
         export(source, tmp_path / "repository")
 
 
@@ -117,7 +117,7 @@ def test_a_model_that_transformers_does_not_know_is_refused(
     (source / "config.json").unlink()
     unknown = {"model_type": "phantom", "architectures": ["PhantomForCausalLM"]}
     (source / "config.json").write_text(json.dumps(config | unknown))
-    with pytest.raises(ExportError, match="of the architecture PhantomForCausalLM") as caught:
+    with pytest.raises(ExportError, match="has the architecture PhantomForCausalLM") as caught:
         export(source, tmp_path / "repository")
     assert len(caught.value.message) < 400      # transformers would list the models that it knows
     assert "LlamaForCausalLM" in caught.value.remedy

@@ -1,7 +1,7 @@
-"""Gemma: Llama's layers with scaled embeddings and norms stored as their difference from 1.
+"""Gemma: Llama's layers with scaled embeddings, and norms stored as their difference from 1.
 
-Gemma 2 has norms behind attention and MLP too and bends its scores; Gemma 3 has norms of each query and key
-head instead of the bending.
+Gemma 2 also has norms after attention and MLP, and soft caps of its scores. Gemma 3 has norms of each query
+and key head instead of the soft caps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from genserve.export.decoder import Decoder
-from genserve.export.decoder_weights import TensorMap, PackedTensor, plus_one
+from genserve.export.decoder_weights import PackedTensor, TensorMap, add_one
 from genserve.export.families.llama import LLAMA_NAMES, describe_llama
 from genserve.export.family import Family, require
 
@@ -20,7 +20,7 @@ __all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
 
 
 def _norm(name: str) -> PackedTensor:
-    return PackedTensor(name=name, take=plus_one)
+    return PackedTensor(name=name, unpack=add_one)
 
 
 _GEMMA_NAMES: TensorMap = MappingProxyType(
@@ -49,8 +49,8 @@ _GEMMA3_NAMES: TensorMap = MappingProxyType(
 
 
 def _describe(config: Any) -> Decoder:
-    both_ways = bool(getattr(config, "use_bidirectional_attention", False))
-    require(not both_ways, found="use_bidirectional_attention", known="attention to earlier tokens")
+    bidirectional = bool(getattr(config, "use_bidirectional_attention", False))
+    require(not bidirectional, found="use_bidirectional_attention", known="attention to earlier tokens")
     return replace(describe_llama(config), embedding_scale=math.sqrt(config.hidden_size))
 
 
