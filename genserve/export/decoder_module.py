@@ -298,7 +298,7 @@ def write_torchscript(
     precision: Precision,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a decoder as a TorchScript file for `textmodel/runtimes/torchscript_logits.py`, all of it in memory.
+    """Write a decoder as a TorchScript file, with the whole model in memory.
 
     Args:
         weights: of the decoder.

@@ -20,7 +20,6 @@ from genserve.export.decoder_weights import DecoderWeights, TensorMap
 
 __all__ = ["Family", "Unsupported", "read_activation", "read_rotary", "require", "rotary_limit"]
 
-
 # By the names in transformers.
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {

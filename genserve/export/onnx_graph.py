@@ -13,7 +13,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 __all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "OnnxGraph"]
 
-
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 

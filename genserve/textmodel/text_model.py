@@ -152,7 +152,7 @@ class TextModel:
                 seed=context.seed,
                 text=self.plugins.parsed(text.fork(), context),
                 plugins=self.plugins.for_sequence(context, ours=self._thinking(context, begun=thinks)),
-                grammar=self._grammars.begin(outputs) if (outputs := params.structured_outputs) else None,
+                grammar=self._grammars.compile(outputs) if (outputs := params.structured_outputs) else None,
             )
             for context in contexts
         ]
@@ -300,7 +300,7 @@ class TextModel:
         if cut:
             return False
         try:
-            behind = self._encode_chat(self.tokenizer.encode_behind_messages, prompt)
+            behind = self._encode_chat(self.tokenizer.encode_generation_prompt, prompt)
         except InvalidRequest:  # the template takes the messages as they are, and not with marks in them
             return False
         return self._ends_within_thought(behind)

@@ -51,7 +51,7 @@ def test_each_that_runs_here_may_be_asked_for(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("AVX2", r"GENSERVE_KERNELS is 'AVX2', which is no instruction set \(take one of .*portable"),
+        ("AVX2", r"GENSERVE_KERNELS is 'AVX2', which is not an instruction set \(set it to .*portable"),
         (
             "neon" if platform.machine() == "x86_64" else "avx2",
             "for which no kernels are built on this machine",
@@ -104,7 +104,7 @@ def test_an_unknown_machine_cannot_be_built_for(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(build.BuildError, match=r"no kernels for riscv64 .*: it runs on x86-64 and aarch64"):
+    with pytest.raises(build.BuildError, match=r"no kernels for riscv64 .*; it runs on x86-64 and aarch64"):
         build.build(tmp_path)
 
 

@@ -85,11 +85,11 @@ def test_what_is_too_much_for_a_parser_is_refused(grammars, options):
     form = structured_outputs(options)
     assert form is not None
     with pytest.raises(InvalidRequest, match="cannot be used"):
-        grammars.begin(form)
+        grammars.compile(form)
 
 
 def test_a_regex_of_endless_states_fails_where_it_gets_too_large(grammars):
-    grammar = grammars.begin(StructuredOutputs(form="regex", text="(a?){1000}{1000}"))
+    grammar = grammars.compile(StructuredOutputs(form="regex", text="(a?){1000}{1000}"))
     mask = np.empty(10, dtype=np.int32)
     for _ in range(2000):
         grammar.fill(mask)

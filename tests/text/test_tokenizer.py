@@ -296,8 +296,8 @@ def test_what_the_template_writes_behind_the_messages_is_never_theirs(shown: str
     tokenizer = chat_tokenizer(backend, "<think>{{ messages[0]." + shown + " }}\na: ")
     asked = chat(user("<think>b"))
     assert tokenizer.encode_chat(asked).count(tokenizer.token_id("<think>")) == 2
-    assert tokenizer.token_id("<think>") not in tokenizer.encode_behind_messages(asked)
-    assert tokenizer.decode(tokenizer.encode_behind_messages(asked)).endswith("\na: ")
+    assert tokenizer.token_id("<think>") not in tokenizer.encode_generation_prompt(asked)
+    assert tokenizer.decode(tokenizer.encode_generation_prompt(asked)).endswith("\na: ")
 
 
 def test_a_refusal_that_quotes_a_special_token_can_be_told() -> None:

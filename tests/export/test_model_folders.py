@@ -1,4 +1,4 @@
-"""Moving an export into place: whole, or not at all."""
+"""The folders of an export: written and installed whole, or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from genserve.export.model_folders import ModelFolders, install, staging_folder
+from genserve.errors import ExportError
+from genserve.export.model_folders import ModelFolders, install, staging_folder, writing_into
+from genserve.export.pulling import fetch_gguf
 
 STAGES = ModelFolders("m")
 FILES = (
@@ -91,3 +93,24 @@ def test_only_what_is_missing_is_added_to_shipped_folders(tmp_path: Path) -> Non
         install(staged, tmp_path, STAGES, overwrite=False)
     new = {path for path, content in contents(tmp_path).items() if content == "new"}
     assert new == {"m_tokenizer/1/tokenizer.json", "m_logits/1/model.onnx", "m_decoder/config.pbtxt"}
+
+
+def test_a_full_disk_is_told_with_what_to_do() -> None:
+    with (
+        pytest.raises(ExportError, match="/models cannot be written to: No space left") as caught,
+        writing_into(Path("/models")),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        file.write(b"x")
+    assert caught.value.remedy == "free some space, or choose a folder on another disk"
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(ExportError, match=r"cache/models cannot be written to: Not a directory \("):
+        fetch_gguf(tmp_path / "cache" / "models")
+
+
+def test_an_error_that_is_not_the_disks_passes() -> None:
+    with pytest.raises(FileNotFoundError), writing_into(Path("/models")):
+        Path("/nowhere/at/all").read_bytes()

@@ -11,7 +11,7 @@ import pytest
 
 from genserve.errors import InvalidRequest
 from genserve.sampling.structured_outputs import structured_outputs
-from genserve.text.grammar_compiler import MAX_COMPILED, Grammar, GrammarCompiler
+from genserve.text.grammar_compiler import MAX_COMPILED, GrammarCompiler, GuidanceGrammar
 from genserve.text.tokenizer import Tokenizer
 from tests.text.vocabularies import (
     bloom,
@@ -35,20 +35,20 @@ def grammars(tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE)
 
 
-def begin(grammars: GrammarCompiler, **options) -> Grammar:
+def begin(grammars: GrammarCompiler, **options) -> GuidanceGrammar:
     form = structured_outputs(options)
     assert form is not None
-    return grammars.begin(form)
+    return grammars.compile(form)
 
 
-def next_ids(grammar: Grammar, *, vocab_size: int = VOCAB_SIZE) -> list[int]:
+def next_ids(grammar: GuidanceGrammar, *, vocab_size: int = VOCAB_SIZE) -> list[int]:
     mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
     grammar.fill(mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def random_text(
-    grammar: Grammar, tokenizer: Tokenizer, *, seed: int, vocab_size: int = VOCAB_SIZE
+    grammar: GuidanceGrammar, tokenizer: Tokenizer, *, seed: int, vocab_size: int = VOCAB_SIZE
 ) -> str | None:
     """What a model gives that knows nothing; None if it does not come to an end."""
     rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ def random_text(
     return None
 
 
-def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+def accepts(grammar: GuidanceGrammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the whole text, and its end behind it, are allowed."""
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         if token_id not in next_ids(grammar):
@@ -237,12 +237,12 @@ def test_every_family_whose_tokens_are_bytes_keeps_to_a_form(family):
 @pytest.mark.parametrize("family", [unigram, word_piece])
 def test_a_family_whose_tokens_are_not_is_refused(family):
     tokenizer = ending(family())
-    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
+    with pytest.raises(InvalidRequest, match="llguidance rejects its tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=tokenizer.vocab_size), regex="a")
 
 
 def test_a_tokenizer_of_more_tokens_than_logits_is_refused(tokenizer):
-    with pytest.raises(InvalidRequest, match="tokenizer llguidance does not take"):
+    with pytest.raises(InvalidRequest, match="llguidance rejects its tokenizer"):
         begin(GrammarCompiler(tokenizer, vocab_size=300), regex="a")
 
 
