@@ -17,11 +17,11 @@ from genserve.tracing import Span
 __all__ = [
     "CURRENT_EXECUTOR",
     "Backlog",
-    "Door",
     "Executor",
     "Inference",
     "InferenceRequest",
     "InferenceResponse",
+    "InferenceServer",
     "OnResponse",
     "Parameter",
     "RequestFlags",
@@ -153,7 +153,7 @@ class Backlog:
 class Inference:
     """One request on its way. It ends exactly once: with the response that is `final`.
 
-    The requester makes it and hands it to `Door.submit`; schedulers queue it, an instance executes it.
+    The requester makes it and calls `InferenceServer.submit`; schedulers queue it, an instance executes it.
     `send`, `fail` and `cancel` are safe from any thread.
 
     Attributes:
@@ -164,7 +164,7 @@ class Inference:
         batch_size: how many rows it has; 1 where the model does not batch.
         model_name: of the model that it is at; with the version, in every response.
         model_version: the one that was chosen.
-        submitted_ns: `time.monotonic_ns()` at the door.
+        submitted_ns: `time.monotonic_ns()` at its submission.
         started_ns: when an instance took it up; 0: it waits.
         reschedule: set by a model of iterative sequences: execute this request again, it has not ended.
         states: the implicit states of its sequence by input name; None: the model has none.
@@ -278,7 +278,7 @@ def with_request_id(message: str, request_id: str = "") -> str:
     return f"[request id: {request_id or '<id_unknown>'}] {message}"
 
 
-class Door(Protocol):
+class InferenceServer(Protocol):
     """The way in to every model of the repository: for the routes, for ensembles and for BLS alike."""
 
     def submit(self, inference: Inference) -> None:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import Inference
 
-__all__ = ["BatchStatistics", "FailureReason", "LatencyHistogram", "Measured", "ModelStatistics"]
+__all__ = ["BatchStatistics", "DurationStat", "FailureReason", "LatencyHistogram", "ModelStatistics"]
 
 
 class FailureReason(StrEnum):
@@ -28,7 +28,7 @@ class FailureReason(StrEnum):
 
 
 @dataclass(slots=True)
-class Measured:
+class DurationStat:
     """How often something happened, and how long it took together."""
 
     count: int = 0
@@ -44,17 +44,17 @@ class Measured:
 class BatchStatistics:
     """The executions of one batch size."""
 
-    compute_infer: Measured = field(default_factory=Measured)
+    compute_infer: DurationStat = field(default_factory=DurationStat)
 
     @property
-    def compute_input(self) -> Measured:
+    def compute_input(self) -> DurationStat:
         """As often as the model computed, in no time: inputs are handed over as they are."""
-        return Measured(self.compute_infer.count)
+        return DurationStat(self.compute_infer.count)
 
     @property
-    def compute_output(self) -> Measured:
+    def compute_output(self) -> DurationStat:
         """As often as the model computed, in no time, as for the inputs."""
-        return Measured(self.compute_infer.count)
+        return DurationStat(self.compute_infer.count)
 
 
 class LatencyHistogram:
@@ -100,25 +100,25 @@ class ModelStatistics:
         self.inference_count = 0
         self.execution_count = 0
         self.last_inference_ms = 0
-        self.success = Measured()
-        self.fail = Measured()
-        self.queue = Measured()
-        self.compute_infer = Measured()
-        self.cache_hit = Measured()
-        self.cache_miss = Measured()
+        self.success = DurationStat()
+        self.fail = DurationStat()
+        self.queue = DurationStat()
+        self.compute_infer = DurationStat()
+        self.cache_hit = DurationStat()
+        self.cache_miss = DurationStat()
         self.batches: defaultdict[int, BatchStatistics] = defaultdict(BatchStatistics)
         self.first_response: LatencyHistogram | None = None
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
 
     @property
-    def compute_input(self) -> Measured:
+    def compute_input(self) -> DurationStat:
         """As often as a model computed, in no time: inputs are handed over as they are."""
-        return Measured(self.compute_infer.count)
+        return DurationStat(self.compute_infer.count)
 
     @property
-    def compute_output(self) -> Measured:
+    def compute_output(self) -> DurationStat:
         """As often as a model computed, in no time, as for the inputs."""
-        return Measured(self.compute_infer.count)
+        return DurationStat(self.compute_infer.count)
 
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
         """Note one execution, whether its requests have ended or not."""

@@ -1,81 +1,308 @@
-"""Settings: what a server is told at its start; frozen."""
+"""Server settings: each field with its default, and with the flag of `genserve serve` that sets it.
+
+To add a setting is one row here; the command line reads the rows.
+"""
+# ruff: noqa: FBT003, RUF009  # in a row the default comes first; the calls make fields
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal
 
-__all__ = ["ServerSettings"]
+__all__ = ["Flag", "ServerSettings"]
+
+# The headings of `genserve serve --help`.
+_MODELS, _PORTS, _GRPC, _ACCESS, _CLIENTS, _LOG = (
+    "Models", "Ports", "Connections of gRPC", "Access", "Clients", "Log",
+)  # fmt: skip
+_COMPRESSION_LEVELS = ("none", "low", "medium", "high")     # gRPC numbers them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """The command-line flag of a setting.
+
+    Attributes:
+        help: what `--help` says.
+        panel: the heading in `--help`.
+        names: all spellings; empty: the field's name. The first one also names the GENSERVE_* variable.
+        minimum: the least value of a number.
+        maximum: the greatest value of a number.
+        show_default: whether `--help` shows the default.
+        validate: raises ValueError for a value that is not allowed.
+        grpc_argument: the argument of gRPC channels that the setting becomes.
+    """
+
+    help: str
+    panel: str | None
+    names: tuple[str, ...]
+    minimum: float | None = None
+    maximum: float | None = None
+    show_default: bool = True
+    validate: Callable[[Any], object] = bool
+    grpc_argument: str = ""
+
+
+def _flag(default: Any, panel: str | None, help: str, *names: str, **more: Any) -> Any:  # noqa: A002  # as typer
+    return field(default=default, metadata={"flag": Flag(help=help, panel=panel, names=names, **more)})
+
+
+def _port(default: int) -> Any:
+    return _flag(default, _PORTS, "0 takes a free port.", minimum=0, maximum=65535)
+
+
+def _grpc(argument: str, help: str, *, minimum: int = 0) -> Any:  # noqa: A002
+    return _flag(None, _GRPC, help, minimum=minimum, maximum=2**31 - 1, grpc_argument=argument)
+
+
+def _cache_config_bytes(text: str) -> int:
+    """Return the bytes of `local,size=BYTES`; 0 for an empty text. Raises ValueError for any other."""
+    if not text:
+        return 0
+    kind, _, size = text.partition(",size=")
+    if kind != "local" or not size.isdecimal():
+        raise ValueError(f"{text!r} is not local,size=BYTES, the only cache there is")
+    return int(size)
+
+
+def _compile(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """The settings of one server; `genserve serve` fills them from flags and GENSERVE_* variables."""
 
-    # What is served.
-    model_repository: tuple[Path, ...] = (Path("model_repository"),)
-    model_control_mode: str = "none"        # "none", "poll" or "explicit"
-    load_model: tuple[str, ...] = ()        # empty: all, or with control mode "explicit" none; "*": all
-    repository_poll_s: float = 15.0         # between two looks at the repository, with control mode "poll"
-    exit_on_error: bool = True              # a model that fails to load at the start ends the server
-    strict_readiness: bool = True           # ready only while every model is
-    strict_model_config: bool = False       # nothing is completed from the files of models
-    strict_placement: bool = False          # a model for a GPU is not run on the CPU
-    strict_repository_paths: bool = False   # a model with a link that leads out of the repository is refused
-    model_config_name: str = ""             # configs/NAME.pbtxt of a model in place of its config.pbtxt
-    backend_directory: Path | None = None   # of backends in Python
-    backend_config: tuple[str, ...] = ()    # "BACKEND,SETTING=VALUE", or "SETTING=VALUE" for all backends
-    load_threads: int = 4                   # models that load at the same time
-    cache_bytes: int = 0                    # of the response cache; 0: there is none
-    rate_limit: bool = False                # instances share the resources that their groups name
-    rate_limit_resources: tuple[str, ...] = ()      # "NAME:COUNT" or "NAME:COUNT:DEVICE"
-    max_queue: int = 256                    # requests that may wait for their first step, per model
-    max_queue_tokens: int | None = None     # of their prompts; None: 4 times what the KV cache holds; 0: any
-    max_queue_wait_s: float = 10.0          # that a request may wait for its first step; 0: for ever
+    model_repository: tuple[Path, ...] = _flag(
+        (Path("model_repository"),), None, "Folder that holds models; may be given again.",
+        "--model-repository", "--model-store",
+    )  # fmt: skip
+    model_control_mode: Literal["none", "poll", "explicit"] = _flag(
+        "none", _MODELS,
+        "none loads every model at the start; poll also follows changes on disk; explicit loads what "
+        "--load-model names, and what the load and unload calls of KServe ask for.",
+    )
+    load_model: tuple[str, ...] = _flag(
+        (), _MODELS, "Load this model at the start, not all; may be given again. * is all of them."
+    )
+    repository_poll_s: float = _flag(
+        15.0, _MODELS, "How often poll looks at the disk, seconds.", "--repository-poll-secs", minimum=0.1
+    )
+    exit_on_error: bool = _flag(
+        True, _MODELS, "End if a model cannot be loaded at the start; else serve the others."
+    )
+    strict_readiness: bool = _flag(
+        True, _MODELS, "Be ready only while every model is; else as soon as all were tried."
+    )
+    strict_model_config: bool = _flag(
+        False, _MODELS,
+        "Take config.pbtxt as it is; else what it leaves out is read from the model's file.",
+        "--disable-auto-complete-config", "--strict-model-config",
+    )
+    strict_placement: bool = _flag(
+        False, _MODELS,
+        "Refuse a model for a GPU where there is none; else it runs on the CPU, with a warning.",
+    )
+    strict_repository_paths: bool = _flag(
+        False, _MODELS,
+        "Refuse a model if a link in its folder leads out of the repository; else it is followed.",
+    )
+    model_config_name: str = _flag(
+        "", _MODELS, "Read configs/NAME.pbtxt in place of config.pbtxt, where a model has it."
+    )
+    backend_directory: Path | None = _flag(
+        None, _MODELS, "Folder with backends in Python, each NAME/model.py."
+    )
+    backend_config: tuple[str, ...] = _flag(
+        (), _MODELS,
+        "BACKEND,SETTING=VALUE, or SETTING=VALUE for all backends, such as "
+        "onnxruntime,default-max-batch-size=8; may be given again.",
+    )
+    load_threads: int = _flag(
+        4, _MODELS, "Models that load at once when the server starts.", "--model-load-thread-count", minimum=1
+    )
+    cache_config: str = _flag(
+        "", _MODELS,
+        "local,size=BYTES: keep answers of models whose config enables response_cache.",
+        validate=_cache_config_bytes,
+    )
+    response_cache_byte_size: int = _flag(0, _MODELS, "The same as --cache-config local,size=.", minimum=0)
+    rate_limit: Literal["off", "execution_count"] = _flag(
+        "off", _MODELS, "execution_count: an instance runs only while it holds its group's resources."
+    )
+    rate_limit_resources: tuple[str, ...] = _flag(
+        (), _MODELS,
+        "NAME:COUNT or NAME:COUNT:DEVICE, how much there is; may be given again.",
+        "--rate-limit-resource",
+    )
+    max_queue: int = _flag(256, _MODELS, "Requests that may wait, per generation model.", minimum=0)
+    max_queue_tokens: int | None = _flag(
+        None, _MODELS,
+        "Tokens of the prompts that may wait, per generation model; 0: any number. By default 4 times "
+        "what the KV cache holds.",
+        minimum=0, show_default=False,
+    )
+    max_queue_wait_s: float = _flag(
+        10.0, _MODELS,
+        "Seconds a request may wait for its first step; 0 means no limit. A request that has waited "
+        "longer, or is expected to, is refused with status 429.",
+        minimum=0,
+    )
+    host: str = _flag(
+        "127.0.0.1", _PORTS,
+        "Address to listen on; 0.0.0.0 lets other machines in.",
+        "--host", "--http-address",
+    )
+    http_port: int = _port(8000)
+    reuse_http_port: bool = _flag(
+        False, _PORTS, "Share the port with other servers that say so too; the system spreads connections."
+    )
+    allow_grpc: bool = _flag(True, _PORTS, "Serve KServe v2 over gRPC, too.")
+    grpc_host: str = _flag("", _PORTS, "Another address for gRPC than --host.", "--grpc-address")
+    grpc_port: int = _port(8001)
+    reuse_grpc_port: bool = _flag(False, _PORTS, "The same for the port of gRPC.")
+    grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _flag(
+        "none", _GRPC,
+        "How far responses are compressed for clients that can read that.",
+        grpc_argument="grpc.default_compression_level",
+    )
+    grpc_keepalive_time: int | None = _grpc(
+        "grpc.keepalive_time_ms", "Between two pings of a connection, ms.", minimum=1
+    )
+    grpc_keepalive_timeout: int | None = _grpc(
+        "grpc.keepalive_timeout_ms", "A ping unanswered for so long closes it, ms.", minimum=1
+    )
+    grpc_keepalive_permit_without_calls: bool = _flag(
+        False, _GRPC, "Send pings between calls, too.", grpc_argument="grpc.keepalive_permit_without_calls"
+    )
+    grpc_http2_max_pings_without_data: int | None = _grpc(
+        "grpc.http2.max_pings_without_data", "Pings sent while there is no data; 0: any number."
+    )
+    grpc_http2_min_recv_ping_interval_without_data: int | None = _grpc(
+        "grpc.http2.min_ping_interval_without_data_ms",
+        "Pings of a client that come faster while there is no data are bad, ms.",
+    )
+    grpc_http2_max_ping_strikes: int | None = _grpc(
+        "grpc.http2.max_ping_strikes", "Bad pings that close a connection; 0: any number is fine."
+    )
+    grpc_max_connection_age: int | None = _grpc(
+        "grpc.max_connection_age_ms", "A connection is closed after this, ms.", minimum=1
+    )
+    grpc_max_connection_age_grace: int | None = _grpc(
+        "grpc.max_connection_age_grace_ms", "Calls that run may end in this time after that, ms."
+    )
+    allow_metrics: bool = _flag(
+        True, _PORTS, "Serve /metrics on a port of its own; it is on the HTTP port in any case."
+    )
+    metrics_host: str = _flag("", _PORTS, "Another address for metrics than --host.", "--metrics-address")
+    metrics_port: int = _port(8002)
+    trace_config: tuple[str, ...] = _flag(
+        (), _CLIENTS,
+        "triton,file=PATH, level=TIMESTAMPS, level=TENSORS, rate=N, count=N or triton,log-frequency=N: "
+        "record every Nth KServe request; may be given again.",
+    )
+    metrics_config: tuple[str, ...] = _flag(
+        (), _CLIENTS,
+        "counter_latencies=false or histogram_latencies=true: which latencies /metrics tells; may be "
+        "given again.",
+    )
+    allow_cpu_metrics: bool = _flag(
+        True, _CLIENTS, "Tell of the machine's processors and memory in /metrics."
+    )
+    metrics_interval_ms: float = _flag(
+        2000.0, _CLIENTS,
+        "The least time over which the use of processors is measured, milliseconds.",
+        minimum=0,
+    )
+    server_id: str = _flag("genserve", _CLIENTS, "The server's name in the metadata of KServe.", "--id")
+    allowed_hosts: tuple[str, ...] = _flag(
+        (), _ACCESS,
+        "Answer to this host name too, beside localhost and IP addresses; may be given again. "
+        "*.example.com takes all names below it, * every name.",
+        "--allowed-host",
+    )
+    allowed_origins: tuple[str, ...] = _flag(
+        (), _ACCESS,
+        "Let web pages of this origin call the server (CORS), such as https://example.com; may be given "
+        "again. * lets all.",
+        "--allowed-origin",
+    )
+    allow_unauthenticated: bool = _flag(
+        False, _ACCESS, "Listen on addresses that other machines reach, without an API key."
+    )
+    allow_unauthenticated_metrics: bool = _flag(False, _ACCESS, "Ask for no API key on the metrics port.")
+    allow_uploaded_code: bool = _flag(
+        False, _ACCESS, "Let load calls bring files that run as code in the server: model.py, TorchScript."
+    )
+    ssl_certfile: Path | None = _flag(
+        None, _ACCESS, "PEM file with the server's certificate; all ports speak TLS then."
+    )
+    ssl_keyfile: Path | None = _flag(None, _ACCESS, "PEM file with its key, if not in the same file.")
+    ssl_ca_certs: Path | None = _flag(
+        None, _ACCESS, "PEM file with certificates: clients must show one that these have signed."
+    )
+    allow_client_shm: bool = _flag(
+        False, _CLIENTS,
+        "Let clients on this machine pass tensors in shared memory; they are trusted with it.",
+    )
+    http_restricted_api: tuple[str, ...] = _flag(
+        (), _ACCESS,
+        "PART,PART:HEADER=VALUE: answer these parts of the protocol only with this header; may be given "
+        "again. Parts: health, metadata, inference, shared-memory, model-config, model-repository, "
+        "statistics, trace, logging.",
+    )
+    grpc_restricted_protocol: tuple[str, ...] = _flag(
+        (), _ACCESS, "The same for gRPC, with the metadata triton-grpc-protocol-HEADER."
+    )
+    http_header_forward_pattern: str = _flag(
+        "", _CLIENTS,
+        "Regular expression: headers in whose name it is found reach models as parameters.",
+        validate=_compile,
+    )
+    grpc_header_forward_pattern: str = _flag(
+        "", _CLIENTS, "The same for metadata of gRPC.", validate=_compile
+    )
+    http_max_input_size: int = _flag(
+        64 * 2**20, _CLIENTS, "Of the JSON of one KServe request, bytes.", minimum=1
+    )
+    drain_s: float = _flag(
+        30.0, _CLIENTS,
+        "Time for answers to end after SIGTERM, and for requests to a model before it is unloaded.",
+        "--drain-s", "--exit-timeout-secs", minimum=0,
+    )
+    log_verbose: int = _flag(
+        0, _LOG,
+        "1 also logs inferences, health checks, the reasons for refusals, and what models log as verbose.",
+        minimum=0,
+    )
+    log_info: bool = _flag(True, _LOG, "Log requests, loads and unloads.")
+    log_warning: bool = _flag(True, _LOG, "Log warnings, and requests that are refused or fail.")
+    log_error: bool = _flag(True, _LOG, "Log errors.")
+    log_format: Literal["default", "ISO8601"] = _flag("default", _LOG, "ISO8601 writes universal time.")
+    log_file: Path | None = _flag(None, _LOG, "Append the log to this file, not to stderr.")
 
-    # Where.
-    host: str = "127.0.0.1"
-    http_port: int = 8000                   # 0: a free one; so for the other ports
-    reuse_http_port: bool = False           # other servers that say so too may listen on the same port
-    allow_grpc: bool = True
-    grpc_host: str = ""                     # empty: `host`
-    grpc_port: int = 8001
-    reuse_grpc_port: bool = False
-    grpc_channel_arguments: tuple[tuple[str, int], ...] = ()    # of gRPC: ("grpc.keepalive_time_ms", 1000)
-    allow_metrics: bool = True              # a port for metrics alone; they are on the HTTP port in any case
-    metrics_host: str = ""                  # empty: `host`
-    metrics_port: int = 8002
+    # Without a flag.
+    api_key: str | None = None          # printable ASCII, from GENSERVE_API_KEY; None: requests need no key
+    max_body_bytes: int = 8 * 2**20     # of one request; parsing stalls the event loop for 20 ms per MB
 
-    # What is told of it.
-    trace_config: tuple[str, ...] = ()      # "SETTING=VALUE" or "MODE,SETTING=VALUE"
-    metrics_config: tuple[str, ...] = ()    # "SETTING=VALUE"
-    allow_cpu_metrics: bool = True
-    metrics_interval_s: float = 2.0         # over which the use of the processors is measured, at the least
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the response cache, bytes; 0: there is none."""
+        return _cache_config_bytes(self.cache_config) or self.response_cache_byte_size
 
-    # To whom, and how much.
-    server_id: str = "genserve"             # what the KServe protocols call the server
-    api_key: str | None = None              # printable ASCII; None: open to whoever reaches the port
-    allow_unauthenticated: bool = False     # listen where other machines reach a port, without a key
-    allow_unauthenticated_metrics: bool = False     # the metrics port asks for no key
-    allowed_hosts: tuple[str, ...] = ()     # host names of the server beside localhost; "*.example.com", "*"
-    allowed_origins: tuple[str, ...] = ()   # of web pages that may call: "https://example.com", "*"
-    allow_uploaded_code: bool = False       # files that a load call brings may run code in the server
-    ssl_certfile: Path | None = None        # PEM; with it all ports speak TLS alone
-    ssl_keyfile: Path | None = None         # PEM; None: the key is in `ssl_certfile`
-    ssl_ca_certs: Path | None = None        # PEM; clients need a certificate that one of these has signed
-    http_restricted_api: tuple[str, ...] = ()       # "PART,PART:HEADER=VALUE": parts that ask for a header
-    grpc_restricted_protocol: tuple[str, ...] = ()  # the same for gRPC; the header has a prefix of Triton's
-    allow_client_shm: bool = False          # whether clients may register regions of shared memory
-    http_header_forward_pattern: str = ""   # headers that models get as parameters; empty: none
-    grpc_header_forward_pattern: str = ""   # metadata that models get as parameters; empty: none
-    http_max_input_size: int = 64 * 2**20   # of the JSON of one KServe request, bytes
-    max_body_bytes: int = 8 * 2**20         # of one request; to check it stalls the event loop, 20 ms per MB
-    drain_s: float = 30.0                   # how long answers may go on after SIGTERM
-
-    # The log; by all but the file it may be changed while the server runs.
-    log_file: Path | None = None            # None: stderr
-    log_format: str = "default"             # or "ISO8601"
-    log_info: bool = True                   # lines of this class; so for the next two
-    log_warning: bool = True
-    log_error: bool = True
-    log_verbose: int = 0                    # above 0 also what is of no class: inferences, verbose models
+    @property
+    def grpc_channel_arguments(self) -> tuple[tuple[str, int], ...]:
+        """The arguments of the server's gRPC channels, without those that are left at gRPC's default."""
+        flags = ((setting.name, setting.metadata.get("flag")) for setting in fields(self))
+        values = ((flag.grpc_argument, getattr(self, name)) for name, flag in flags if flag)
+        return tuple(
+            (argument, _COMPRESSION_LEVELS.index(value) if isinstance(value, str) else int(value))
+            for argument, value in values
+            if argument and value not in ("none", None) and value is not False
+        )

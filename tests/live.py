@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from genserve.server.serve import Server
-from genserve.server.server_info import ServerInfo
+from genserve.server.api_server import Server
+from genserve.server.api_server import ServerInfo
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
 from genserve.tensor import Tensor
 
 ADD = """
@@ -42,14 +42,16 @@ def write_model(
     return folder
 
 
-def ask(door: Door, model: str, *, version: int = -1, **arrays: Any) -> InferenceResponse:
+def ask(server: InferenceServer, model: str, *, version: int = -1, **arrays: Any) -> InferenceResponse:
     """The one response of a model to float32 arrays; AssertionError if there are more."""
-    responses = ask_all(door, model, version=version, **arrays)
+    responses = ask_all(server, model, version=version, **arrays)
     assert len(responses) == 1
     return responses[0]
 
 
-def ask_all(door: Door, model: str, *, version: int = -1, **arrays: Any) -> list[InferenceResponse]:
+def ask_all(
+    server: InferenceServer, model: str, *, version: int = -1, **arrays: Any
+) -> list[InferenceResponse]:
     """Every response of a model to float32 arrays."""
     arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
     inputs = {name: Tensor(name, np.asarray(array, np.float32)) for name, array in arrays.items()}
@@ -57,7 +59,7 @@ def ask_all(door: Door, model: str, *, version: int = -1, **arrays: Any) -> list
     inference = Inference(
         request=request, on_response=lambda response, final: arrived.put((response, final))
     )
-    door.submit(inference)
+    server.submit(inference)
     responses: list[InferenceResponse] = []
     while True:
         response, final = arrived.get(timeout=30)

@@ -12,7 +12,7 @@ from genserve.config.model_config import ModelConfig
 from genserve.config.parameter_rules import byte_size
 from genserve.errors import RepositoryError, Status
 from genserve.generation_metrics import Metrics
-from genserve.inference import Door, Inference
+from genserve.inference import Inference, InferenceServer
 
 __all__ = [
     "Backend",
@@ -34,7 +34,7 @@ class ModelSource:
     version: int
     path: Path                  # the folder of the model
     folder: Path                # the folder of the version
-    door: Door                  # to all models, for BLS
+    server: InferenceServer                  # to all models, for BLS
     metrics: Metrics            # where a model's own metrics go
 
     @property

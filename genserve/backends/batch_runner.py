@@ -104,7 +104,7 @@ class Batches:
 
     Requests are joined along their first dimension; a request that is alone is passed on as it is. The
     outputs are divided again, as views. Implicit states are inputs and outputs like the others. Tensors
-    have the shapes that the network sees: a `reshape` of the config is the door's work.
+    have the shapes that the network sees: a `reshape` of the config is applied before.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -36,50 +36,50 @@ def check(
     from genserve.config.diagnostics import Severity
     from genserve.repository.model_validation import repository_diagnostics
 
-    faults = repository_diagnostics(
+    diagnostics = repository_diagnostics(
         repository or model_repository,
         config_name=model_config_name,
         backend_folders=backend_directory or (),
     )
-    severities = [fault.severity for of_model in faults.values() for fault in of_model]
+    severities = [diagnostic.severity for of_model in diagnostics.values() for diagnostic in of_model]
     num_errors, num_warnings = severities.count(Severity.ERROR), severities.count(Severity.WARNING)
     if as_json:
-        print(json.dumps(_objects(faults), indent=2))
+        print(json.dumps(_objects(diagnostics), indent=2))
     else:
-        _print_faults(faults)
-        models, errors = _count(len(faults), "model"), _count(num_errors, "error")
+        _print_diagnostics(diagnostics)
+        models, errors = _count(len(diagnostics), "model"), _count(num_errors, "error")
         print(f"{models}: {errors}, {_count(num_warnings, 'warning')}")
     if num_errors or (strict and num_warnings):
         raise typer.Exit(1)
 
 
-def _print_faults(faults: Mapping[str, tuple[Diagnostic, ...]]) -> None:
+def _print_diagnostics(diagnostics: Mapping[str, tuple[Diagnostic, ...]]) -> None:
     from genserve.cli.console import visible
 
-    for model, of_model in faults.items():
+    for model, of_model in diagnostics.items():
         if not of_model:
             continue
         print(visible(model))
-        for fault in of_model:
-            print(visible(f"{fault.where}: {fault.severity.value}: {fault.message}"))
-            if fault.remedy:
-                print(visible(f"  remedy: {fault.remedy}"))
+        for diagnostic in of_model:
+            print(visible(f"{diagnostic.where}: {diagnostic.severity.value}: {diagnostic.message}"))
+            if diagnostic.remedy:
+                print(visible(f"  remedy: {diagnostic.remedy}"))
         print()
 
 
-def _objects(faults: Mapping[str, tuple[Diagnostic, ...]]) -> list[dict[str, str | int | None]]:
+def _objects(diagnostics: Mapping[str, tuple[Diagnostic, ...]]) -> list[dict[str, str | int | None]]:
     return [
         {
             "model": model,
-            "severity": fault.severity.value,
-            "path": str(fault.path),
-            "line": fault.line,
-            "column": fault.column,
-            "message": fault.message,
-            "remedy": fault.remedy,
+            "severity": diagnostic.severity.value,
+            "path": str(diagnostic.path),
+            "line": diagnostic.line,
+            "column": diagnostic.column,
+            "message": diagnostic.message,
+            "remedy": diagnostic.remedy,
         }
-        for model, of_model in faults.items()
-        for fault in of_model
+        for model, of_model in diagnostics.items()
+        for diagnostic in of_model
     ]
 
 

@@ -64,7 +64,9 @@ def _by_schema(value: Any, descriptor: Any) -> Any:
         return value
     fields = dict(descriptor.fields_by_camelcase_name) | dict(descriptor.fields_by_name)
     named = {_OLD_NAMES.get(name, name): item for name, item in value.items()}
-    return {name: _lenient_field(item, fields[name]) if name in fields else item for name, item in named.items()}
+    return {
+        name: _lenient_field(item, fields[name]) if name in fields else item for name, item in named.items()
+    }
 
 
 def _lenient_field(value: Any, field: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from genserve.config.backends import BUILT_IN
-from genserve.config.diagnostics import Diagnostic, Places, ValidationContext, nearest
+from genserve.config.diagnostics import Diagnostic, SourceMap, ValidationContext, nearest
 from genserve.config.model_config import FIRST_RESPONSE
 from genserve.config.parameter_rules import parameters
 from genserve.config.schema import enum_name
@@ -82,13 +82,13 @@ _MEANT = {
 def config_diagnostics(
     message: Any,
     *,
-    places: Places | None,
+    places: SourceMap | None,
     source: Path,
     folder: Path,
     backends: tuple[str, ...],
     completed: bool = False,
 ) -> tuple[Diagnostic, ...]:
-    """Return all faults of one config.
+    """Return all diagnostics of one config.
 
     Args:
         message: the `inference.ModelConfig`, with its backend.
@@ -116,9 +116,9 @@ def config_diagnostics(
         _accelerators,
         warmups,
         _metrics,
-        _unhonoured,
+        _unsupported,
     )
-    return tuple(fault for rule in rules for fault in rule(config))
+    return tuple(diagnostic for rule in rules for diagnostic in rule(config))
 
 
 def _metrics(config: ValidationContext) -> Iterator[Diagnostic]:
@@ -167,13 +167,13 @@ def _backend(config: ValidationContext) -> Iterator[Diagnostic]:
                 remedy=_platform_remedy(platform),
             )
     elif backend not in config.backends:
-        fault = config.error(
+        diagnostic = config.error(
             "backend",
             f"unable to find backend library for backend '{backend}', try specifying runtime on the model "
             "configuration.",
             remedy=_backend_remedy(backend, known=config.backends),
         )
-        yield replace(fault, at_load=True)
+        yield replace(diagnostic, at_load=True)
     elif platform and platform not in _platforms(backend, platform):
         yield config.error(
             "platform",
@@ -345,6 +345,6 @@ def _accelerators(config: ValidationContext) -> Iterator[Diagnostic]:
             )
 
 
-def _unhonoured(config: ValidationContext) -> Iterator[Diagnostic]:
+def _unsupported(config: ValidationContext) -> Iterator[Diagnostic]:
     for field in unsupported_fields(config.message):
-        yield config.fault(field.severity, field.path, field.message, remedy="leave it out")
+        yield config.diagnostic(field.severity, field.path, field.message, remedy="leave it out")

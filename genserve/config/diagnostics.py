@@ -18,13 +18,13 @@ from google.protobuf import text_format
 
 from genserve.errors import ConfigError, Status
 
-__all__ = ["Diagnostic", "Places", "Severity", "ValidationContext", "first_error", "nearest"]
+__all__ = ["Diagnostic", "Severity", "SourceMap", "ValidationContext", "first_error", "nearest"]
 
 
 _CLOSING = {"{": "}", "<": ">"}
 
 
-class Places:
+class SourceMap:
     """The line:column of each field of a text, by its path: `input[1].dims`; `[0]` may be left out."""
 
     def __init__(self, text: str) -> None:
@@ -120,7 +120,7 @@ _LISTED = 12    # names that a remedy lists
 
 
 class Severity(StrEnum):
-    """Whether a model can be served in spite of a fault."""
+    """Whether a model can be served in spite of a diagnostic."""
 
     ERROR = "error"         # no: it would not run, or would answer wrongly
     WARNING = "warning"     # yes, but something that its files say does not happen
@@ -128,7 +128,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """One fault."""
+    """One diagnostic."""
 
     severity: Severity
     path: Path                      # the file, or the folder in which something is missing
@@ -154,12 +154,12 @@ class Diagnostic:
         return f"{self.path}:{self.place}" if self.place else str(self.path)
 
 
-def first_error(faults: Iterable[Diagnostic]) -> ConfigError | None:
-    """Return the first fault that is not a mere warning, as the error to raise; None: there is none."""
-    for fault in faults:
-        if fault.severity is Severity.ERROR:
+def first_error(diagnostics: Iterable[Diagnostic]) -> ConfigError | None:
+    """Return the first diagnostic that is not a mere warning, as the error to raise; None: there is none."""
+    for diagnostic in diagnostics:
+        if diagnostic.severity is Severity.ERROR:
             return ConfigError(
-                fault.message, where=fault.where, status=fault.status, remedy=fault.remedy
+                diagnostic.message, where=diagnostic.where, status=diagnostic.status, remedy=diagnostic.remedy
             )
     return None
 
@@ -188,7 +188,7 @@ class ValidationContext:
     """
 
     message: Any
-    places: Places | None
+    places: SourceMap | None
     source: Path
     folder: Path
     backends: tuple[str, ...]
@@ -201,16 +201,16 @@ class ValidationContext:
 
     def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
         """Make an error at a field, or at the entry of a map that has this key."""
-        return self.fault(Severity.ERROR, path, message, remedy=remedy, key=key)
+        return self.diagnostic(Severity.ERROR, path, message, remedy=remedy, key=key)
 
     def warning(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
         """Make a warning at a field, or at the entry of a map that has this key."""
-        return self.fault(Severity.WARNING, path, message, remedy=remedy, key=key)
+        return self.diagnostic(Severity.WARNING, path, message, remedy=remedy, key=key)
 
-    def fault(
+    def diagnostic(
         self, severity: Severity, path: str, message: str, *, remedy: str, key: str | None = None
     ) -> Diagnostic:
-        """Make a fault at a field, or at the entry of a map that has this key."""
+        """Make a diagnostic at a field, or at the entry of a map that has this key."""
         place = ""
         if self.places is not None:
             place = self.places.of(path) if key is None else self.places.of_key(path, key)

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf import text_encoding, text_format
 
-from genserve.config.diagnostics import Places
+from genserve.config.diagnostics import SourceMap
 from genserve.config.parse import parse_message
 from genserve.errors import RepositoryError
 
@@ -95,12 +95,12 @@ def _quoted(value: str) -> str:
 
 
 def _set_field(text: str, path: str, literal: str) -> str:
-    place = Places(text).of_value(path)
+    place = SourceMap(text).of_value(path)
     return _replaced(text, place, literal) if place else _appended(text, f"{path}: {literal}")
 
 
 def _set_parameter(text: str, key: str, literal: str) -> str:
-    places = Places(text)
+    places = SourceMap(text)
     entry = places.entry("parameters", key)
     place = places.of_value(f"{entry}.value.string_value") if entry is not None else None
     if place:

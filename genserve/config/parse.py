@@ -12,7 +12,14 @@ from google.protobuf import descriptor_pool, text_format
 
 from genserve.config.backends import deduce_backend, known_backends
 from genserve.config.config_rules import config_diagnostics, files
-from genserve.config.diagnostics import Diagnostic, Places, Severity, ValidationContext, first_error, nearest
+from genserve.config.diagnostics import (
+    Diagnostic,
+    Severity,
+    SourceMap,
+    ValidationContext,
+    first_error,
+    nearest,
+)
 from genserve.config.model_config import ModelConfig
 from genserve.config.schema import model_config, new_model_config
 from genserve.errors import RepositoryError
@@ -40,19 +47,19 @@ class ParsedConfig:
 
     Attributes:
         path: of the config.pbtxt, which need not be there.
-        message: the `inference.ModelConfig` as it is written; None: it cannot be read, and the only fault
-            says why.
+        message: the `inference.ModelConfig` as it is written; None: it cannot be read, and the only
+            diagnostic says why.
         config: its values, with the backend as far as it can be told; None: as `message`, or it names a file
-            that is not the model's, and the faults tell these.
+            that is not the model's, and the diagnostics tell these.
         places: of the fields in the text; None: there is none.
-        faults: in the order of the rules.
+        diagnostics: in the order of the rules.
     """
 
     path: Path
     message: Any
     config: ModelConfig | None
-    places: Places | None
-    faults: tuple[Diagnostic, ...]
+    places: SourceMap | None
+    diagnostics: tuple[Diagnostic, ...]
 
     def place(self, path: str, *, key: str | None = None) -> str:
         """Return where a field is, or the entry of a map that has this key; empty: there is no text."""
@@ -60,7 +67,7 @@ class ParsedConfig:
             return ""
         return self.places.of(path) if key is None else self.places.of_key(path, key)
 
-    def fault(
+    def diagnostic(
         self,
         severity: Severity,
         path: str,
@@ -70,7 +77,7 @@ class ParsedConfig:
         key: str | None = None,
         at_load: bool = False,
     ) -> Diagnostic:
-        """Make a fault at a field; for `key`, see `place`."""
+        """Make a diagnostic at a field; for `key`, see `place`."""
         return Diagnostic(
             severity=severity,
             path=self.path,
@@ -98,7 +105,7 @@ def parse_model_config(text: str, *, source: Path) -> ModelConfig:
         source: the file it is from; its folder has the name of the model.
 
     Raises:
-        ConfigError: not the schema, or not a model: the first error of its faults; the message begins
+        ConfigError: not the schema, or not a model: the first error of its diagnostics; the message begins
             with `source:line:column: `.
     """
     return _config_or_error(_parse(text, path=source, folder=source.parent, backends=known_backends()))
@@ -127,7 +134,7 @@ def config_path(folder: Path, *, config_name: str = "") -> Path:
 def inspect_model_config(
     folder: Path, *, config_name: str = "", backends: Iterable[str] = ()
 ) -> ParsedConfig:
-    """Read the config of the model in `folder`, with all its faults; a missing one is an empty one.
+    """Read the config of the model in `folder`, with all its diagnostics; a missing one is an empty one.
 
     Args:
         folder: its name is the model's.
@@ -147,17 +154,17 @@ def inspect_message(
     path: Path,
     folder: Path,
     backends: Iterable[str] = (),
-    places: Places | None = None,
+    places: SourceMap | None = None,
     completed: bool = False,
 ) -> ParsedConfig:
     """Judge an `inference.ModelConfig`, wherever it comes from.
 
     Args:
         message: left as it is.
-        path: of the file that the faults name.
+        path: of the file that the diagnostics name.
         folder: of the model; its name is the model's.
         backends: those that there are; empty: `known_backends()`.
-        places: of the fields in the text; None: there is no text, and faults have no place.
+        places: of the fields in the text; None: there is no text, and diagnostics have no place.
         completed: whether a backend has completed it, so that nothing may be missing any more.
     """
     backends = tuple(backends) or known_backends()
@@ -166,16 +173,16 @@ def inspect_message(
     )
     outside = tuple(files(judged))
     if outside:
-        return ParsedConfig(path=path, message=message, config=None, places=places, faults=outside)
+        return ParsedConfig(path=path, message=message, config=None, places=places, diagnostics=outside)
     deduced = new_model_config()
     deduced.CopyFrom(message)
-    faults: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     try:
         deduce_backend(deduced, folder)
     except RepositoryError as error:
         place = places.of("") if places else ""
-        faults.append(_error(path, place=place, message=error.message, remedy=error.remedy))
-    faults += config_diagnostics(
+        diagnostics.append(_error(path, place=place, message=error.message, remedy=error.remedy))
+    diagnostics += config_diagnostics(
         deduced,
         places=places,
         source=path,
@@ -188,12 +195,12 @@ def inspect_message(
         message=message,
         config=model_config(deduced, name=folder.name),
         places=places,
-        faults=tuple(faults),
+        diagnostics=tuple(diagnostics),
     )
 
 
 def _config_or_error(parsed: ParsedConfig) -> ModelConfig:
-    error = first_error(parsed.faults)
+    error = first_error(parsed.diagnostics)
     if error is not None:
         raise error
     assert parsed.config is not None  # or there would be an error
@@ -217,7 +224,7 @@ def _parse(text: str, *, path: Path, folder: Path, backends: tuple[str, ...]) ->
         place = f"{error.GetLine()}:{error.GetColumn()}"
         remedy = _nearest_of_schema(unknown) if unknown else ""
         return _unreadable(path, place=place, message=told, remedy=remedy)
-    places = Places(_with_new_name(text))
+    places = SourceMap(_with_new_name(text))
     return inspect_message(message, path=path, folder=folder, backends=backends, places=places)
 
 
@@ -233,8 +240,8 @@ def _error(path: Path, *, place: str, message: str, remedy: str) -> Diagnostic:
 
 
 def _unreadable(path: Path, *, place: str, message: str, remedy: str) -> ParsedConfig:
-    fault = _error(path, place=place, message=message, remedy=remedy)
-    return ParsedConfig(path=path, message=None, config=None, places=None, faults=(fault,))
+    diagnostic = _error(path, place=place, message=message, remedy=remedy)
+    return ParsedConfig(path=path, message=None, config=None, places=None, diagnostics=(diagnostic,))
 
 
 def _nearest_of_schema(unknown: re.Match[str]) -> str:

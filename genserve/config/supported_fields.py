@@ -1,4 +1,4 @@
-"""Supported fields: the fields of Triton's schema that have an effect here, and what the others are replaced by."""
+"""Supported fields: the fields of Triton's schema that have an effect here, and what replaces the others."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ _AS_IT_HAPPENS = {
 class UnsupportedField:
     """A field that is written and not honoured."""
 
-    path: str               # as `Places` takes it
+    path: str               # as `SourceMap` takes it
     severity: Severity
     message: str
 
@@ -157,7 +157,7 @@ def unsupported_fields(message: Any) -> Iterator[UnsupportedField]:
         honoured = _HONOURED.get(schema)
         if honoured is not None and field not in honoured:
             instead = _INSTEAD.get(name, "it has no effect")
-            yield _unhonoured(name, path=path, instead=instead, is_error=name in _ERRORS)
+            yield _unsupported(name, path=path, instead=instead, is_error=name in _ERRORS)
 
 
 def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
@@ -172,7 +172,7 @@ def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
             meant = (str(message.max_batch_size),)      # as `genserve export` writes it
         if _text(owner, name) not in meant:
             is_error = is_logits and name in _ERRORS_IN_LOGITS
-            yield _unhonoured(name, path=path, instead=instead, is_error=is_error, where=f" in a {role}")
+            yield _unsupported(name, path=path, instead=instead, is_error=is_error, where=f" in a {role}")
 
 
 def _written(message: Any, *, schema: str = "", path: str = "") -> Iterator[tuple[Any, str, str]]:
@@ -191,7 +191,7 @@ def _text(owner: Any, name: str) -> str:
     return enum_name(owner, field.name) if field.enum_type else str(getattr(owner, field.name))
 
 
-def _unhonoured(name: str, *, path: str, instead: str, is_error: bool, where: str = "") -> UnsupportedField:
+def _unsupported(name: str, *, path: str, instead: str, is_error: bool, where: str = "") -> UnsupportedField:
     return UnsupportedField(
         path=path,
         severity=Severity.ERROR if is_error else Severity.WARNING,

@@ -41,7 +41,7 @@ def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> 
             f"{start} dimension must be integer >= 1, or -1 to indicate a variable-size dimension {end}",
             remedy="write a size above 0, or -1 for any size",
         )
-    wrong = _reshape_fault(tensor, batches=config.message.max_batch_size > 0)
+    wrong = _reshape_error(tensor, batches=config.message.max_batch_size > 0)
     if wrong:
         remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
         yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
@@ -118,7 +118,7 @@ def _is_size(dim: int) -> bool:
     return dim >= 1 or dim == -1
 
 
-def _reshape_fault(tensor: Any, *, batches: bool) -> str:
+def _reshape_error(tensor: Any, *, batches: bool) -> str:
     """What is wrong with a tensor's reshape, in Triton's words; empty: nothing."""
     if not tensor.HasField("reshape"):
         return ""

@@ -1,4 +1,4 @@
-"""Served models: the repository as the protocols see it, and its models' metadata and statistics."""
+"""ModelVersion models: the repository as the protocols see it, and its models' metadata and statistics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import InferenceError, Status
-from genserve.inference import Door
-from genserve.inference_statistics import Measured, ModelStatistics
+from genserve.inference import InferenceServer
+from genserve.inference_statistics import DurationStat, ModelStatistics
 from genserve.tensor import DataType
 
 __all__ = [
@@ -79,8 +79,8 @@ class IndexLine(Protocol):
         """Why it is not ready."""
 
 
-class Models(Door, Protocol):
-    """A repository: the door to its models, and what is known of them. Safe from any thread."""
+class Models(InferenceServer, Protocol):
+    """A repository: runs its models, and reports what is known of them. Safe from any thread."""
 
     @property
     def state(self) -> str:
@@ -98,7 +98,7 @@ class Models(Door, Protocol):
         files: Mapping[str, bytes] | None = None,
         allow_code: bool = True,
     ) -> None:
-        """Load or reload a model; see `Door.load`.
+        """Load or reload a model; see `InferenceServer.load`.
 
         Args:
             name: of the model.
@@ -199,18 +199,18 @@ def _model(served: ServedModel) -> dict[str, Any]:
         "last_inference": statistics.last_inference_ms,
         "inference_count": statistics.inference_count,
         "execution_count": statistics.execution_count,
-        "inference_stats": {key: _measured(getattr(statistics, key)) for key in _TOTALS + _CACHE},
+        "inference_stats": {key: _duration(getattr(statistics, key)) for key in _TOTALS + _CACHE},
         "response_stats": {},
         "batch_stats": [
-            {"batch_size": size, **{key: _measured(getattr(batch, key)) for key in _COMPUTE}}
+            {"batch_size": size, **{key: _duration(getattr(batch, key)) for key in _COMPUTE}}
             for size, batch in sorted(statistics.batches.items())
         ],
         "memory_usage": [],
     }
 
 
-def _measured(measured: Measured) -> dict[str, int]:
-    return {"count": measured.count, "ns": measured.ns}
+def _duration(stat: DurationStat) -> dict[str, int]:
+    return {"count": stat.count, "ns": stat.ns}
 
 
 def refuse_repository(name: str) -> None:

@@ -12,10 +12,10 @@ from genserve.config.model_config import EnsembleStep, ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import (
     Backlog,
-    Door,
     Inference,
     InferenceRequest,
     InferenceResponse,
+    InferenceServer,
     Parameter,
     RequestFlags,
 )
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ensemble:
-    """The graph of one ensemble; a `Runner`. Its steps go through the door that everybody uses.
+    """The graph of one ensemble; a `ModelRuntime`. Its steps are submitted like any other request.
 
     Each response of a decoupled step sends its tensors through the rest of the graph once more.
 
@@ -42,7 +42,7 @@ class Ensemble:
         self,
         config: ModelConfig,
         *,
-        door: Door,
+        server: InferenceServer,
         config_of: Callable[[EnsembleStep], ModelConfig],
         statistics: ModelStatistics,
     ) -> None:
@@ -50,12 +50,12 @@ class Ensemble:
 
         Args:
             config: with at least one step.
-            door: to the models of its steps.
+            server: runs the models of its steps.
             config_of: the config of a step's model as it is now; raises InferenceError.
             statistics: to count executions in.
         """
         self._config = config
-        self._door = door
+        self._server = server
         self._config_of = config_of
         self._statistics = statistics
         limit = config.max_inflight_requests
@@ -65,7 +65,7 @@ class Ensemble:
     def ready(self) -> bool:
         """Whether every model of its steps answers."""
         return all(
-            self._door.is_ready(step.model_name, step.model_version) for step in self._config.ensemble_steps
+            self._server.is_ready(step.model_name, step.model_version) for step in self._config.ensemble_steps
         )
 
     @property
@@ -91,7 +91,7 @@ class Ensemble:
         if inference.span is not None:
             inference.span.computes = False
         inference.when_ended(self._executed)
-        run = _Run(inference, config=self._config, steps=steps, door=self._door)
+        run = _Run(inference, config=self._config, steps=steps, server=self._server)
         inference.when_cancelled(run.cancel)
         if self._lines is not None:
             inference.when_ended(lambda _: run.cancel())    # what waits in a line, if it has failed
@@ -279,11 +279,11 @@ class _Run:
     """One request on its way through the graph."""
 
     def __init__(
-        self, inference: Inference, *, config: ModelConfig, steps: Sequence[_Step], door: Door
+        self, inference: Inference, *, config: ModelConfig, steps: Sequence[_Step], server: InferenceServer
     ) -> None:
         self._inference = inference
         self._config = config
-        self._door = door
+        self._server = server
         self._lock = threading.Lock()
         self._failed = False
         below = {step: _downstream(step, steps) for step in steps if step.decoupled}
@@ -379,7 +379,7 @@ class _Run:
         if self._inference.ended:
             return False  # it has failed while this one was in a line
         try:
-            self._door.submit(part)
+            self._server.submit(part)
         except Exception as error:  # of any kind: it is on the thread of another request, which made room
             if not isinstance(error, GenserveError):
                 logger.exception("model %s could not take a request", part.request.model_name)

@@ -147,13 +147,14 @@ class EnsembleGraph:
 def ensemble_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Iterator[Diagnostic]:
     """Yield what is wrong between an ensemble and the models of its steps; not what is wrong with those."""
     if entry.config is None or not entry.config.ensemble_steps:
-        return  # which is a fault of the config
+        return  # which is a diagnostic of the config
     ensemble = _Ensemble(entry=entry, config=entry.config, entries=entries)
     yield from _limit(ensemble)
     yield from _steps(ensemble)
     yield from _graph(ensemble)
-    for fault in (*_models(ensemble), *_circle(ensemble), *_consistency(ensemble), *_decoupling(ensemble)):
-        yield replace(fault, at_load=True)  # what the ensemble alone does not show
+    for rule in (_models, _circle, _consistency, _decoupling):   # the ensemble alone does not show these
+        for diagnostic in rule(ensemble):
+            yield replace(diagnostic, at_load=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +183,13 @@ class _Ensemble:
 
     def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
         """Make an error at a field, or at the entry of a map that has this key."""
-        return self.entry.parsed.fault(Severity.ERROR, path, message, remedy=remedy, key=key)
+        return self.entry.parsed.diagnostic(Severity.ERROR, path, message, remedy=remedy, key=key)
 
 
 def _limit(ensemble: _Ensemble) -> Iterator[Diagnostic]:
     """Yield a warning if there is a limit of what is on its way between stages of one engine."""
     if ensemble.config.max_inflight_requests and generation_stages(ensemble.entry, ensemble.entries):
-        yield ensemble.entry.parsed.fault(
+        yield ensemble.entry.parsed.diagnostic(
             Severity.WARNING,
             "ensemble_scheduling[0].max_inflight_requests",
             "max_inflight_requests is not honoured: one engine runs the stages, and nothing waits between "
@@ -284,7 +285,7 @@ def _not_used(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]
 
 
 def _waiting(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
-    """Yield one fault if steps wait for each other."""
+    """Yield one diagnostic if steps wait for each other."""
     waiting = graph.waiting_steps()
     if not waiting:
         return
@@ -321,13 +322,15 @@ def _others(ensemble: _Ensemble) -> list[str]:
     return [name for name in ensemble.entries if name != ensemble.name]
 
 
-def _version(ensemble: _Ensemble, step: EnsembleStep, model: ModelEntry, *, path: str) -> Iterator[Diagnostic]:
+def _version(
+    ensemble: _Ensemble, step: EnsembleStep, model: ModelEntry, *, path: str
+) -> Iterator[Diagnostic]:
     if step.model_version == -1 or model.config is None:
         return
     try:
         served = served_versions(model.config, model.versions)
     except RepositoryError:
-        return  # which is a fault of the model
+        return  # which is a diagnostic of the model
     if step.model_version not in served:
         yield ensemble.error(
             f"{path}.model_version",
@@ -337,7 +340,9 @@ def _version(ensemble: _Ensemble, step: EnsembleStep, model: ModelEntry, *, path
         )
 
 
-def _batch_size(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Diagnostic]:
+def _batch_size(
+    ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str
+) -> Iterator[Diagnostic]:
     if 0 < model.max_batch_size < ensemble.config.max_batch_size:
         yield ensemble.error(
             f"{path}.model_name",
@@ -348,7 +353,9 @@ def _batch_size(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, 
         )
 
 
-def _inputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Diagnostic]:
+def _inputs(
+    ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str
+) -> Iterator[Diagnostic]:
     start, end = f"in ensemble {ensemble.name}, ", f"in model {step.model_name}"
     for name in _unknown(step.input_map, tensors=model.inputs):
         yield ensemble.error(
@@ -366,7 +373,9 @@ def _inputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path
             )
 
 
-def _outputs(ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str) -> Iterator[Diagnostic]:
+def _outputs(
+    ensemble: _Ensemble, step: EnsembleStep, model: ModelConfig, *, path: str
+) -> Iterator[Diagnostic]:
     for name in _unknown(step.output_map, tensors=model.outputs):
         yield ensemble.error(
             f"{path}.output_map",
@@ -384,7 +393,7 @@ def _unknown(mapped: Iterable[str], *, tensors: tuple[TensorSpec, ...]) -> list[
 
 
 def _circle(ensemble: _Ensemble) -> Iterator[Diagnostic]:
-    """Yield one fault if the ensemble is, over others, a step of itself."""
+    """Yield one diagnostic if the ensemble is, over others, a step of itself."""
     for model in [ensemble.entry, *all_step_models(ensemble.entry, ensemble.entries)]:
         steps = model.config.ensemble_steps if model.config else ()
         if any(step.model_name == ensemble.name for step in steps):

@@ -33,7 +33,7 @@ class ModelEntry:
     @property
     def error(self) -> ConfigError | None:
         """The first error of its config.pbtxt."""
-        return first_error(self.parsed.faults)
+        return first_error(self.parsed.diagnostics)
 
     @property
     def is_ensemble(self) -> bool:
@@ -84,7 +84,7 @@ def scan(
 
     Returns:
         The entries by name, in alphabetical order. A model whose config.pbtxt is broken is listed with its
-        faults; so is one that two roots have, which is an error: nobody knows which is meant.
+        diagnostics; so is one that two roots have, which is an error: nobody knows which is meant.
 
     Raises:
         RepositoryError: a root is not a folder, or is itself a model; or `config_name` is not a name.
@@ -209,21 +209,21 @@ def _model_folders(root: Path) -> list[Path]:
 
 
 def _leads_out(folder: Path, link: Path) -> ParsedConfig:
-    fault = Diagnostic(
+    diagnostic = Diagnostic(
         severity=Severity.ERROR,
         path=link,
         message=f"the link leads out of the model repository, and model '{folder.name}' is refused",
         remedy="put the file itself there; or serve without --strict-repository-paths",
     )
     path = folder / "config.pbtxt"
-    return ParsedConfig(path=path, message=None, config=None, places=None, faults=(fault,))
+    return ParsedConfig(path=path, message=None, config=None, places=None, diagnostics=(diagnostic,))
 
 
 def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:
-    fault = Diagnostic(
+    diagnostic = Diagnostic(
         severity=Severity.ERROR,
         path=other,
         message=f"failed to poll model '{entry.name}': not unique across all model repositories",
         remedy=f"rename one of {entry.path} and {other}, or serve only one of the repositories",
     )
-    return replace(entry, parsed=replace(entry.parsed, faults=(fault, *entry.parsed.faults)))
+    return replace(entry, parsed=replace(entry.parsed, diagnostics=(diagnostic, *entry.parsed.diagnostics)))

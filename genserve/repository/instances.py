@@ -22,7 +22,7 @@ _ABORTED_WITHIN_S = 5.0
 
 
 class Instances:
-    """Instances, each on a thread of its own, that pull from one scheduler; a `Runner`."""
+    """Instances, each on a thread of its own, that pull from one scheduler; a `ModelRuntime`."""
 
     def __init__(
         self,

@@ -14,11 +14,11 @@ from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
 from genserve.errors import RepositoryError
 from genserve.generation_metrics import Metrics
-from genserve.inference import Door
+from genserve.inference import InferenceServer
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.ensemble import Ensemble
 from genserve.repository.instances import Instances, group_placements
-from genserve.repository.model_versions import Runner, Served, Versions
+from genserve.repository.model_versions import ModelRuntime, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import Prepared
 from genserve.repository.response_cache import ResponseCache
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 class Loader:
     """Loads versions; holds what they share."""
 
-    door: Door
-    versions: Versions
+    server: InferenceServer
+    versions: ModelTable
     options: RepositoryOptions
     metrics: Metrics
     cache: ResponseCache | None
     rate_limiter: RateLimiter | None
 
-    def load(self, model: Prepared, version: int, *, upload: Upload | None = None) -> Served:
+    def load(self, model: Prepared, version: int, *, upload: Upload | None = None) -> ModelVersion:
         """Load one version, warmed up and ready to answer.
 
         Args:
@@ -56,12 +56,12 @@ class Loader:
         started_s = time.monotonic()
         config, statistics = model.config, ModelStatistics()
         if config.ensemble_steps:
-            runner: Runner = Ensemble(
-                config, door=self.door, config_of=self._config_of, statistics=statistics
+            runner: ModelRuntime = Ensemble(
+                config, server=self.server, config_of=self._config_of, statistics=statistics
             )
         else:
             runner = self._instances(model, version, statistics)
-        return Served(
+        return ModelVersion(
             runner,
             config=config,
             version=version,
@@ -84,7 +84,7 @@ class Loader:
             version=version,
             path=model.path,
             folder=model.path / str(version),
-            door=self.door,
+            server=self.server,
             metrics=self.metrics,
         )
         shared = backend.load(source)

@@ -51,7 +51,7 @@ def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Ite
                 continue
             content = file.read_bytes()
         except OSError as error:
-            yield _fault(
+            yield _diagnostic(
                 file,
                 f"{file.name} cannot be read: {error.strerror}",
                 remedy="let this user read it, or take it out of the version's folder",
@@ -59,14 +59,14 @@ def placeholder_diagnostics(folder: Path, *, backend: str, filename: str) -> Ite
             )
             continue
         if content.startswith(_POINTER):
-            yield _fault(
+            yield _diagnostic(
                 file,
                 f"{file.name} is a Git LFS pointer, not the file that it stands for",
                 remedy="run `git lfs pull` in the repository",
                 severity=Severity.ERROR if is_needed else Severity.WARNING,
             )
         elif not content and file == model and backend != "python":
-            yield _fault(file, f"{file.name} is empty", remedy="copy or export it again")
+            yield _diagnostic(file, f"{file.name} is empty", remedy="copy or export it again")
 
 
 def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) -> Iterator[Diagnostic]:
@@ -80,7 +80,7 @@ def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) ->
     file = folder / config.default_model_filename
     try:
         if config.backend == "onnxruntime":
-            yield from _onnx_faults(entry, config, file)
+            yield from _onnx_diagnostics(entry, config, file)
         elif config.backend == "pytorch":
             _look_at_torchscript(config, file)
         elif config.backend == "tensorflow":
@@ -89,15 +89,15 @@ def content_diagnostics(entry: ModelEntry, config: ModelConfig, folder: Path) ->
             Tokenizer.from_folder(folder)
     except MissingDependency as error:
         message = f"it was not opened: {error.message}"
-        yield _fault(file, message, remedy=error.remedy, severity=Severity.WARNING)
+        yield _diagnostic(file, message, remedy=error.remedy, severity=Severity.WARNING)
     except GenserveError as error:
-        yield _fault(file if file.exists() else folder, error.message, remedy=error.remedy)
+        yield _diagnostic(file if file.exists() else folder, error.message, remedy=error.remedy)
     except Exception as error:  # a library may raise anything of a damaged file, which hides no other model
         message = f"{file.name} cannot be read: {error}"
-        yield _fault(file, message, remedy="copy or export it again")
+        yield _diagnostic(file, message, remedy="copy or export it again")
 
 
-def _onnx_faults(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Diagnostic]:
+def _onnx_diagnostics(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator[Diagnostic]:
     """Yield where the config says something else than the graph.
 
     Raises:
@@ -120,7 +120,7 @@ def _onnx_faults(entry: ModelEntry, config: ModelConfig, file: Path) -> Iterator
                 signature.complete(message, default_max_batch_size=DEFAULT_MAX_BATCH_SIZE)
                 signature.check(replace(model_config(message, name=config.name), backend=config.backend))
     except RepositoryError as error:
-        yield _config_fault(entry, error)
+        yield _config_diagnostic(entry, error)
 
 
 def _look_at_torchscript(config: ModelConfig, file: Path) -> None:
@@ -153,12 +153,12 @@ def _unloadable(config: ModelConfig, message: str, remedy: str) -> RepositoryErr
     )
 
 
-def _config_fault(entry: ModelEntry, error: RepositoryError) -> Diagnostic:
-    """Make a fault at the field of the config that an error names, or else at the config's beginning."""
-    return entry.parsed.fault(
+def _config_diagnostic(entry: ModelEntry, error: RepositoryError) -> Diagnostic:
+    """Make a diagnostic at the field of the config that an error names, or else at the config's beginning."""
+    return entry.parsed.diagnostic(
         Severity.ERROR, error.field or "", error.message, remedy=error.remedy, at_load=True
     )
 
 
-def _fault(path: Path, message: str, *, remedy: str, severity: Severity = Severity.ERROR) -> Diagnostic:
+def _diagnostic(path: Path, message: str, *, remedy: str, severity: Severity = Severity.ERROR) -> Diagnostic:
     return Diagnostic(severity=severity, path=path, message=message, remedy=remedy, at_load=True)

@@ -26,7 +26,7 @@ from genserve.repository.ensemble_steps import (
 from genserve.repository.index import ModelEntry, fingerprint, scan
 from genserve.repository.loading import Loader
 from genserve.repository.model_validation import model_diagnostics
-from genserve.repository.model_versions import ModelState, Served, Versions
+from genserve.repository.model_versions import ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.repository.preparation import check_usable, prepare, with_config
 from genserve.repository.upload import Upload, refuse_code
@@ -112,7 +112,7 @@ class ModelLifecycle:
     """
 
     def __init__(
-        self, roots: Iterable[Path], *, options: RepositoryOptions, versions: Versions, loader: Loader
+        self, roots: Iterable[Path], *, options: RepositoryOptions, versions: ModelTable, loader: Loader
     ) -> None:
         """Read the folders; nothing is loaded yet.
 
@@ -258,7 +258,7 @@ class ModelLifecycle:
                     with self._noting_errors(entry.name):
                         self._load_with_steps(entry, is_brought=entry.name in self._brought_ensembles)
 
-    def _graphs(self) -> list[Served]:
+    def _graphs(self) -> list[ModelVersion]:
         return [served for served in self._versions.served if isinstance(served.runner, Ensemble)]
 
     def _entries_away(self) -> list[ModelEntry]:
@@ -315,7 +315,7 @@ class ModelLifecycle:
 
     def _load_of(
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
-    ) -> Callable[[], list[Served]]:
+    ) -> Callable[[], list[ModelVersion]]:
         """Return what loads a model: an engine and its stages, or versions with instances."""
         options, metrics = self._options, self._loader.metrics
         is_chain = entry.name in self.chains
@@ -356,7 +356,7 @@ class ModelLifecycle:
             if not self._versions.of(step.name) and entry.name not in below:
                 yield step
 
-    def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[Served]]) -> list[Served]:
+    def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[ModelVersion]]) -> list[ModelVersion]:
         """Run a load; if it fails, what served before goes on, and the index says why."""
         version = (entry.versions or (1,))[-1]
         serves = bool(self._versions.of(entry.name))
@@ -376,14 +376,14 @@ class ModelLifecycle:
 
     def _load_versions(
         self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
-    ) -> list[Served]:
-        # Not the config's own faults: `prepare` judges it once it is completed.
-        faults = model_diagnostics(entry, entries)
-        error = first_error(fault for fault in faults if fault not in entry.parsed.faults)
+    ) -> list[ModelVersion]:
+        # Not the config's own diagnostics: `prepare` judges it once it is completed.
+        found = model_diagnostics(entry, entries)
+        error = first_error(each for each in found if each not in entry.parsed.diagnostics)
         if error is not None:
             raise error
         model = prepare(entry, entries, options=self._options)
-        fresh: list[Served] = []
+        fresh: list[ModelVersion] = []
         for version in model.versions:
             try:
                 fresh.append(self._loader.load(model, version, upload=upload))
@@ -403,7 +403,7 @@ class ModelLifecycle:
             self._traces.pop(name, None)
             self.errors.pop(name, None)
 
-    def _retire(self, old: list[Served], *, timeout_s: float | None) -> None:
+    def _retire(self, old: list[ModelVersion], *, timeout_s: float | None) -> None:
         """Let versions that nobody can find any more end their requests, on a thread, and close them."""
         keys = [(served.name, served.version) for served in old]
         self._note_gone(keys, ModelState.UNLOADING)
@@ -448,7 +448,7 @@ class ModelLifecycle:
         return self._locks.setdefault(name, threading.RLock())
 
 
-def _log_loaded(name: str, fresh: Iterable[Served], *, seconds: float) -> None:
+def _log_loaded(name: str, fresh: Iterable[ModelVersion], *, seconds: float) -> None:
     versions = ", ".join(str(served.version) for served in fresh if served.name == name)
     logger.info("model %s version %s is ready, loaded in %.1f s", name, versions, seconds)
 
@@ -473,5 +473,5 @@ def _refuse_unfit(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
         raise InferenceError(text, remedy=str(error)) from error
 
 
-def _steps(served: Served) -> list[str]:
+def _steps(served: ModelVersion) -> list[str]:
     return [step.model_name for step in served.config.ensemble_steps]

@@ -52,7 +52,7 @@ def size_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None) 
     for path, what, num_bytes in _needs(config, is_logits=is_logits):
         if num_bytes > available:
             message = f"{what} would take {num_bytes} bytes; this machine has {available}"
-            yield _fault(entry, path, message, remedy="write smaller sizes")
+            yield _diagnostic(entry, path, message, remedy="write smaller sizes")
     if role is Role.LOGITS:
         yield from _kv_cache(entry, config, available=available)
 
@@ -66,7 +66,7 @@ def _instances(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
                 f"{total} instances are configured, each with its own thread; the limit is {_MAX_INSTANCES}"
             )
             remedy = "write no more than there are cores, or GPUs"
-            yield _fault(entry, f"instance_group[{index}].count", message, remedy=remedy)
+            yield _diagnostic(entry, f"instance_group[{index}].count", message, remedy=remedy)
             return
 
 
@@ -75,7 +75,7 @@ def _priorities(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
     if levels > _MAX_PRIORITY_LEVELS:
         message = f"priority_levels is {levels}, each with its own queue; the limit is {_MAX_PRIORITY_LEVELS}"
         remedy = "set it to the number of priorities that clients use"
-        yield _fault(entry, "dynamic_batching.priority_levels", message, remedy=remedy)
+        yield _diagnostic(entry, "dynamic_batching.priority_levels", message, remedy=remedy)
 
 
 def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> Iterator[Diagnostic]:
@@ -90,14 +90,14 @@ def _sequences(entry: ModelEntry, config: ModelConfig, *, is_logits: bool) -> It
         count *= sum(max(1, group.count) for group in config.instance_groups) or 1
     if count > _MAX_SEQUENCES:
         message = f"{count} concurrent sequences are configured; the limit is {_MAX_SEQUENCES}"
-        yield _fault(entry, path, message, remedy="set it to the number that is to run concurrently")
+        yield _diagnostic(entry, path, message, remedy="set it to the number that is to run concurrently")
 
 
 def _kv_cache(entry: ModelEntry, config: ModelConfig, *, available: int) -> Iterator[Diagnostic]:
     """Yield a warning if the bound of a KV cache in the host's memory bounds nothing."""
     asked = byte_size(config.parameters.get("kv_cache_bytes", "")) or 0
     if asked > available and not num_gpus():
-        yield entry.parsed.fault(
+        yield entry.parsed.diagnostic(
             Severity.WARNING,
             "parameters",
             f"kv_cache_bytes is {asked}; this machine has {available} bytes, and a cache that grows beyond "
@@ -129,7 +129,7 @@ def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, 
         try:
             longest = context_length(config)
         except RepositoryError:
-            return      # which is a fault of the parameters
+            return      # which is a diagnostic of the parameters
         what = f"the token ids of {max_num_seqs} sequences of {longest} tokens"
         yield "parameters", what, max_num_seqs * longest * 8
 
@@ -137,13 +137,13 @@ def _needs(config: ModelConfig, *, is_logits: bool) -> Iterator[tuple[str, str, 
 def _num_bytes(data_type: str, dims: Sequence[int]) -> int:
     try:
         itemsize = DataType.from_config_name(data_type).itemsize or _STRING_BYTES
-    except KeyError:    # which is a fault of the tensor
+    except KeyError:    # which is a diagnostic of the tensor
         itemsize = 1
     return math.prod(max(1, dim) for dim in dims) * itemsize
 
 
-def _fault(entry: ModelEntry, path: str, message: str, *, remedy: str) -> Diagnostic:
-    return entry.parsed.fault(Severity.ERROR, path, message, remedy=remedy)
+def _diagnostic(entry: ModelEntry, path: str, message: str, *, remedy: str) -> Diagnostic:
+    return entry.parsed.diagnostic(Severity.ERROR, path, message, remedy=remedy)
 
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ _BRINGS_FILES = "put it there; that of an exported model `genserve pull` or `gen
 def repository_diagnostics(
     roots: Iterable[Path], *, config_name: str = "", backend_folders: Iterable[Path] = ()
 ) -> dict[str, tuple[Diagnostic, ...]]:
-    """Return the faults of each model of one or more repositories, by name; an empty tuple: none.
+    """Return the diagnostics of each model of one or more repositories, by name; an empty tuple: none.
 
     Args:
         roots: see `scan`, as for the others.
@@ -174,50 +174,51 @@ def repository_diagnostics(
     real_roots = [root.resolve() for root in roots]
     found: dict[str, tuple[Diagnostic, ...]] = {}
     for name, entry in entries.items():
-        faults = model_diagnostics(entry, entries)
+        diagnostics = model_diagnostics(entry, entries)
         # A file that is missing or a config that is wrong would be told of twice.
-        opened = () if first_error(faults) else _content_faults(entry)
-        found[name] = (*faults, *_source_faults(entry), *opened, *_link_faults(entry, real_roots))
+        opened = () if first_error(diagnostics) else _content_diagnostics(entry)
+        links = _link_diagnostics(entry, real_roots)
+        found[name] = (*diagnostics, *_source_diagnostics(entry), *opened, *links)
     return found
 
 
-def accept(faults: Iterable[Diagnostic]) -> None:
-    """Raise the first error among the faults of what is to be loaded, or else log its warnings.
+def accept(diagnostics: Iterable[Diagnostic]) -> None:
+    """Raise the first error among the diagnostics of what is to be loaded, or else log its warnings.
 
     Raises:
         RepositoryError: the first error.
     """
-    known = list(faults)
+    known = list(diagnostics)
     error = first_error(known)
     if error is not None:
         raise error
-    for fault in known:
-        logger.warning("%s: %s (%s)", fault.where, fault.message, fault.remedy)
+    for diagnostic in known:
+        logger.warning("%s: %s (%s)", diagnostic.where, diagnostic.message, diagnostic.remedy)
 
 
 def model_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> tuple[Diagnostic, ...]:
-    """Return all faults of one model, those of its config first.
+    """Return all diagnostics of one model, those of its config first.
 
     Args:
         entry: the model.
         entries: all models of the repository, by name.
     """
-    faults = list(entry.parsed.faults)
+    diagnostics = list(entry.parsed.diagnostics)
     if entry.config is None:
-        return tuple(faults)
-    faults += _version_faults(entry, entry.config)
+        return tuple(diagnostics)
+    diagnostics += _version_diagnostics(entry, entry.config)
     if entry.is_ensemble:
-        faults += ensemble_diagnostics(entry, entries)
+        diagnostics += ensemble_diagnostics(entry, entries)
     else:
-        faults += _file_faults(entry, entry.config)
-        faults += draft_diagnostics(entry, entry.config, entries)
+        diagnostics += _file_diagnostics(entry, entry.config)
+        diagnostics += draft_diagnostics(entry, entry.config, entries)
     role = role_of(entry, entry.config, entries)
-    faults += stage_diagnostics(entry, entry.config, role)
-    faults += size_diagnostics(entry, entry.config, role)
-    return tuple(faults)
+    diagnostics += stage_diagnostics(entry, entry.config, role)
+    diagnostics += size_diagnostics(entry, entry.config, role)
+    return tuple(diagnostics)
 
 
-def _version_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
+def _version_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
     versions = entry.versions
     for name in sorted(path.name for path in entry.path.iterdir() if path.is_dir()):
         like = _VERSION_LIKE.fullmatch(name)
@@ -230,7 +231,7 @@ def _version_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnost
             )
     if isinstance(config.version_policy, SpecificVersions):
         for version in sorted(set(config.version_policy.versions) - set(versions)):
-            yield _policy_fault(
+            yield _policy_diagnostic(
                 entry,
                 Severity.WARNING,
                 f"version {version} is specified for model '{entry.name}', but the version directory is not "
@@ -240,25 +241,25 @@ def _version_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnost
     try:
         served_versions(config, versions)
     except RepositoryError as error:
-        yield _policy_fault(entry, Severity.ERROR, error.message, remedy=error.remedy)
+        yield _policy_diagnostic(entry, Severity.ERROR, error.message, remedy=error.remedy)
 
 
-def _policy_fault(entry: ModelEntry, severity: Severity, message: str, *, remedy: str) -> Diagnostic:
-    """Make a fault of the version policy; one of the folder where there is no version at all."""
+def _policy_diagnostic(entry: ModelEntry, severity: Severity, message: str, *, remedy: str) -> Diagnostic:
+    """Make a diagnostic of the version policy; one of the folder where there is no version at all."""
     if not entry.versions:
         return Diagnostic(severity=severity, path=entry.path, message=message, remedy=remedy)
-    return entry.parsed.fault(severity, "version_policy", message, remedy=remedy)
+    return entry.parsed.diagnostic(severity, "version_policy", message, remedy=remedy)
 
 
 def _served(entry: ModelEntry, config: ModelConfig) -> Sequence[int]:
-    """Return the versions whose files are looked at; none where the policy has a fault, which was told."""
+    """Return the versions whose files are checked; none where the version policy is wrong."""
     try:
         return served_versions(config, entry.versions)
     except RepositoryError:
         return ()
 
 
-def _content_faults(entry: ModelEntry) -> Iterator[Diagnostic]:
+def _content_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:
     """Yield what is wrong with the content of the files that a load opens."""
     if entry.config is None or entry.config.backend not in _WITH_FILES:
         return
@@ -266,8 +267,8 @@ def _content_faults(entry: ModelEntry) -> Iterator[Diagnostic]:
         yield from content_diagnostics(entry, entry.config, entry.path / str(version))
 
 
-def _source_faults(entry: ModelEntry) -> Iterator[Diagnostic]:
-    """Yield what a load would find in each model.py; of a decoder stage's, `_file_faults` does."""
+def _source_diagnostics(entry: ModelEntry) -> Iterator[Diagnostic]:
+    """Yield what a load would find in each model.py; of a decoder stage's, `_file_diagnostics` does."""
     if entry.config is None or entry.config.backend != "python":
         return
     for version in _served(entry, entry.config):
@@ -276,7 +277,7 @@ def _source_faults(entry: ModelEntry) -> Iterator[Diagnostic]:
             yield from source_diagnostics(file)
 
 
-def _link_faults(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator[Diagnostic]:
+def _link_diagnostics(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator[Diagnostic]:
     """Yield a warning where the model's folder leads out of the repository; one, as links come in numbers."""
     links = links_out(entry.path, real_roots)
     if links:
@@ -289,7 +290,7 @@ def _link_faults(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator[Diag
         )
 
 
-def _file_faults(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
+def _file_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
     if config.backend not in _WITH_FILES:
         return
     for version in _served(entry, config):

@@ -15,18 +15,18 @@ from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.inference_statistics import LatencyHistogram, ModelStatistics
-from genserve.repository.request_validation import Admission
+from genserve.repository.request_validation import RequestValidator
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.upload import Upload
 from genserve.tracing import Span
 
-__all__ = ["IndexEntry", "ModelState", "Runner", "Served", "Versions"]
+__all__ = ["IndexEntry", "ModelRuntime", "ModelState", "ModelTable", "ModelVersion"]
 
 
 _LOADS = itertools.count()  # a model that is loaded anew does not answer from the cache of the old one
 
 
-class Runner(Protocol):
+class ModelRuntime(Protocol):
     """What runs the inferences of one version of a model: instances, an ensemble's graph, an engine."""
 
     @property
@@ -48,7 +48,7 @@ class Runner(Protocol):
         """End what still waits, and let go of everything; blocks."""
 
 
-class Served:
+class ModelVersion:
     """One version of a model, its checks and its statistics. Safe from any thread.
 
     Attributes:
@@ -61,7 +61,7 @@ class Served:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRuntime,
         *,
         config: ModelConfig,
         version: int,
@@ -93,7 +93,7 @@ class Served:
         self.load_s = load_s
         self.labels = labels or {}
         self.runner = runner
-        self._admission = Admission(config)
+        self._admission = RequestValidator(config)
         self._cache = cache
         self._load = next(_LOADS)
         self._upload = upload
@@ -278,17 +278,17 @@ class IndexEntry:
     reason: str = ""
 
 
-class Versions:
+class ModelTable:
     """The table of all versions. Any thread may read it; a new table takes the place of the old at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, int], IndexEntry] = {}
         # By name and version; the highest of a name also as version -1. Never changed, only replaced.
-        self._routes: Mapping[tuple[str, int], Served] = {}
+        self._routes: Mapping[tuple[str, int], ModelVersion] = {}
 
     @property
-    def served(self) -> list[Served]:
+    def served(self) -> list[ModelVersion]:
         """All that answer, by name and version."""
         found = [(key, served) for key, served in self._routes.items() if key[1] != -1]
         return [served for _, served in sorted(found, key=lambda item: item[0])]
@@ -302,15 +302,15 @@ class Versions:
         """Return what is known of the versions of one model."""
         return [entry for entry in self.index() if entry.name == name]
 
-    def of(self, name: str) -> list[Served]:
+    def of(self, name: str) -> list[ModelVersion]:
         """Return the versions of a model that answer, ascending."""
         return [served for served in self.served if served.name == name]
 
-    def get(self, name: str, version: int = -1) -> Served | None:
+    def get(self, name: str, version: int = -1) -> ModelVersion | None:
         """Return the version of a model; -1: the highest that answers; None: there is none."""
         return self._routes.get((name, version))
 
-    def find(self, name: str, version: int = -1) -> Served:
+    def find(self, name: str, version: int = -1) -> ModelVersion:
         """Return the version of a model; -1: the highest that answers.
 
         Raises:
@@ -341,7 +341,7 @@ class Versions:
                 name=name, version=version, state=state, reason=reason
             )
 
-    def put(self, name: str, fresh: Iterable[Served]) -> list[Served]:
+    def put(self, name: str, fresh: Iterable[ModelVersion]) -> list[ModelVersion]:
         """Let these versions answer in place of all others of the model; returns those replaced."""
         with self._lock:
             old = [served for (n, version), served in self._routes.items() if n == name and version != -1]

@@ -54,8 +54,8 @@ def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
     Raises:
         RepositoryError: its first error.
     """
-    faults = (*entry.parsed.faults, *ensemble_diagnostics(entry, entries))
-    error = first_error(fault for fault in faults if not fault.at_load)
+    diagnostics = (*entry.parsed.diagnostics, *ensemble_diagnostics(entry, entries))
+    error = first_error(diagnostic for diagnostic in diagnostics if not diagnostic.at_load)
     if error is not None:
         raise error
 
@@ -77,7 +77,7 @@ def prepare(
         RepositoryError: the config has an error, or contradicts the model's file, or leaves no version.
     """
     if entry.parsed.message is None:
-        raise first_error(entry.parsed.faults) or AssertionError(entry.name)
+        raise first_error(entry.parsed.diagnostics) or AssertionError(entry.name)
     message = new_model_config()
     message.CopyFrom(entry.parsed.message)
     message.name = message.name or entry.name
@@ -93,13 +93,13 @@ def prepare(
             version=versions[-1],
             default_max_batch_size=options.default_max_batch_size,
         )
-    faults = [*_judged(message, entry, options=options, completed=True).faults]
-    faults += normalise(
+    diagnostics = [*_judged(message, entry, options=options, completed=True).diagnostics]
+    diagnostics += normalise(
         message, model_folder=entry.path, gpus=num_gpus(), strict_placement=options.strict_placement
     )
     if message.platform == "ensemble":
         message.model_transaction_policy.decoupled = is_decoupled(entry, entries)
-    accept(faults)
+    accept(diagnostics)
     return Prepared(config=model_config(message, name=entry.name), path=entry.path, versions=versions)
 
 

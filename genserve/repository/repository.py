@@ -1,4 +1,4 @@
-"""Repository: the models there are, which of them answer, and the door to them."""
+"""Repository: the models there are, which of them answer, and the way in to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from genserve.inference import Inference
 from genserve.repository.ensemble_steps import stage_owners
 from genserve.repository.loading import Loader
 from genserve.repository.model_lifecycle import ModelLifecycle
-from genserve.repository.model_versions import IndexEntry, ModelState, Served, Versions
+from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.upload import check_model_name
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Repository:
-    """All models of one or more folders; the `Door` for routes, ensembles and BLS.
+    """All models of one or more folders; the `InferenceServer` for routes, ensembles and BLS.
 
     Loading and unloading happens one call at a time; everything is safe from any thread.
     """
@@ -53,10 +53,10 @@ class Repository:
             RepositoryError: a root is not a folder.
         """
         self.options = options or RepositoryOptions()
-        self._versions = Versions()
+        self._versions = ModelTable()
         cache_bytes = self.options.cache_bytes
         loader = Loader(
-            door=self,
+            server=self,
             versions=self._versions,
             options=self.options,
             metrics=metrics or Metrics(),
@@ -85,7 +85,7 @@ class Repository:
         return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
 
     @property
-    def served(self) -> list[Served]:
+    def served(self) -> list[ModelVersion]:
         """Every version of every model that answers."""
         return self._versions.served
 
@@ -116,7 +116,7 @@ class Repository:
         """Return the versions of a model that answer, ascending."""
         return [served.version for served in self._versions.of(name)]
 
-    def find(self, name: str, version: int = -1) -> Served:
+    def find(self, name: str, version: int = -1) -> ModelVersion:
         """Return a version of a model; -1: the highest that answers.
 
         Raises:
@@ -164,12 +164,12 @@ class Repository:
             )
         return names[0]
 
-    # The door.
+    # InferenceServer.
 
     def submit(self, inference: Inference) -> None:
-        """Run an inference; see `Door`."""
+        """Run an inference; see `InferenceServer`."""
         request = inference.request
-        refused: Served | None = None
+        refused: ModelVersion | None = None
         while True:
             served = self._versions.find(request.model_name, request.model_version)
             if served is refused:
@@ -206,7 +206,7 @@ class Repository:
         self._control.load(name, config_json=config, files=files, allow_code=allow_code)
 
     def unload(self, name: str, *, dependents: bool = False) -> None:
-        """Begin to unload a model; one that is not loaded is fine; see `Door`."""
+        """Begin to unload a model; one that is not loaded is fine; see `InferenceServer`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         self._control.unload(name, dependents=dependents)

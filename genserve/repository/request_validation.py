@@ -10,7 +10,7 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceResponse, with_request_id
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["Admission"]
+__all__ = ["RequestValidator"]
 
 
 _BATCH_NOTE = (
@@ -21,7 +21,7 @@ _BATCH_NOTE = (
 )
 
 
-class Admission:
+class RequestValidator:
     """The checks of one model, made ready once. Immutable: safe from any thread."""
 
     def __init__(self, config: ModelConfig) -> None:

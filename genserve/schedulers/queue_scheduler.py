@@ -126,7 +126,7 @@ class Permit(Protocol):
 
 
 class QueueScheduler:
-    """The `Scheduler` of any `Queue`. An instance that finds nothing sleeps on a bell of its own.
+    """The `Scheduler` of any `Queue`. An instance without work sleeps on its own wakeup.
 
     One lock, held for a plan at a time; requesters are always answered outside of it.
     """
@@ -142,7 +142,7 @@ class QueueScheduler:
         self._queue = queue
         self._permits = permits
         self._lock = threading.Lock()
-        self._bells = [Wakeup() for _ in range(num_instances)]
+        self._wakeups = [Wakeup() for _ in range(num_instances)]
         self._asleep: list[int] = []  # the last to come is the first to be woken: it is still warm
         self._alive = set(range(num_instances))
         self._closed = False
@@ -160,10 +160,10 @@ class QueueScheduler:
                 raise stopping(inference.request)
             instance = self._queue.add(inference, now_ns=time.monotonic_ns())
             self._arm()
-            bell = None if instance is None else self._woken(instance)
+            wakeup = None if instance is None else self._woken(instance)
         inference.when_cancelled(partial(self._cancel, inference))
-        if bell is not None:
-            bell.ring()  # the last: who is woken begins at once
+        if wakeup is not None:
+            wakeup.notify()  # last, since the woken thread runs immediately
 
     def take(self, instance: int) -> Sequence[Inference] | None:
         """Wait for the next batch."""
@@ -172,20 +172,20 @@ class QueueScheduler:
         while True:
             refused: list[Refusal] = []
             batch: Sequence[Inference] = ()
-            bell: Wakeup | None = None
+            wakeup: Wakeup | None = None
             with self._lock:
                 now_ns = time.monotonic_ns()
                 if self._armed_ns is not None and now_ns >= self._armed_ns:
                     refused = self._queue.expire(now_ns=now_ns)
                 plan = self._queue.plan(instance, now_ns=now_ns)
                 if plan.batch and is_held and not refused:
-                    batch, bell = self._start(instance, plan, now_ns=now_ns)
+                    batch, wakeup = self._start(instance, plan, now_ns=now_ns)
                 is_over = self._closed and not self._queue
                 is_sleepy = not (refused or plan.batch or is_over)
                 if is_sleepy:
                     self._asleep.append(instance)
-            if bell is not None:
-                bell.ring()
+            if wakeup is not None:
+                wakeup.notify()
             if batch:
                 return batch
             _tell(refused)
@@ -234,7 +234,7 @@ class QueueScheduler:
     def _start(
         self, instance: int, plan: Plan, *, now_ns: int
     ) -> tuple[Sequence[Inference], Wakeup | None]:
-        """Return the batch, and the bell of who should look at what is left."""
+        """Return the batch, and the wakeup of the instance that should plan the rest."""
         batch = self._queue.start(instance, plan.batch, now_ns=now_ns)
         self._arm()
         if self._queue:
@@ -268,27 +268,27 @@ class QueueScheduler:
         _TIMER.call_at(expires_ns, partial(_expire, weakref.ref(self), expires_ns))
 
     def _sleep(self, instance: int, *, until_ns: int | None) -> None:
-        bell = self._bells[instance]
-        if bell.wait(None if until_ns is None else max(0, until_ns - time.monotonic_ns()) / 1e9):
+        wakeup = self._wakeups[instance]
+        if wakeup.wait(None if until_ns is None else max(0, until_ns - time.monotonic_ns()) / 1e9):
             return
         with self._lock:
             if instance in self._asleep:
                 self._asleep.remove(instance)
                 return
-        bell.wait()  # it is being rung just now
+        wakeup.wait()  # it is being notified just now
 
     def _woken(self, instance: int) -> Wakeup | None:
-        """Return the bell of an instance that sleeps, to be rung outside of the lock; None: there is none."""
+        """Return the wakeup of a sleeping instance, to be notified outside of the lock; None: none sleeps."""
         if instance == ANY_INSTANCE:
-            return self._bells[self._asleep.pop()] if self._asleep else None
+            return self._wakeups[self._asleep.pop()] if self._asleep else None
         if instance not in self._asleep:
             return None
         self._asleep.remove(instance)
-        return self._bells[instance]
+        return self._wakeups[instance]
 
     def _ring_all(self) -> None:
         while self._asleep:
-            self._bells[self._asleep.pop()].ring()
+            self._wakeups[self._asleep.pop()].notify()
 
 
 def _tell(refused: Sequence[Refusal]) -> None:

@@ -1,8 +1,7 @@
-"""Server: the HTTP faces of a repository."""
+"""Server: a model repository over HTTP and gRPC."""
 
 from __future__ import annotations
 
-from genserve.server.serve import serve
-from genserve.server.server_info import ModelInfo, ServerInfo, VersionInfo
+from genserve.server.api_server import ModelInfo, ServerInfo, VersionInfo, serve
 
 __all__ = ["ModelInfo", "ServerInfo", "VersionInfo", "serve"]

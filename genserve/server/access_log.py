@@ -116,7 +116,7 @@ def is_verbose() -> bool:
 
 
 def log_request(
-    request: LoggedRequest, *, client: str, call: str, status: str, failed: bool, is_news: bool
+    request: LoggedRequest, *, client: str, call: str, status: str, failed: bool, as_info: bool
 ) -> None:
     """Write the line of a request that has ended.
 
@@ -126,11 +126,11 @@ def log_request(
         call: the method and the path, or the method of gRPC.
         status: the number or the word that the client was told.
         failed: whether it was refused, or failed.
-        is_news: whether a success of its kind is told at the default level; generated text is.
+        as_info: whether a success of its kind is told at the default level; generated text is.
     """
     if failed:
         level = logging.WARNING
-    elif is_news or request.answers:
+    elif as_info or request.answers:
         level = logging.INFO
     else:
         level = logging.DEBUG
@@ -162,16 +162,16 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
     if status == 200 and path.endswith("/infer") and not (request.error or request.answers or is_verbose()):
         return
     if path in _PROBES or (path.startswith("/v2/models/") and path.endswith("/ready")):
-        failed = is_news = False
+        failed = as_info = False
     else:
         left = status == CLIENT_CLOSED_REQUEST
         failed = (status >= 400 and not left) or request.error is not None
-        is_news = left or not _is_quiet(path, method=scope["method"])
-    if failed or is_news or request.answers or is_verbose():
+        as_info = left or not _is_quiet(path, method=scope["method"])
+    if failed or as_info or request.answers or is_verbose():
         client = scope.get("client")
         address = "-" if client is None else f"{client[0]}:{client[1]}"
         call = f"{scope['method']} {quoted(path)}"
-        log_request(request, client=address, call=call, status=str(status), failed=failed, is_news=is_news)
+        log_request(request, client=address, call=call, status=str(status), failed=failed, as_info=as_info)
 
 
 def _is_quiet(path: str, *, method: str) -> bool:

@@ -14,7 +14,7 @@ from genserve.errors import GenserveError
 from genserve.server.access_control import AccessControl, check_restriction, parse_restrictions
 from genserve.server.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from genserve.server.error_responses import add_error_handlers, error_response
-from genserve.server.routes import health, openai, openai_completions, reference, tgi
+from genserve.server.routes import docs_page, health, openai, openai_completions, tgi
 from genserve.server.routes.kserve import KServe, is_kserve, part_of
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
@@ -34,7 +34,7 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
     )
     app.state.services = services
-    for routes in (openai, openai_completions, tgi, health, reference):  # in the order of the page at /docs
+    for routes in (openai, openai_completions, tgi, health, docs_page):  # in the order of the page at /docs
         app.include_router(routes.router)
     add_error_handlers(app)
     for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body

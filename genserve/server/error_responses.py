@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,12 +19,10 @@ from genserve.errors import (
     GenserveError,
     InferenceError,
     InvalidRequest,
-    MissingDependency,
     ModelFailed,
     ModelNotFound,
     ModelNotReady,
     Overloaded,
-    RepositoryError,
     Status,
     Unauthenticated,
     UnsupportedMediaType,
@@ -35,69 +33,55 @@ from genserve.server.request_body import BodyTooLarge
 
 __all__ = [
     "add_error_handlers",
+    "as_genserve_error",
+    "error_headers",
     "error_response",
-    "failure",
+    "grpc_status",
     "http_status",
+    "kserve_error",
+    "kserve_status",
+    "message_of",
     "openai_error",
     "renamed",
-    "retry_headers",
-    "text_of",
     "tgi_error",
 ]
-
 
 logger = logging.getLogger(__name__)
 
 
-def failure(error: Exception, *, doing: str) -> GenserveError:
-    """Return the error for the client; one that nobody raised on purpose is logged, and not told in full.
-
-    Args:
-        error: what was caught.
-        doing: what failed: "a request to /v2".
-    """
-    if isinstance(error, GenserveError):
-        return error
-    logger.error("%s failed", doing, exc_info=error)
-    return InferenceError("the server failed; its log has the reason", status=Status.INTERNAL)
+class _Statuses(NamedTuple):
+    openai: int         # and the other routes without a dialect
+    tgi: int            # TGI's own statuses and error types, which its clients compare
+    tgi_type: str
+    kserve: int
+    grpc: str           # the name of a `grpc.StatusCode`
 
 
-def text_of(error: GenserveError) -> str:
-    """Return the message of an error as UTF-8 can have it: a text of Python may hold half a character."""
-    return error.message.encode(errors="replace").decode()
-
-
-
-
-# By class, nearest ancestor first.
-_STATUS: Mapping[type[GenserveError], int] = {
-    BodyTooLarge: 413,
-    InvalidRequest: 400,
-    Unauthenticated: 401,
-    Forbidden: 403,
-    UnsupportedMediaType: 415,
-    ModelNotFound: 404,
-    ModelNotReady: 503,
-    Overloaded: 429,
-    Closed: 503,
-    ModelFailed: 500,
-    RepositoryError: 500,
-    MissingDependency: 500,
-    GenserveError: 500,
+# By class, nearest ancestor first. The full queue of a generation model is 429 in every dialect.
+_STATUSES: Mapping[type[GenserveError], _Statuses] = {
+    BodyTooLarge: _Statuses(413, 413, "validation", 413, "RESOURCE_EXHAUSTED"),
+    InvalidRequest: _Statuses(400, 422, "validation", 400, "INVALID_ARGUMENT"),
+    Unauthenticated: _Statuses(401, 401, "authentication", 401, "UNAUTHENTICATED"),
+    Forbidden: _Statuses(403, 403, "authentication", 403, "UNAVAILABLE"),
+    UnsupportedMediaType: _Statuses(415, 415, "validation", 415, "INVALID_ARGUMENT"),
+    ModelNotFound: _Statuses(404, 404, "validation", 404, "NOT_FOUND"),
+    ModelNotReady: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
+    Overloaded: _Statuses(429, 429, "overloaded", 429, "RESOURCE_EXHAUSTED"),
+    Closed: _Statuses(503, 503, "overloaded", 503, "UNAVAILABLE"),
+    ModelFailed: _Statuses(500, 424, "generation", 500, "INTERNAL"),
+    GenserveError: _Statuses(500, 500, "incomplete_generation", 500, "INTERNAL"),
 }
-# TGI's own statuses and words, which its clients compare.
-_TGI: Mapping[type[GenserveError], tuple[int, str]] = {
-    BodyTooLarge: (413, "validation"),
-    InvalidRequest: (422, "validation"),
-    Unauthenticated: (401, "authentication"),
-    Forbidden: (403, "authentication"),
-    UnsupportedMediaType: (415, "validation"),
-    ModelNotFound: (404, "validation"),
-    ModelNotReady: (503, "overloaded"),
-    Overloaded: (429, "overloaded"),
-    Closed: (503, "overloaded"),
-    ModelFailed: (424, "generation"),
-    GenserveError: (500, "incomplete_generation"),
+# KServe and gRPC have a status for each of Triton's codes, which an `InferenceError` has. The full queue of a
+# model that does not generate text is UNAVAILABLE, as in Triton.
+_TRITON_STATUSES: Mapping[Status, tuple[int, str]] = {
+    Status.UNKNOWN: (400, "UNKNOWN"),
+    Status.INTERNAL: (500, "INTERNAL"),
+    Status.NOT_FOUND: (404, "NOT_FOUND"),
+    Status.INVALID_ARG: (400, "INVALID_ARGUMENT"),
+    Status.UNAVAILABLE: (503, "UNAVAILABLE"),
+    Status.UNSUPPORTED: (501, "UNIMPLEMENTED"),
+    Status.ALREADY_EXISTS: (400, "ALREADY_EXISTS"),
+    Status.CANCELLED: (400, "CANCELLED"),
 }
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -108,18 +92,49 @@ _OPENAI_TYPES = {
     415: "invalid_request_error",
     429: "rate_limit_error",
 }
-# While a model loads, or the server stops: nothing tells how long that takes.
-_UNAVAILABLE_S = 5
+# While a model loads or the server stops, of which the duration is unknown.
+_UNAVAILABLE_RETRY_S = 5
+_CONTENT_TYPE_REMEDY = "send the header `Content-Type: application/json`"
+
+
+def as_genserve_error(error: Exception, *, doing: str) -> GenserveError:
+    """Return the error to report to the client; an unexpected exception is logged, and its text withheld.
+
+    Args:
+        error: any exception.
+        doing: what failed, for the log: "a request to /v2".
+    """
+    if isinstance(error, GenserveError):
+        return error
+    logger.error("%s failed", doing, exc_info=error)
+    return InferenceError("the server failed; its log has the reason", status=Status.INTERNAL)
 
 
 def http_status(error: GenserveError) -> int:
-    """Return the status of an error where a dialect has none of its own."""
-    status: int = _lookup(_STATUS, error)
-    return status
+    """Return the HTTP status of an error where the dialect has none of its own."""
+    return _statuses(error).openai
+
+
+def kserve_status(error: GenserveError) -> int:
+    """Return the HTTP status of an error in KServe's protocol."""
+    if isinstance(error, InferenceError):
+        return _TRITON_STATUSES[error.status][0]
+    return _statuses(error).kserve
+
+
+def grpc_status(error: GenserveError) -> str:
+    """Return the name of the `grpc.StatusCode` of an error."""
+    if isinstance(error, InferenceError):
+        return _TRITON_STATUSES[error.status][1]
+    return _statuses(error).grpc
+
+
+def _statuses(error: GenserveError) -> _Statuses:
+    return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
 
 
 def openai_error(error: GenserveError) -> dict[str, Any]:
-    """Return the body of OpenAI's dialect, with the remedy beside."""
+    """Return the error body of OpenAI's dialect, with our remedy."""
     error = redacted_error(error)
     return {
         "error": {
@@ -133,19 +148,41 @@ def openai_error(error: GenserveError) -> dict[str, Any]:
 
 
 def tgi_error(error: GenserveError) -> dict[str, Any]:
-    """Return the body of TGI's dialect, with code, field and remedy beside."""
+    """Return the error body of TGI's dialect, with our code, field and remedy."""
     error = redacted_error(error)
     return {
         "error": error.message,
-        "error_type": _lookup(_TGI, error)[1],
+        "error_type": _statuses(error).tgi_type,
         "code": error.code,
         "field": error.field,
         "remedy": error.remedy,
     }
 
 
-def retry_headers(retry_after_s: float) -> dict[str, str]:
-    """Return the headers that say when to come back: HTTP's in whole seconds, and OpenAI's exact one."""
+def kserve_error(error: GenserveError) -> dict[str, str]:
+    """Return the error body of KServe's protocol, with our remedy."""
+    error = redacted_error(error)
+    return {"error": message_of(error), **({"remedy": error.remedy} if error.remedy else {})}
+
+
+def message_of(error: GenserveError) -> str:
+    """Return the message of an error as valid UTF-8: a Python string may hold a lone surrogate."""
+    return error.message.encode(errors="replace").decode()
+
+
+def error_headers(error: GenserveError) -> dict[str, str]:
+    """Return the headers of an error in every dialect.
+
+    When to retry is HTTP's header, in whole seconds, and OpenAI's, in milliseconds.
+    """
+    if isinstance(error, Overloaded):
+        return _retry_headers(error.retry_after_s)
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
+    return {}
+
+
+def _retry_headers(retry_after_s: float) -> dict[str, str]:
     return {
         "retry-after": str(max(1, math.ceil(retry_after_s))),
         "retry-after-ms": str(math.ceil(retry_after_s * 1000)),
@@ -153,7 +190,7 @@ def retry_headers(retry_after_s: float) -> dict[str, str]:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Return the error with its field, and the message's mention of it, in a dialect's own names."""
+    """Return the error with its field, and the mention of it in the message, in a dialect's own names."""
     field = error.field or ""
     name = re.split(r"[.\[]", field, maxsplit=1)[0]
     if name not in names:
@@ -164,66 +201,56 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     return type(error)(message, remedy=error.remedy, field=names[name] + field.removeprefix(name))
 
 
+def error_response(error: GenserveError, *, path: str) -> JSONResponse:
+    """Return the response to a failed request, in the dialect of its path, which is not below `/v2`."""
+    body, status = _in_dialect(error, path=path)
+    headers = error_headers(error)
+    if status == 503:
+        headers = _retry_headers(_UNAVAILABLE_RETRY_S)
+    elif isinstance(error, InvalidRequest):
+        headers = {"x-should-retry": "false"}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def _in_dialect(error: GenserveError, *, path: str) -> tuple[dict[str, Any], int]:
+    """Note the error for the log; return its body and status in the dialect of the path."""
+    fail_request(error)
+    if path.startswith("/v1/"):
+        return openai_error(error), http_status(error)
+    return tgi_error(error), _statuses(error).tgi
+
+
 def add_error_handlers(app: FastAPI) -> None:
-    """Make every failure of `app` an answer of the route's dialect; none quotes what the client sent."""
+    """Turn every failure of `app` into a response of the route's dialect; none quotes the client's text."""
     app.add_exception_handler(GenserveError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
 
 
-def _lookup(table: Mapping[type[GenserveError], Any], error: GenserveError) -> Any:
-    return next(table[kind] for kind in type(error).__mro__ if kind in table)
-
-
-def error_response(error: GenserveError, *, path: str) -> JSONResponse:
-    """Return the answer to a request for `path` that failed, in the dialect of the path, not below `/v2`."""
-    headers = {}
-    body, status = _in_dialect(error, path=path)
-    if isinstance(error, Overloaded):
-        headers = retry_headers(error.retry_after_s)
-    elif status == 503:
-        headers = retry_headers(_UNAVAILABLE_S)
-    elif isinstance(error, InvalidRequest):
-        headers = {"x-should-retry": "false"}
-    elif isinstance(error, Unauthenticated):
-        headers = {"www-authenticate": "Bearer"}
-    return JSONResponse(body, status_code=status, headers=headers)
-
-
-def _answer(request: Request, error: GenserveError) -> JSONResponse:
-    # Not `request.url`: that is made of the Host header, too.
+def _respond(request: Request, error: GenserveError) -> JSONResponse:
+    # `request.url` depends on the Host header too.
     return error_response(error, path=request.scope["path"])
-
-
-def _in_dialect(error: GenserveError, *, path: str) -> tuple[dict[str, Any], int]:
-    """Return the body and the status of the path's dialect; the log is told."""
-    fail_request(error)
-    if path.startswith("/v1/"):
-        return openai_error(error), http_status(error)
-    return tgi_error(error), _lookup(_TGI, error)[0]
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GenserveError)
-    return _answer(request, error)
+    return _respond(request, error)
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # FastAPI hands over the parsed body, or the raw one where it was not said to be JSON.
+    # FastAPI hands over the parsed body, or the raw one where it was not declared as JSON.
     if error.body is None:
-        return _answer(request, InvalidRequest("the body is empty", remedy="send a JSON object"))
+        return _respond(request, InvalidRequest("the body is empty", remedy="send a JSON object"))
     if isinstance(error.body, bytes):
-        return _answer(request, InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE))
+        invalid = InvalidRequest("the body is not declared as JSON", remedy=_CONTENT_TYPE_REMEDY)
+        return _respond(request, invalid)
     problem = error.errors()[0]
-    return _answer(request, _invalid(_path(problem["loc"][1:]), problem))
+    return _respond(request, _invalid_field(_path(problem["loc"][1:]), problem))
 
 
-_CONTENT_TYPE = "send the header `Content-Type: application/json`"
-
-
-def _invalid(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
+def _invalid_field(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
     if problem["type"] == "extra_forbidden":
         return InvalidRequest(f"there is no field {field[:128]!r}", field=field[:128])
     return InvalidRequest(f"{field}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=field)
@@ -239,13 +266,13 @@ def _path(parts: tuple[int | str, ...]) -> str:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "another method")
-    known = {404: "there is no such route", 405: f"this route takes {allowed}, and no other method"}
-    message = known.get(error.status_code, str(error.detail))
-    error_there = InvalidRequest(message, remedy="GET /docs lists the routes")
-    body, _ = _in_dialect(error_there, path=request.scope["path"])
+    messages = {404: "there is no such route", 405: f"this route takes {allowed}, and no other method"}
+    message = messages.get(error.status_code, str(error.detail))
+    invalid = InvalidRequest(message, remedy="GET /docs lists the routes")
+    body, _ = _in_dialect(invalid, path=request.scope["path"])
     return JSONResponse(body, status_code=error.status_code, headers=dict(error.headers or {}))
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
     logger.error("request failed", exc_info=error)
-    return _answer(request, ModelFailed("the server failed; its log has the reason"))
+    return _respond(request, ModelFailed("the server failed; its log has the reason"))

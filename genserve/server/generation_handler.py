@@ -1,18 +1,196 @@
-"""Generation handler: answers a generation request of any dialect."""
+"""Generation handler: answers a generation request of any dialect, whole or as server-sent events.
+
+A dialect brings the body of its requests (`GenerationBody`), the frames of its streams (`Frames`) and a
+function that makes the whole answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
 
-from fastapi import Response
+from fastapi import Request, Response
 
-__all__ = ["add_ignored_header"]
+from genserve.completion import Delta
+from genserve.errors import Closed, InvalidRequest, ModelNotReady
+from genserve.generation.delta_streams import AsyncStream
+from genserve.generation.engine_request import TokenSequence
+from genserve.generation.engine_thread import Reservation
+from genserve.log import CURRENT_REQUEST, LoggedRequest
+from genserve.prompt import Prompt
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.error_responses import renamed
+from genserve.server.services import Services
+from genserve.server.sse_response import EventStream, Frames, read_all
+from genserve.textmodel.text_model import TextModel
+
+__all__ = ["GenerationBody", "SubmittedRequest", "handle_generation", "submit"]
+
+_MAX_HEADER_CHARS = 1024
 
 
-MAX_CHARS = 1024
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedRequest:
+    """A request that the engine has accepted."""
+
+    model: TextModel
+    stream: AsyncStream
+    prompts: tuple[tuple[int, ...], ...]    # token ids, by prompt
+    seeds: tuple[int, ...]                  # by choice
+    params: SamplingParams
+    begins_thought: bool                    # the first prompt ends in an open thought
 
 
-def add_ignored_header(response: Response, names: Iterable[str]) -> None:
-    """Write the names of fields into `x-genserve-ignored`, if there are any that a header can hold."""
-    if named := ",".join(name for name in names if name.isascii() and name.isprintable()):
-        response.headers["x-genserve-ignored"] = named[:MAX_CHARS]
+class GenerationBody(Protocol):
+    """The body of a generation request, in its dialect's words."""
+
+    @property
+    def model_name(self) -> str | None:
+        """The model's name; None: the only model."""
+
+    @property
+    def num_choices(self) -> int:
+        """The number of answers to each prompt."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether to stream the answer."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field that is not supported, or contradicts another."""
+
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompts in their order; raises InvalidRequest."""
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters; raises InvalidRequest."""
+
+    def names(self) -> Mapping[str, str]:
+        """The dialect's names of fields, by ours, for errors."""
+
+    def ignored(self, params: SamplingParams) -> Iterable[str]:
+        """The fields without effect on the answer, by the dialect's names."""
+
+
+_Body = TypeVar("_Body", bound=GenerationBody)
+
+
+async def handle_generation(
+    body: _Body,
+    services: Services,
+    request: Request,
+    *,
+    frames: Callable[[SubmittedRequest, _Body], Frames],
+    answer: Callable[[SubmittedRequest, _Body, list[Delta]], Response],
+) -> Response:
+    """Answer a request: with `frames` as the deltas come, or with one `answer` of all deltas.
+
+    Raises:
+        InvalidRequest: with the dialect's field names; see `GenerationBody`, `submit`.
+        ClientLeft, GenserveError: see `submit`, `read_all`. Once a stream has begun, errors are events of it.
+    """
+    body.check()
+    try:
+        submitted = await submit(
+            services, body.model_name, body.prompts(), body.params(), num_choices=body.num_choices
+        )
+    except InvalidRequest as error:
+        raise renamed(error, body.names()) from None
+    response: Response
+    if body.stream:
+        response = EventStream(submitted.stream, frames(submitted, body))
+    else:
+        response = answer(submitted, body, await read_all(submitted.stream, request))
+    # Names come from clients, and a header holds less than JSON does.
+    names = (name for name in body.ignored(submitted.params) if name.isascii() and name.isprintable())
+    if ignored := ",".join(names):
+        response.headers["x-genserve-ignored"] = ignored[:_MAX_HEADER_CHARS]
+    return response
+
+
+async def submit(
+    services: Services,
+    model_name: str | None,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    num_choices: int = 1,
+) -> SubmittedRequest:
+    """Validate a request completely and submit it to the engine.
+
+    Each prompt has `num_choices` choices, or `params.best_of` if that is more; these are ranked by their
+    log-probabilities, which the deltas then carry. Choices are in the order of the prompts.
+
+    Raises:
+        InvalidRequest: it has more choices than may run and wait; otherwise, see
+            `TextModel.prepare_choices`. With several prompts, `field` names the prompt.
+        GenserveError: see `Repository.get`, `EngineThread.reserve`, `EngineThread.submit`.
+    """
+    if services.draining:
+        raise ModelNotReady("the server is stopping", remedy="try again on another server")
+    logged = CURRENT_REQUEST.get() or LoggedRequest(id="")
+    logged.model = model_name or ""
+    model = services.repository.get(model_name)
+    logged.model = model.name
+    if params.best_of > num_choices:
+        num_choices, params = params.best_of, replace(params, logprobs=True)
+    _check_count(len(prompts), params, num_choices=num_choices, limit=model.engine.capacity)
+    try:
+        # The queue's limits come before the cost of tokenizing.
+        with model.engine.reserve(len(prompts) * num_choices, priority=params.priority) as reservation:
+            prepare = partial(
+                _prepare, model, prompts, params, num_choices=num_choices, reservation=reservation
+            )
+            future = model.run_soon(prepare, compiles=params.structured_outputs is not None)
+            sequences = await asyncio.wrap_future(future)
+            # Copied before the engine's thread appends to them.
+            prompt_ids = tuple(tuple(sequence.token_ids) for sequence in sequences[::num_choices])
+            stream = services.outbox().open(model.engine, *sequences, reservation=reservation)
+    except Closed:
+        if services.repository.get(model_name) is model:
+            raise
+        # Another model has taken its place meanwhile.
+        return await submit(services, model_name, prompts, params, num_choices=num_choices)
+    logged.answers, logged.prompt_tokens = sequences, sum(map(len, prompt_ids))
+    return SubmittedRequest(
+        model=model,
+        stream=stream,
+        prompts=prompt_ids,
+        seeds=tuple(sequence.seed for sequence in sequences),
+        params=params,
+        begins_thought=sequences[0].begins_thought,
+    )
+
+
+def _check_count(num_prompts: int, params: SamplingParams, *, num_choices: int, limit: int) -> None:
+    if num_prompts * num_choices > limit:
+        name = "best_of" if params.best_of > 1 else "n"
+        raise InvalidRequest(
+            f"{num_prompts} prompts with {name} = {num_choices} are more than the {limit} requests that may "
+            "run and wait",
+            field=name if num_choices > 1 else "prompt",
+            remedy="send several requests, or raise --max-queue",
+        )
+
+
+def _prepare(
+    model: TextModel,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    num_choices: int,
+    reservation: Reservation,
+) -> list[TokenSequence]:
+    reservation.check()
+    sequences: list[TokenSequence] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            sequences += model.prepare_choices(
+                prompt, params, num_choices=num_choices, arrived_s=reservation.arrived_s
+            )
+        except InvalidRequest as error:
+            raise renamed(error, {"prompt": f"prompt[{index}]"} if len(prompts) > 1 else {}) from None
+    return sequences

@@ -1,4 +1,7 @@
-"""Metrics port: Prometheus' own port, apart from that of the API, as Triton has it."""
+"""Metrics port: a separate port for Prometheus, as Triton has one.
+
+The server of prometheus_client has neither an API key, nor a limit of connections, nor a timeout.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from genserve.errors import GenserveError
 from genserve.log import quoted
 from genserve.server.access_control import AccessControl, address_of
-from genserve.server.error_responses import http_status
+from genserve.server.error_responses import error_headers, http_status
 
 __all__ = ["MetricsPort"]
 
 logger = logging.getLogger(__name__)
 
-
-# A scraper needs one connection, for a moment.
+# A scraper needs one connection for a moment.
 _MAX_CONNECTIONS = 32
-_PATIENCE_S = 10
+_TIMEOUT_S = 10
 
 
-class MetricsPort:
-    """Answers `GET /metrics`, on a thread: it tells of the server even while the event loop is busy."""
+class MetricsPort(ThreadingHTTPServer):
+    """Answers `GET /metrics` on threads, so that a busy event loop does not delay it."""
+
+    daemon_threads = True
 
     def __init__(
         self,
@@ -42,20 +46,22 @@ class MetricsPort:
         access: AccessControl,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        """Listen.
+        """Listen, and answer on a thread.
 
         Args:
-            render: what `/metrics` answers, in Prometheus' text format.
+            render: makes the body of `/metrics`, in Prometheus' text format.
             host: to listen on.
             port: 0: a free one.
-            access: who is answered.
-            ssl_context: to speak TLS with; None: plain HTTP.
+            access: decides who is answered.
+            ssl_context: for TLS; None: plain HTTP.
 
         Raises:
             GenserveError: the port is taken.
         """
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         try:
-            self._server = _server(host)((host, port), partial(_Handler, render, access))
+            super().__init__((host, port), partial(_Handler, render, access))
         except OSError as error:
             raise GenserveError(
                 f"cannot listen on {address_of(host, port)} for metrics: {error.strerror}",
@@ -63,25 +69,45 @@ class MetricsPort:
                 "--allow-metrics=false none (they are on the HTTP port too)",
             ) from error
         if ssl_context is not None:
-            # The handshake is done by the thread of the connection: whoever delays it delays nobody else.
-            self._server.socket = ssl_context.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
+            # The handshake is left to the connection's thread, so that a slow one delays no other.
+            self.socket = ssl_context.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
             )
-        self.port: int = self._server.server_address[1]
+        self.port: int = self.server_address[1]
         self._thread = threading.Thread(
-            target=partial(self._server.serve_forever, poll_interval=0.1), name="metrics", daemon=True
+            target=partial(self.serve_forever, poll_interval=0.1), name="metrics", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection on its own thread, or close it if there are too many."""
+        if self._free_connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection; runs on its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log a failure, except of a connection: clients leave, and fail TLS handshakes."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            logger.error("the metrics port failed", exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_S  # between two reads, or writes
+    timeout = _TIMEOUT_S    # of a read or a write
 
     def __init__(self, render: Callable[[], bytes], access: AccessControl, *arguments: object) -> None:
         self._render = render
@@ -96,68 +122,36 @@ class _Handler(BaseHTTPRequestHandler):
         except GenserveError as error:
             client = f"{self.client_address[0]}:{self.client_address[1]}"
             logger.warning("%s %s %s was refused: %s", client, self.command, quoted(path), error.code)
-            self._answer(f"{error}\n".encode(), status=HTTPStatus(http_status(error)))
+            self._answer(f"{error}\n".encode(), status=http_status(error), headers=error_headers(error))
             return
-        # Other paths are empty, and fine, as they are on Triton's.
+        # As in Triton, other paths are empty, and no error.
         if path == "/metrics":
             self._answer(self._render(), content_type=CONTENT_TYPE_LATEST)
         else:
             self._answer(b"")
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def _answer(
         self,
         body: bytes,
         *,
-        status: HTTPStatus = HTTPStatus.OK,
+        status: int = HTTPStatus.OK,
         content_type: str = "text/plain; charset=utf-8",
+        headers: dict[str, str] | None = None,
     ) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        if status is HTTPStatus.UNAUTHORIZED:
-            self.send_header("WWW-Authenticate", "Bearer")
+        lines = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+        for name, value in lines.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def version_string(self) -> str:
-        """Say what answers, and not by which Python."""
+        """Return the Server header, without Python's version."""
         return "genserve"
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  # http.server's name
-        """Scrapes are no news."""
-
-
-def _server(host: str) -> type[ThreadingHTTPServer]:
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
-        allow_reuse_address = True
-
-        def __init__(self, *arguments: Any) -> None:
-            self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-            super().__init__(*arguments)
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            """Answer a connection on a thread of its own, or close it where there are too many."""
-            if self._free.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:
-                self.shutdown_request(request)
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Log a failure; that a client leaves, or shakes no hands, is none."""
-            error = sys.exc_info()[1]
-            if not isinstance(error, OSError):
-                logger.error("the metrics port failed", exc_info=error)
-
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
-            try:
-                super().process_request_thread(request, client_address)
-            finally:
-                self._free.release()
-
-    return Server
+        """Do not log scrapes."""

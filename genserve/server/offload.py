@@ -1,4 +1,4 @@
-"""Offload: keeps slow work off the event loop."""
+"""Offload: runs work on another thread where it would block the event loop."""
 
 from __future__ import annotations
 
@@ -13,45 +13,41 @@ from starlette.concurrency import run_in_threadpool
 
 from genserve.tensor import DataType, Tensor
 
-__all__ = ["ONE_BY_ONE", "beside", "start_daemon", "work_of"]
-
+__all__ = ["COST_PER_OBJECT_BYTE", "offload_if_large", "start_daemon", "write_cost"]
 
 T = TypeVar("T")
 
-# Work is told in bytes of JSON; so many are read or written within some milliseconds.
-_MUCH = 256 * 1024
-# A byte of what becomes objects of Python one by one, as short strings do, is so many of JSON.
-ONE_BY_ONE = 8
-_WORK_OF_STRING = 32
-_COPIED_PER_WORK = 16
+# Costs are in bytes of JSON; this many are read or written within some milliseconds.
+_LARGE = 256 * 1024
+# A byte of data that becomes single Python objects, as short strings do, costs as much as this much JSON.
+COST_PER_OBJECT_BYTE = 8
+_COST_PER_STRING = 32
+_COPIED_BYTES_PER_COST = 16
 
 
-async def beside(work: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function, on another thread where it is much work."""
-    if work > _MUCH:
+async def offload_if_large(cost: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function, on a thread of the pool if it costs much."""
+    if cost > _LARGE:
         return await run_in_threadpool(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
-def work_of(tensor: Tensor, *, copied: bool) -> int:
-    """Return the work of writing an output; it is less where numbers are `copied`, not made text."""
+def write_cost(tensor: Tensor, *, copied: bool) -> int:
+    """Return the cost of writing an output; it is less where numbers are `copied`, not printed."""
     count = math.prod(tensor.shape)
     if tensor.data_type is not DataType.BYTES:
-        return count * tensor.data_type.itemsize // (_COPIED_PER_WORK if copied else 1)
-    if count * _WORK_OF_STRING > _MUCH:
-        return count * _WORK_OF_STRING
+        return count * tensor.data_type.itemsize // (_COPIED_BYTES_PER_COST if copied else 1)
+    if count * _COST_PER_STRING > _LARGE:
+        return count * _COST_PER_STRING
     return sum(len(text) for text in tensor.array.flat if isinstance(text, (bytes, str)))
 
 
-R = TypeVar("R")
-
-
-def start_daemon(function: Callable[[], R], *, name: str) -> asyncio.Future[R]:
-    """Call a function on a thread of its own, and return what it will have returned or raised.
+def start_daemon(function: Callable[[], T], *, name: str) -> asyncio.Future[T]:
+    """Call a function that may never return on its own thread, and return the future of its result.
 
     Unlike a thread of a pool, it does not keep the process from ending.
     """
-    future: concurrent.futures.Future[R] = concurrent.futures.Future()
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         future.set_running_or_notify_cancel()

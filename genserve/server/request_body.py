@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
 from genserve.errors import InvalidRequest
-from genserve.server.offload import beside
+from genserve.server.offload import offload_if_large
 
 __all__ = ["Body", "BodyTooLarge", "StrictRoute"]
 
@@ -80,7 +80,7 @@ class StrictRequest(Request):
         """Return the parsed body; raises InvalidRequest, which never quotes the body's content."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            self._json = await beside(len(body), parse_json, body)
+            self._json = await offload_if_large(len(body), parse_json, body)
         return self._json
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Self, TypeAlias
 
 from genserve.errors import InferenceError, Status
-from genserve.inference import Door, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Inference, InferenceRequest, InferenceResponse, InferenceServer
 
 __all__ = ["ResponseDispatcher", "Responses", "RunningInference"]
 
@@ -50,20 +50,20 @@ class ResponseDispatcher:
 class Responses:
     """The responses of one inference, for one reader on the event loop; made by `ResponseDispatcher.open`."""
 
-    __slots__ = ("_arrived", "_error", "_outbox", "_waiter")
+    __slots__ = ("_arrived", "_dispatcher", "_error", "_waiter")
 
-    def __init__(self, outbox: ResponseDispatcher) -> None:
-        self._outbox = outbox
+    def __init__(self, dispatcher: ResponseDispatcher) -> None:
+        self._dispatcher = dispatcher
         self._arrived: deque[_Item] = deque()
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def on_response(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
         """Take a response, on any thread; see `OnResponse`."""
-        self._outbox.post(self, (response, final))
+        self._dispatcher.post(self, (response, final))
 
     def put(self, item: _Item) -> None:
-        """Add what arrived; for the outbox, on the event loop."""
+        """Add what arrived; for the dispatcher, on the event loop."""
         self._arrived.append(item)
         self._wake()
 
@@ -104,11 +104,13 @@ class RunningInference:
 
     __slots__ = ("inference", "responses")
 
-    def __init__(self, request: InferenceRequest, *, door: Door, outbox: ResponseDispatcher) -> None:
-        """Submit the request; raises what `Door.submit` raises."""
-        self.responses = outbox.open()
+    def __init__(
+        self, request: InferenceRequest, *, server: InferenceServer, dispatcher: ResponseDispatcher
+    ) -> None:
+        """Submit the request; raises what `InferenceServer.submit` raises."""
+        self.responses = dispatcher.open()
         self.inference = Inference(request=request, on_response=self.responses.on_response)
-        door.submit(self.inference)
+        server.submit(self.inference)
 
     async def single(self) -> InferenceResponse:
         """Wait for the end, and return the one response; one that never came is an error."""

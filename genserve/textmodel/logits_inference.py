@@ -23,7 +23,7 @@ __all__ = ["LogitsStage"]
 
 
 class LogitsStage:
-    """Token ids [batch, n] to logits [batch, 1, vocab_size], those after the last token; a `Runner`.
+    """Token ids [batch, n] to logits [batch, 1, vocab_size], those after the last token; a `ModelRuntime`.
 
     A request whose ids begin with those of an earlier one computes only what is new, and shares its step
     with whatever else the engine runs: a loop that sends all its ids again for each token costs no more

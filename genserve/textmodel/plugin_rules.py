@@ -30,7 +30,7 @@ def decodes(path: Path) -> bool:
 
 
 def plugin_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
-    """Return the faults of a model.py: that it is no Python, or those of its plug-ins."""
+    """Return the diagnostics of a model.py: that it is no Python, or those of its plug-ins."""
     module = parse_source(path)
     if isinstance(module, Diagnostic):
         return (module,)

@@ -25,7 +25,7 @@ __all__ = ["draft_diagnostics", "role_of", "stage_diagnostics"]
 def draft_diagnostics(
     entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]
 ) -> Iterator[Diagnostic]:
-    """Yield the faults of a model that may be a logits stage.
+    """Yield the diagnostics of a model that may be a logits stage.
 
     Args:
         entry: the model.
@@ -39,14 +39,14 @@ def draft_diagnostics(
     chains = generation_chains(entries)
     if entry.name not in stage_owners(chains):
         message = f"parameter {wanted[0]!r} has no effect: no ensemble that generates text has this stage"
-        yield _fault(entry, Severity.WARNING, wanted[0], message, remedy="leave it out")
+        yield _diagnostic(entry, Severity.WARNING, wanted[0], message, remedy="leave it out")
         return
     if len(wanted) > 1 and parameters["speculation"] != "none":
         message = f"model {entry.name} has two drafts, `speculation` and `draft_model`"
-        yield _fault(entry, Severity.ERROR, wanted[-1], message, remedy="leave one of them out")
+        yield _diagnostic(entry, Severity.ERROR, wanted[-1], message, remedy="leave one of them out")
     name = parameters.get("draft_model")
     if name is not None and name not in chains:
-        yield _fault(
+        yield _diagnostic(
             entry,
             Severity.ERROR,
             "draft_model",
@@ -55,8 +55,8 @@ def draft_diagnostics(
         )
 
 
-def _fault(entry: ModelEntry, severity: Severity, key: str, message: str, *, remedy: str) -> Diagnostic:
-    return entry.parsed.fault(severity, "parameters", message, remedy=remedy, key=key)
+def _diagnostic(entry: ModelEntry, severity: Severity, key: str, message: str, *, remedy: str) -> Diagnostic:
+    return entry.parsed.diagnostic(severity, "parameters", message, remedy=remedy, key=key)
 
 
 _OF_CACHE = frozenset({"kv_cache_bytes", "prefix_cache"})
@@ -80,7 +80,7 @@ def stage_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None)
             yield from _parameters(parsed, config, names, what="a model that is not a logits stage")
         return
     for field in unsupported_in_role(parsed.message, role):
-        yield parsed.fault(field.severity, field.path, field.message, remedy=_LEAVE_OUT)
+        yield parsed.diagnostic(field.severity, field.path, field.message, remedy=_LEAVE_OUT)
     for index, group in enumerate(config.instance_groups):
         if index or len(group.gpus) > 1:
             path, what = f"instance_group[{index}]", "a second instance group"
@@ -88,7 +88,7 @@ def stage_diagnostics(entry: ModelEntry, config: ModelConfig, role: Role | None)
                 path, what = f"{path}.gpus", "a second GPU"
             instead = "one engine runs the model, on the first device of the first group"
             message = f"{what} is not honoured in a {role}: {instead}"
-            yield parsed.fault(Severity.WARNING, path, message, remedy=_LEAVE_OUT)
+            yield parsed.diagnostic(Severity.WARNING, path, message, remedy=_LEAVE_OUT)
     if role is Role.DECODER:
         yield from _tensors(parsed, config)
     if role is not Role.TOKENIZER:  # which is served as a model of its own, too
@@ -122,15 +122,15 @@ def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
         if spec.name not in INPUTS and not is_logits:
             message = f"input '{spec.name}' is not honoured in a decoder stage: a request cannot set it"
             remedy = nearest(spec.name, known=sorted(INPUTS))
-            yield parsed.fault(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
+            yield parsed.diagnostic(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
     for index, spec in enumerate(config.outputs):
         if spec.name != OUTPUT:
             message = f"output '{spec.name}' is not honoured in a decoder stage: it gives {OUTPUT} alone"
-            yield parsed.fault(Severity.WARNING, f"output[{index}].name", message, remedy=_LEAVE_OUT)
+            yield parsed.diagnostic(Severity.WARNING, f"output[{index}].name", message, remedy=_LEAVE_OUT)
     if not config.output(OUTPUT):
         message = f"a decoder stage gives {OUTPUT}, which this config lacks"
         remedy = f'add `output {{ name: "{OUTPUT}" data_type: TYPE_STRING dims: [ 1 ] }}`'
-        yield parsed.fault(Severity.ERROR, "output", message, remedy=remedy)
+        yield parsed.diagnostic(Severity.ERROR, "output", message, remedy=remedy)
 
 
 def _versions(entry: ModelEntry, config: ModelConfig, role: Role) -> Iterator[Diagnostic]:
@@ -138,11 +138,11 @@ def _versions(entry: ModelEntry, config: ModelConfig, role: Role) -> Iterator[Di
     try:
         *others, last = served_versions(config, entry.versions)
     except RepositoryError:
-        return      # which is a fault of the files, or none of an ensemble
+        return      # which is a diagnostic of the files, or none of an ensemble
     if others:
         message = f"version_policy is not honoured in a {role}: the engine runs one version, {last}"
         remedy = f"write `version_policy {{ specific {{ versions: {last} }} }}`"
-        yield entry.parsed.fault(Severity.WARNING, "version_policy", message, remedy=remedy)
+        yield entry.parsed.diagnostic(Severity.WARNING, "version_policy", message, remedy=remedy)
 
 
 def _unread(config: ModelConfig, role: Role) -> frozenset[str]:
@@ -164,7 +164,7 @@ def _parameters(
 ) -> Iterator[Diagnostic]:
     for name in sorted(names & config.parameters.keys()):
         belongs = name in LOGITS_PARAMETERS
-        yield parsed.fault(
+        yield parsed.diagnostic(
             Severity.WARNING,
             "parameters",
             f"parameter {name!r} has no effect in {what}",
@@ -178,12 +178,12 @@ def _warmups(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
     try:
         input_ids, longest = LogitsNames.of(config).input_ids, context_length(config)
     except RepositoryError:
-        return      # which is a fault of the tensors or the parameters
+        return      # which is a diagnostic of the tensors or the parameters
     for index, sample in enumerate(config.warmups):
         spec = next((spec for spec in sample.inputs if spec.name == input_ids), None)
         problem = _problem(spec, longest=longest) if spec and sample.batch_size else ""
         if problem:
-            yield parsed.fault(
+            yield parsed.diagnostic(
                 Severity.ERROR,
                 f"model_warmup[{index}].inputs",
                 f"failed to run warmup sample '{sample.name}': {problem}",

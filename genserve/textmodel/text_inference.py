@@ -56,7 +56,7 @@ _READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
 
 
 class TextGeneration:
-    """Text in, text out, as it is generated; a `Runner`.
+    """Text in, text out, as it is generated; a `ModelRuntime`.
 
     With `stream` each step is a response; without it there is one, with the whole text.
     """

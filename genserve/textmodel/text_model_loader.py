@@ -27,7 +27,7 @@ from genserve.repository.ensemble_steps import Chain, generation_stages
 from genserve.repository.index import ModelEntry
 from genserve.repository.loading import output_labels
 from genserve.repository.model_validation import accept, model_diagnostics
-from genserve.repository.model_versions import Runner, Served
+from genserve.repository.model_versions import ModelRuntime, ModelVersion
 from genserve.repository.options import RepositoryOptions
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_stage import load_decoding
@@ -85,7 +85,7 @@ def _draft_model(
     """Load the logits stage of an ensemble once more, to draft on the CPU."""
     stages = generation_stages(entries[name], entries)
     assert stages is not None  # or the logits stage's config would have an error
-    accept(fault for stage in stages.values() for fault in model_diagnostics(stage, entries))
+    accept(diagnostic for stage in stages.values() for diagnostic in model_diagnostics(stage, entries))
     if not tokenizer.has_vocabulary_of(Tokenizer.from_folder(stages["tokenizer"].latest_version())):
         raise RepositoryError(
             f"draft_model {name!r} has another vocabulary: its token ids mean other words",
@@ -98,7 +98,7 @@ def _draft_model(
 _CACHES_IN_QUEUE = 4
 
 
-def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics: Metrics) -> Served:
+def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics: Metrics) -> ModelVersion:
     """Load a logits stage that no ensemble has, with an engine of its own.
 
     Raises:
@@ -131,7 +131,7 @@ def load_generation(
     *,
     options: RepositoryOptions,
     metrics: Metrics,
-) -> list[Served]:
+) -> list[ModelVersion]:
     """Load the three stages of an ensemble and start its engine.
 
     Returns:
@@ -142,7 +142,8 @@ def load_generation(
         MissingDependency: ONNX Runtime is not installed.
     """
     started_s = time.monotonic()
-    accept(fault for model in (entry, *stages.values()) for fault in model_diagnostics(model, entries))
+    models = (entry, *stages.values())
+    accept(each for model in models for each in model_diagnostics(model, entries))
     names = _logits_names(stages["logits"])
     placement = logits_placement(stages["logits"], strict_placement=options.strict_placement)
     ensemble = _ensemble(entry, stages, entries, placement=placement, options=options, metrics=metrics)
@@ -182,7 +183,7 @@ def _logits_names(entry: ModelEntry) -> LogitsNames:
 
 
 class _Inside:
-    """A decoder stage, which is a loop inside of its ensemble's engine; a `Runner`."""
+    """A decoder stage, which is a loop inside of its ensemble's engine; a `ModelRuntime`."""
 
     def __init__(self, ensemble: TextModel) -> None:
         self._ensemble = ensemble
@@ -286,7 +287,7 @@ def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -
                 served.close(timeout_s=0)
 
 
-def _submit(served: Served, inferences: Sequence[Inference]) -> None:
+def _submit(served: ModelVersion, inferences: Sequence[Inference]) -> None:
     for inference in inferences:
         served.submit(inference)
 
@@ -332,19 +333,19 @@ def _queue_limits(options: RepositoryOptions, *, num_cache_tokens: int) -> Queue
 
 def _served(
     entry: ModelEntry,
-    runner: Runner,
+    runner: ModelRuntime,
     statistics: ModelStatistics,
     *,
     load_s: float,
     options: RepositoryOptions,
     placement: Placement = ON_CPU,
-) -> Served:
+) -> ModelVersion:
     """Serve by the version of a model that its policy and its step name; an ensemble needs no folder."""
     message = type(entry.parsed.message)()
     message.CopyFrom(entry.parsed.message)
     normalise(message, model_folder=entry.path, gpus=num_gpus() if placement.kind == "GPU" else 0)
     config = model_config(message, name=entry.name)
-    return Served(
+    return ModelVersion(
         runner,
         config=config,
         version=int(entry.latest_version().name) if entry.versions else 1,

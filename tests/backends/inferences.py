@@ -38,7 +38,7 @@ def config_of(text: str, *, name: str = "m") -> ModelConfig:
 def source_of(config: ModelConfig, path: Path, *, version: int = 1) -> ModelSource:
     """The version in `<path>/<version>`."""
     return ModelSource(
-        config=config, version=version, path=path, folder=path / str(version), door=None, metrics=Metrics()
+        config=config, version=version, path=path, folder=path / str(version), server=None, metrics=Metrics()
     )
 
 

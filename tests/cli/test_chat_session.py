@@ -1,9 +1,115 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
+
 import pytest
 
+from genserve.cli.chat_session import Conversation, Exchange, PrintedAnswer, print_answer
+from genserve.completion import Delta, FinishReason, Stream, Usage
 from genserve.errors import InvalidRequest
-from tests.cli.fake_model import FakeModel, chat_with
+from genserve.prompt import Message
+from tests.cli.fake_model import FakeDeltas, FakeModel, chat_with
+
+
+def test_the_turns_come_in_order_after_the_system_prompt() -> None:
+    conversation = Conversation(system="Be brief.")
+    conversation.add("Hi", answer="Hello.")
+    assert conversation.messages_with("Bye") == [
+        Message(role="system", content="Be brief."),
+        Message(role="user", content="Hi"),
+        Message(role="assistant", content="Hello."),
+        Message(role="user", content="Bye"),
+    ]
+
+
+def test_a_question_that_is_only_asked_is_not_remembered() -> None:
+    conversation = Conversation()
+    conversation.messages_with("Hi")
+    assert conversation.messages() == []
+
+
+def test_undo_forgets_one_exchange_and_tells_it() -> None:
+    conversation = Conversation()
+    conversation.add("1", answer="one")
+    conversation.add("2", answer="two")
+    assert conversation.undo() == Exchange(question="2", answer="two")
+    assert [m.content for m in conversation.messages()] == ["1", "one"]
+    conversation.undo()
+    assert conversation.undo() is None
+
+
+def test_clear_keeps_the_system_prompt() -> None:
+    conversation = Conversation(system="Be brief.")
+    conversation.add("Hi", answer="Hello.")
+    conversation.clear()
+    assert conversation.messages() == [Message(role="system", content="Be brief.")]
+
+
+class InterruptedDeltas(FakeDeltas):
+    """Ctrl-C comes after the second delta."""
+
+    def _answer(self, words: list[str]) -> Iterator[Delta]:
+        deltas = super()._answer(words)
+        yield next(deltas)
+        yield next(deltas)
+        raise KeyboardInterrupt
+
+
+def print_deltas(deltas: FakeDeltas) -> tuple[PrintedAnswer, list[str]]:
+    written: list[str] = []
+    ticks = count()
+    clock = lambda: float(next(ticks))  # noqa: E731
+    return print_answer(lambda: Stream(deltas), write=written.append, clock=clock), written
+
+
+def test_each_piece_is_written_as_it_comes_and_kept() -> None:
+    deltas = FakeDeltas("good day")
+    answer, written = print_deltas(deltas)
+    assert written == ["GOOD", " DAY", ""]
+    assert answer == PrintedAnswer(
+        text="GOOD DAY",
+        num_tokens=3,
+        first_token_s=1.0,
+        last_token_s=3.0,
+        finish_reason=FinishReason.END_OF_SEQUENCE,
+        usage=Usage(prompt_tokens=10, completion_tokens=3),
+    )
+    assert deltas.is_closed
+
+
+def test_ctrl_c_closes_the_stream_and_keeps_what_came() -> None:
+    deltas = InterruptedDeltas("one two three")
+    answer, _ = print_deltas(deltas)
+    assert deltas.is_closed
+    assert answer == PrintedAnswer(text="ONE TWO", num_tokens=2, first_token_s=1.0, last_token_s=2.0)
+
+
+def test_ctrl_c_before_the_server_answers_keeps_nothing() -> None:
+    def interrupt() -> Stream:
+        raise KeyboardInterrupt
+
+    answer = print_answer(interrupt, write=lambda _text: None, clock=lambda: 0.0)
+    assert answer == PrintedAnswer(text="", num_tokens=0)
+
+
+def test_the_pace_counts_the_tokens_after_the_first() -> None:
+    answer = PrintedAnswer(text="", num_tokens=11, first_token_s=0.25, last_token_s=2.25)
+    assert answer.tokens_per_s == 5.0
+    assert answer.summary(max_length=None) == "11 tokens · first after 250 ms · 5.0 tokens/s · stopped"
+
+
+def test_one_token_has_no_pace_and_the_context_is_told_if_it_is_known() -> None:
+    answer = PrintedAnswer(
+        text="",
+        num_tokens=1,
+        first_token_s=0.25,
+        last_token_s=0.25,
+        finish_reason=FinishReason.LENGTH,
+        usage=Usage(prompt_tokens=9, completion_tokens=1),
+    )
+    assert answer.summary(max_length=2048) == "1 tokens · first after 250 ms · context 10 of 2048 · length"
+    assert answer.summary(max_length=None) == "1 tokens · first after 250 ms · context 10 · length"
 
 
 def test_a_question_is_sent_with_the_options_and_what_was_said_before() -> None:

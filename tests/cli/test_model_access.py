@@ -4,9 +4,95 @@ from pathlib import Path
 
 import pytest
 
-from genserve.cli.model_access import open_model
-from genserve.errors import ModelNotFound
+from genserve.cli.model_access import choose_model, local_models, open_model
+from genserve.errors import ModelNotFound, RepositoryError
 from tests.client.scripted_server import models_reply, scripted
+
+STAGES = ("tokenizer", "logits", "decoder")
+
+
+def add_model(repository: Path, name: str, *, weights: bool = True) -> None:
+    """The folders of one model; without weights they hold what a clone of a repository holds."""
+    steps = ", ".join(
+        f'{{ model_name: "{name}_{stage}" model_version: -1 '
+        f'input_map {{ key: "a" value: "a" }} output_map {{ key: "b" value: "b" }} }}'
+        for stage in STAGES
+    )
+    ensemble = f'name: "{name}" platform: "ensemble" ensemble_scheduling {{ step [ {steps} ] }}'
+    write_config(repository / name, ensemble)
+    for stage in STAGES:
+        folder = repository / f"{name}_{stage}"
+        write_config(folder, f'name: "{folder.name}" backend: "{stage}"')
+        (folder / "1").mkdir()
+        (folder / "1" / ".gitkeep").touch()
+        if weights or stage == "decoder":
+            (folder / "1" / "file").write_bytes(b"12345")
+
+
+def write_config(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(text)
+
+
+def test_only_ensembles_are_listed_each_with_the_size_of_its_stages(tmp_path: Path) -> None:
+    add_model(tmp_path, "b")
+    add_model(tmp_path, "a")
+    (tmp_path / "broken").mkdir()
+    listed = [(m.name, m.size_bytes, m.missing) for m in local_models(tmp_path)]
+    assert listed == [("a", 15, ()), ("b", 15, ())]
+
+
+def test_an_ensemble_of_other_models_is_not_listed(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    write_config(tmp_path / "a_tokenizer_2", 'backend: "python"')
+    config = (tmp_path / "a" / "config.pbtxt").read_text()
+    plain = config.replace('name: "a"', 'name: "plain"').replace('"a_tokenizer"', '"a_tokenizer_2"')
+    write_config(tmp_path / "plain", plain)
+    assert [model.name for model in local_models(tmp_path)] == ["a"]
+
+
+def test_a_stage_without_files_or_without_a_folder_is_missing(tmp_path: Path) -> None:
+    add_model(tmp_path, "a", weights=False)
+    (tmp_path / "a_decoder").rename(tmp_path / ".away")
+    assert local_models(tmp_path)[0].missing == ("a_tokenizer", "a_logits", "a_decoder")
+
+
+def test_the_only_model_is_chosen_and_else_the_default_one(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    assert choose_model(None, repository=tmp_path) == "a"
+    add_model(tmp_path, "smollm2")
+    assert choose_model(None, repository=tmp_path) == "smollm2"
+    assert choose_model("a", repository=tmp_path) == "a"
+
+
+def test_an_empty_repository_says_how_to_bring_a_model_into_it(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError) as caught:
+        choose_model(None, repository=tmp_path)
+    assert f"`genserve pull smollm2 --model-repository {tmp_path}`" in caught.value.remedy
+
+
+def test_the_default_model_without_weights_is_to_be_pulled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    add_model(tmp_path / "model_repository", "smollm2", weights=False)
+    with pytest.raises(RepositoryError, match="no weights yet") as caught:
+        choose_model(None, repository=Path("model_repository"))
+    assert caught.value.remedy == "`genserve pull smollm2`"
+
+
+def test_another_model_without_weights_is_to_be_exported(tmp_path: Path) -> None:
+    add_model(tmp_path, "a", weights=False)
+    with pytest.raises(RepositoryError) as caught:
+        choose_model("a", repository=tmp_path)
+    assert "genserve export SOURCE --name a" in caught.value.remedy
+
+
+def test_an_unknown_model_is_answered_with_those_that_are_there(tmp_path: Path) -> None:
+    add_model(tmp_path, "a")
+    with pytest.raises(RepositoryError) as caught:
+        choose_model("x", repository=tmp_path)
+    assert caught.value.remedy.startswith("models there: a; or ")
 
 
 def test_the_only_model_of_a_server_needs_no_name() -> None:

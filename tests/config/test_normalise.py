@@ -13,12 +13,12 @@ from genserve.errors import RepositoryError
 
 
 def normalised(text: str, *, gpus: int, strict: bool = False):
-    """(kind, count, GPUs) of each group, and `severity: message` of each fault."""
+    """(kind, count, GPUs) of each group, and `severity: message` of each diagnostic."""
     message = text_format.Parse(f'backend: "python" {text}', new_model_config())
-    faults = normalise(message, model_folder=Path("m"), gpus=gpus, strict_placement=strict)
+    diagnostics = normalise(message, model_folder=Path("m"), gpus=gpus, strict_placement=strict)
     groups = message.instance_group
     placed = [(group.Kind.Name(group.kind), group.count, list(group.gpus)) for group in groups]
-    return placed, [f"{fault.severity.value}: {fault.message}" for fault in faults]
+    return placed, [f"{diagnostic.severity.value}: {diagnostic.message}" for diagnostic in diagnostics]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.config.diagnostics import Places
+from genserve.config.diagnostics import SourceMap
 
 TEXT = """\
 # name: "of a comment"
@@ -39,14 +39,14 @@ platform: "p"
 def test_a_field_has_the_place_of_its_name_and_a_message_of_a_list_that_of_its_brace(
     path: str, place: str
 ) -> None:
-    assert Places(TEXT).of(path) == place
+    assert SourceMap(TEXT).of(path) == place
 
 
 def test_what_is_not_written_has_the_place_of_what_is_around_it() -> None:
-    assert Places(TEXT).of("input[1].data_type") == "4:9"
-    assert Places(TEXT).of("backend") == "1:1"
+    assert SourceMap(TEXT).of("input[1].data_type") == "4:9"
+    assert SourceMap(TEXT).of("backend") == "1:1"
 
 
 def test_an_entry_of_a_map_is_found_by_its_key() -> None:
-    assert Places(TEXT).of_key("parameters", "k") == "6:1"
-    assert Places(TEXT).of_key("parameters", "l") == "7:14"
+    assert SourceMap(TEXT).of_key("parameters", "k") == "6:1"
+    assert SourceMap(TEXT).of_key("parameters", "l") == "7:14"

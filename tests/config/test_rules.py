@@ -222,13 +222,13 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 
 def faults_of(text: str, *, folder: Path) -> list[str]:
-    """`line:column: severity: message; remedy` of each fault of a real file."""
+    """`line:column: severity: message; remedy` of each diagnostic of a real file."""
     file = folder / "m" / "config.pbtxt"
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    faults = inspect_model_config(file.parent).faults
-    assert all(fault.path == file for fault in faults)
-    return [f"{f.line}:{f.column}: {f.severity.value}: {f.message}; {f.remedy}" for f in faults]
+    diagnostics = inspect_model_config(file.parent).diagnostics
+    assert all(diagnostic.path == file for diagnostic in diagnostics)
+    return [f"{f.line}:{f.column}: {f.severity.value}: {f.message}; {f.remedy}" for f in diagnostics]
 
 
 @pytest.mark.parametrize(("text", "golden"), CASES.values(), ids=CASES)
@@ -273,7 +273,7 @@ def test_once_it_is_completed_nothing_may_be_missing(tmp_path: Path) -> None:
     (folder / "1" / "model.py").write_text("def auto_complete_config(config): ...")
     message = text_format.Parse(PYTHON + 'input { name: "a" dims: 1 }', new_model_config())
     parsed = inspect_message(message, path=folder / "config.pbtxt", folder=folder, completed=True)
-    assert [(fault.place, fault.message) for fault in parsed.faults] == [
+    assert [(diagnostic.place, diagnostic.message) for diagnostic in parsed.diagnostics] == [
         ("", "model input 'a' must specify 'data_type' for m")
     ]
 
@@ -282,7 +282,7 @@ def test_a_model_whose_files_say_all_needs_no_config(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.py").touch()
     parsed = inspect_model_config(tmp_path / "m")
-    assert parsed.faults == ()
+    assert parsed.diagnostics == ()
     assert parsed.config is not None
     assert parsed.config.backend == "python"
     assert parsed.message == new_model_config()

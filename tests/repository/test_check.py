@@ -52,9 +52,9 @@ def add(root: Path, *, config: str = 'backend: "python"', files: tuple[str, ...]
 
 
 def told(root: Path) -> list[str]:
-    """`place in the repository: severity: message; remedy` of each fault."""
-    faults = [fault for of_model in repository_diagnostics([root]).values() for fault in of_model]
-    lines = [f"{fault.where}: {fault.severity.value}: {fault.message}; {fault.remedy}" for fault in faults]
+    """`place in the repository: severity: message; remedy` of each diagnostic."""
+    diagnostics = [each for of_model in repository_diagnostics([root]).values() for each in of_model]
+    lines = [f"{each.where}: {each.severity.value}: {each.message}; {each.remedy}" for each in diagnostics]
     return [line.removeprefix(f"{root}/") for line in lines]
 
 
@@ -125,18 +125,18 @@ def test_a_model_of_a_backend_of_ones_own_is_clean(tmp_path):
     (tmp_path / "r" / "m").mkdir(parents=True)
     add(tmp_path / "r", config='backend: "mine"', files=("1/model.json",))
     assert repository_diagnostics([tmp_path / "r"], backend_folders=[backend.parent]) == {"m": ()}
-    [fault] = repository_diagnostics([tmp_path / "r"])["m"]
-    assert "unable to find backend library for backend 'mine'" in fault.message
+    [diagnostic] = repository_diagnostics([tmp_path / "r"])["m"]
+    assert "unable to find backend library for backend 'mine'" in diagnostic.message
 
 
 def test_a_model_of_two_repositories_is_refused(tmp_path):
     for root in ("one", "two"):
         (tmp_path / root / "m").mkdir(parents=True)
         add(tmp_path / root)
-    [fault] = repository_diagnostics([tmp_path / "one", tmp_path / "two"])["m"]
-    assert fault.message == "failed to poll model 'm': not unique across all model repositories"
-    assert str(tmp_path / "one" / "m") in fault.remedy
-    assert fault.path == tmp_path / "two" / "m"
+    [diagnostic] = repository_diagnostics([tmp_path / "one", tmp_path / "two"])["m"]
+    assert diagnostic.message == "failed to poll model 'm': not unique across all model repositories"
+    assert str(tmp_path / "one" / "m") in diagnostic.remedy
+    assert diagnostic.path == tmp_path / "two" / "m"
     assert repository_diagnostics([tmp_path / "one", tmp_path / "one"]) == {"m": ()}
 
 

@@ -76,9 +76,9 @@ def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, param
 def test_a_check_tells_the_place_of_a_draft_that_is_not_there(tiny_repository, tmp_path):
     root = speculating(tiny_repository, tmp_path / "models", draft_model="nobody")
     config = root / "tiny_logits" / "config.pbtxt"
-    [fault] = repository_diagnostics([root])["tiny_logits"]
-    assert fault.severity is Severity.ERROR
-    assert (fault.path, fault.line) == (config, len(config.read_text().splitlines()))
+    [diagnostic] = repository_diagnostics([root])["tiny_logits"]
+    assert diagnostic.severity is Severity.ERROR
+    assert (diagnostic.path, diagnostic.line) == (config, len(config.read_text().splitlines()))
 
 
 @pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
@@ -87,15 +87,15 @@ def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
 ):
     root = speculating(tiny_repository, tmp_path / "models", **parameter)
     shutil.rmtree(root / "tiny")
-    [fault] = repository_diagnostics([root])["tiny_logits"]
-    assert fault.severity is Severity.WARNING
+    [diagnostic] = repository_diagnostics([root])["tiny_logits"]
+    assert diagnostic.severity is Severity.WARNING
     [name] = parameter
-    assert fault.message.startswith(f"parameter '{name}' has no effect")
+    assert diagnostic.message.startswith(f"parameter '{name}' has no effect")
     repository = Repository([root])
     repository.start()
     assert repository.is_ready("tiny_logits")
     repository.close()
-    assert fault.message in caplog.text
+    assert diagnostic.message in caplog.text
 
 
 def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):

@@ -1,4 +1,4 @@
-"""The ensemble's graph, over a door of small functions that answer on a thread of their own."""
+"""The ensemble's graph, over a server of small functions that answer on a thread of their own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from genserve.errors import InferenceError, Status
 from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, OnResponse
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.ensemble import Ensemble, _Flow
-from genserve.repository.model_versions import Served
+from genserve.repository.model_versions import ModelVersion
 from genserve.tensor import Tensor
 
 Function = Callable[[dict[str, np.ndarray]], list[dict[str, np.ndarray]]]
 
 
-class FunctionDoor:
-    """A door to functions: from arrays to the responses of a model."""
+class FunctionServer:
+    """A server to functions: from arrays to the responses of a model."""
 
     def __init__(self, **functions: Function) -> None:
         self.functions = functions
@@ -53,8 +53,8 @@ class FunctionDoor:
         inference.send(None, final=True)
 
 
-class HeldDoor:
-    """A door to models that answer when the test does it for them, but for those that it says how to take."""
+class HeldServer:
+    """Models that answer when the test answers for them, except those in `takers`."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[Inference]] = {}
@@ -83,13 +83,13 @@ def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> Ensembl
 
 
 def served(
-    door: FunctionDoor | HeldDoor,
+    server: FunctionServer | HeldServer,
     models: dict[str, ModelConfig],
     *steps: EnsembleStep,
     inputs=("x",),
     outputs=("y",),
     limit: int = 0,
-) -> Served:
+) -> ModelVersion:
     config = ModelConfig(
         name="e",
         platform="ensemble",
@@ -100,9 +100,9 @@ def served(
     )
     statistics = ModelStatistics()
     graph = Ensemble(
-        config, door=door, config_of=lambda step: models[step.model_name], statistics=statistics
+        config, server=server, config_of=lambda step: models[step.model_name], statistics=statistics
     )
-    return Served(graph, config=config, version=1, statistics=statistics)
+    return ModelVersion(graph, config=config, version=1, statistics=statistics)
 
 
 def inference_of(on_response: OnResponse, **arrays: np.ndarray) -> Inference:
@@ -114,7 +114,7 @@ def inference_of(on_response: OnResponse, **arrays: np.ndarray) -> Inference:
     return Inference(request=request, on_response=on_response)
 
 
-def ask(model: Served, **arrays: np.ndarray) -> list[InferenceResponse | None]:
+def ask(model: ModelVersion, **arrays: np.ndarray) -> list[InferenceResponse | None]:
     """All that comes, in order; `None` stands for an end that came alone."""
     arrived: queue.SimpleQueue[tuple[InferenceResponse | None, bool]] = queue.SimpleQueue()
     model.submit(inference_of(lambda response, final: arrived.put((response, final)), **arrays))
@@ -140,31 +140,31 @@ def model(name: str, inputs=("a",), outputs=("b",), *, decoupled: bool = False) 
 
 
 def test_steps_run_in_the_order_of_their_tensors_not_of_the_list():
-    door = FunctionDoor(
+    server = FunctionServer(
         double=lambda t: [{"b": t["a"] * 2}], increase=lambda t: [{"b": t["a"] + 1}]
     )
     ensemble = served(
-        door,
+        server,
         {"double": model("double"), "increase": model("increase")},
         step("increase", {"a": "doubled"}, {"b": "y"}),
         step("double", {"a": "x"}, {"b": "doubled"}),
     )
     [response] = ask(ensemble, x=[1, 2])
     assert values([response]) == [[3, 5]]
-    assert [request.model_name for request in door.seen] == ["double", "increase"]
-    assert {request.id for request in door.seen} == {"7"}
+    assert [request.model_name for request in server.seen] == ["double", "increase"]
+    assert {request.id for request in server.seen} == {"7"}
     assert ensemble.statistics.success.count == ensemble.statistics.inference_count == 1
     assert ensemble.statistics.execution_count == 1
 
 
 def test_two_branches_meet_again():
-    door = FunctionDoor(
+    server = FunctionServer(
         double=lambda t: [{"b": t["a"] * 2}],
         increase=lambda t: [{"b": t["a"] + 1}],
         add=lambda t: [{"s": t["p"] + t["q"]}],
     )
     ensemble = served(
-        door,
+        server,
         {"double": model("double"), "increase": model("increase"), "add": model("add", ("p", "q"), ("s",))},
         step("double", {"a": "x"}, {"b": "l"}),
         step("increase", {"a": "x"}, {"b": "r"}),
@@ -175,13 +175,13 @@ def test_two_branches_meet_again():
 
 
 def test_each_response_of_a_decoupled_step_goes_through_the_rest_with_the_tensors_of_its_side():
-    door = FunctionDoor(
+    server = FunctionServer(
         repeat=lambda t: [{"b": t["a"] + k} for k in range(3)],
         slow=lambda t: [{"b": t["a"] * 100}],
         add=lambda t: [{"s": t["p"] + t["q"]}],
     )
     ensemble = served(
-        door,
+        server,
         {
             "repeat": model("repeat", decoupled=True),
             "slow": model("slow"),
@@ -197,9 +197,9 @@ def test_each_response_of_a_decoupled_step_goes_through_the_rest_with_the_tensor
 
 
 def test_a_decoupled_step_without_responses_ends_the_request_without_one():
-    door = FunctionDoor(repeat=lambda t: [], increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(repeat=lambda t: [], increase=lambda t: [{"b": t["a"] + 1}])
     ensemble = served(
-        door,
+        server,
         {"repeat": model("repeat", decoupled=True), "increase": model("increase")},
         step("repeat", {"a": "x"}, {"b": "part"}),
         step("increase", {"a": "part"}, {"b": "y"}),
@@ -208,9 +208,9 @@ def test_a_decoupled_step_without_responses_ends_the_request_without_one():
 
 
 def test_what_a_response_costs_does_not_grow_with_those_on_their_way(monkeypatch):
-    door = HeldDoor()
+    server = HeldServer()
     ensemble = served(
-        door,
+        server,
         {"repeat": model("repeat", decoupled=True), "hold": model("hold")},
         step("repeat", {"a": "x"}, {"b": "part"}),
         step("hold", {"a": "part"}, {"b": "y"}),
@@ -224,26 +224,26 @@ def test_what_a_response_costs_does_not_grow_with_those_on_their_way(monkeypatch
     costs = []
     for number in range(50):
         looks.clear()
-        door.held["repeat"][0].send(_response({"b": np.float32([number])}), final=False)
+        server.held["repeat"][0].send(_response({"b": np.float32([number])}), final=False)
         costs.append(len(looks))
     assert len(inference.parts) == 51
-    for part in door.held["hold"]:
+    for part in server.held["hold"]:
         looks.clear()
         part.send(_response({"b": np.float32([0])}), final=True)
         costs.append(len(looks))
     assert max(costs) < 20
-    assert inference.parts == door.held["repeat"]
-    door.held["repeat"][0].send(None, final=True)
+    assert inference.parts == server.held["repeat"]
+    server.held["repeat"][0].send(None, final=True)
     assert arrived == [False] * 50 + [True]
 
 
 def test_streams_of_streams_end_with_the_last_of_them():
-    door = FunctionDoor(
+    server = FunctionServer(
         repeat=lambda t: [{"b": t["a"] * 10 + k} for k in range(3)],
         increase=lambda t: [{"b": t["a"] + 1}],
     )
     ensemble = served(
-        door,
+        server,
         {"repeat": model("repeat", decoupled=True), "increase": model("increase")},
         step("repeat", {"a": "x"}, {"b": "part"}),
         step("repeat", {"a": "part"}, {"b": "smaller"}),
@@ -255,9 +255,9 @@ def test_streams_of_streams_end_with_the_last_of_them():
 
 
 def test_no_step_begins_once_another_has_failed():
-    door = HeldDoor()
+    server = HeldServer()
     ensemble = served(
-        door,
+        server,
         {"fail": model("fail"), "slow": model("slow"), "last": model("last")},
         step("fail", {"a": "x"}, {"b": "z"}),
         step("slow", {"a": "x"}, {"b": "m"}),
@@ -266,19 +266,19 @@ def test_no_step_begins_once_another_has_failed():
     )
     arrived = []
     ensemble.submit(inference_of(lambda response, final: arrived.append(response.error.message), x=[1]))
-    door.held["fail"][0].fail(InferenceError("no luck"))
-    door.held["slow"][0].send(_response({"b": np.float32([1])}), final=True)
+    server.held["fail"][0].fail(InferenceError("no luck"))
+    server.held["slow"][0].send(_response({"b": np.float32([1])}), final=True)
     assert arrived == ["in ensemble 'e', no luck"]
-    assert "last" not in door.held
+    assert "last" not in server.held
 
 
 def test_an_error_names_the_ensemble_and_keeps_its_code():
     def fail(tensors):
         raise InferenceError("no luck", status=Status.UNAVAILABLE)
 
-    door = FunctionDoor(fail=fail, increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(fail=fail, increase=lambda t: [{"b": t["a"] + 1}])
     ensemble = served(
-        door,
+        server,
         {"fail": model("fail"), "increase": model("increase")},
         step("fail", {"a": "x"}, {"b": "m"}),
         step("increase", {"a": "m"}, {"b": "y"}),
@@ -290,25 +290,25 @@ def test_an_error_names_the_ensemble_and_keeps_its_code():
 
 
 def test_an_optional_tensor_that_is_not_sent_leaves_out_what_needs_it():
-    door = FunctionDoor(
+    server = FunctionServer(
         either=lambda t: [{"b": t["a"] + t.get("c?", 0)}], need=lambda t: [{"b": t["a"]}]
     )
     ensemble = served(
-        door,
+        server,
         {"either": model("either", ("a", "c?")), "need": model("need")},
         step("need", {"a": "w?"}, {"b": "c"}),
         step("either", {"a": "x", "c?": "c"}, {"b": "y"}),
         inputs=("x", "w?"),
     )
     assert values(ask(ensemble, x=[1])) == [[1]]
-    assert [request.model_name for request in door.seen] == ["either"]
+    assert [request.model_name for request in server.seen] == ["either"]
     assert values(ask(ensemble, x=[1], **{"w?": [5]})) == [[6]]
 
 
 def test_an_output_that_nothing_made_is_an_error():
-    door = FunctionDoor(need=lambda t: [{"b": t["a"]}])
+    server = FunctionServer(need=lambda t: [{"b": t["a"]}])
     ensemble = served(
-        door,
+        server,
         {"need": model("need")},
         step("need", {"a": "w?"}, {"b": "y"}),
         inputs=("x", "w?"),
@@ -318,9 +318,9 @@ def test_an_output_that_nothing_made_is_an_error():
 
 
 def test_a_step_that_is_refused_fails_the_request_once():
-    door = FunctionDoor(increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(increase=lambda t: [{"b": t["a"] + 1}])
     ensemble = served(
-        door,
+        server,
         {"increase": model("increase"), "nobody": model("nobody")},
         step("increase", {"a": "x"}, {"b": "m"}),
         step("nobody", {"a": "m"}, {"b": "y"}),
@@ -331,22 +331,22 @@ def test_a_step_that_is_refused_fails_the_request_once():
 
 @pytest.mark.parametrize(("ensemble_dims", "model_batches"), [((2,), False), ((2,), True)])
 def test_a_batch_dimension_of_one_is_added_where_only_the_model_batches(ensemble_dims, model_batches):
-    door = FunctionDoor(increase=lambda t: [{"b": t["a"] + 1}])
+    server = FunctionServer(increase=lambda t: [{"b": t["a"] + 1}])
     config = ModelConfig(
         name="increase", inputs=(spec("a"),), outputs=(spec("b"),), max_batch_size=8 if model_batches else 0
     )
-    ensemble = served(door, {"increase": config}, step("increase", {"a": "x"}, {"b": "y"}))
+    ensemble = served(server, {"increase": config}, step("increase", {"a": "x"}, {"b": "y"}))
     ask(ensemble, x=[1, 2])
-    assert door.seen[0].inputs["a"].shape == ((1, 2) if model_batches else (2,))
+    assert server.seen[0].inputs["a"].shape == ((1, 2) if model_batches else (2,))
 
 
 class Limited:
-    """The steps "one" and "two", one after the other and with a limit, over a door that holds requests."""
+    """The steps "one" and "two", one after the other and with a limit, over a server that holds requests."""
 
     def __init__(self, *, limit: int, decoupled: bool = False) -> None:
-        self.door = HeldDoor()
+        self.server = HeldServer()
         self.ensemble = served(
-            self.door,
+            self.server,
             {"one": model("one", decoupled=decoupled), "two": model("two")},
             step("one", {"a": "x"}, {"b": "m"}),
             step("two", {"a": "m"}, {"b": "y"}),
@@ -362,7 +362,7 @@ class Limited:
 
     def at(self, name: str) -> list[Inference]:
         """What is at the model of a step, and has not ended."""
-        return [part for part in self.door.held.get(name, []) if not part.ended]
+        return [part for part in self.server.held.get(name, []) if not part.ended]
 
 
 def answer(part: Inference, number: float, *, final: bool = True) -> None:
@@ -463,26 +463,26 @@ def test_what_is_refused_after_the_line_leaves_its_room_to_the_next():
     def refuse(inference: Inference) -> None:
         raise InferenceError("no more", status=Status.UNAVAILABLE)
 
-    limited.door.takers = {"one": refuse, "two": refuse}
+    limited.server.takers = {"one": refuse, "two": refuse}
     answer(first, 0)
     assert {response.error.message for [response] in arrived} == {"in ensemble 'e', no more"}
 
 
 def test_an_ensemble_that_is_a_step_holds_up_its_own_steps():
-    door = HeldDoor()
+    server = HeldServer()
     configs = {name: model(name, decoupled=name != "two") for name in ("inner", "one", "two")}
-    inner = served(door, configs, step("one", {"a": "a"}, {"b": "b"}), inputs=("a",), outputs=("b",))
-    door.takers["inner"] = inner.submit
+    inner = served(server, configs, step("one", {"a": "a"}, {"b": "b"}), inputs=("a",), outputs=("b",))
+    server.takers["inner"] = inner.submit
     steps = (step("inner", {"a": "x"}, {"b": "m"}), step("two", {"a": "m"}, {"b": "y"}))
-    outer = served(door, configs, *steps, limit=1)
+    outer = served(server, configs, *steps, limit=1)
     arrived: list[InferenceResponse] = []
     outer.submit(inference_of(lambda response, _: arrived.append(response), x=[0]))
-    (producer,) = door.held["one"]
+    (producer,) = server.held["one"]
     answer(producer, 0, final=False)
     assert not producer.backlog.waiting
     answer(producer, 1, final=False)
     assert producer.backlog.waiting
-    answer(door.held["two"][0], 0)
+    answer(server.held["two"][0], 0)
     assert not producer.backlog.waiting
 
 
@@ -490,7 +490,7 @@ def test_an_answer_that_comes_at_once_makes_room_at_once():
     limited = Limited(limit=1)
     arrived = [limited.ask()[1] for _ in range(2000)]
     first = limited.at("one")[0]
-    limited.door.takers = dict.fromkeys(("one", "two"), lambda part: answer(part, 7))
+    limited.server.takers = dict.fromkeys(("one", "two"), lambda part: answer(part, 7))
     answer(first, 7)
     assert all(values(responses) == [[7]] for responses in arrived)
 
@@ -524,10 +524,10 @@ def test_a_request_that_a_model_cannot_take_fails_alone(limit):
     def refuse_one(part):
         if part.inputs["a"].array[0] == 1:
             raise OSError("no room")
-        limited.door.held["two"].append(part)
+        limited.server.held["two"].append(part)
 
     limited = Limited(limit=limit)
-    limited.door.held["two"], limited.door.takers["two"] = [], refuse_one
+    limited.server.held["two"], limited.server.takers["two"] = [], refuse_one
     arrived = [limited.ask(number)[1] for number in range(3)]
     while running := limited.at("one") + limited.at("two"):
         answer(running[0], running[0].inputs["a"].array[0])

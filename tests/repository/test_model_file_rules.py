@@ -51,7 +51,7 @@ def model(root: Path, config: str) -> Path:
     )
 
 
-def fault(root: Path, name: str = "m"):
+def diagnostic(root: Path, name: str = "m"):
     [found] = repository_diagnostics([root])[name]
     assert found.severity.value == "error"
     assert found.remedy
@@ -75,7 +75,7 @@ def test_a_model_whose_file_is_in_order_is_clean(tmp_path, config):
 def test_a_git_lfs_pointer_is_called_one(tmp_path, config):
     file = model(tmp_path, config)
     file.write_bytes(POINTER)
-    found = fault(tmp_path)
+    found = diagnostic(tmp_path)
     assert found.path == file
     assert found.message == f"{file.name} is a Git LFS pointer, not the file that it stands for"
     assert found.remedy == "run `git lfs pull` in the repository"
@@ -86,7 +86,7 @@ def test_a_git_lfs_pointer_is_called_one(tmp_path, config):
 def test_an_empty_file_is_called_empty(tmp_path, config):
     file = model(tmp_path, config)
     file.write_bytes(b"")
-    assert fault(tmp_path).message == f"{file.name} is empty"
+    assert diagnostic(tmp_path).message == f"{file.name} is empty"
     assert f"{file.name} is empty" in load_error(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_garbage_and_half_a_file_are_found(tmp_path, config, content):
     file = model(tmp_path, config)
     whole = file.read_bytes()
     file.write_bytes(content or whole[: len(whole) // 2])
-    found = fault(tmp_path)
+    found = diagnostic(tmp_path)
     assert found.path == file
     assert "onnx runtime error" in found.message or "is no TorchScript archive" in found.message
     assert found.message[:20] in load_error(tmp_path)
@@ -114,10 +114,10 @@ def test_a_damaged_model_hides_no_other(tmp_path, config):
         for _ in range(random.randint(1, 4)):
             damaged[random.randrange(len(damaged))] = random.randrange(256)
         file.write_bytes(damaged)
-        faults = repository_diagnostics([tmp_path])
-        assert faults["whole"] == ()
-        assert all(fault.message and fault.remedy for fault in faults["m"])
-        num_found += bool(faults["m"])
+        diagnostics = repository_diagnostics([tmp_path])
+        assert diagnostics["whole"] == ()
+        assert all(diagnostic.message and diagnostic.remedy for diagnostic in diagnostics["m"])
+        num_found += bool(diagnostics["m"])
     assert num_found
 
 
@@ -126,10 +126,10 @@ def test_a_file_that_cannot_be_read_is_found(tmp_path, name, severity):
     file = model(tmp_path, ONNX).with_name(name)
     file.unlink(missing_ok=True)
     file.symlink_to("/proc/self/mem")   # nobody can read its beginning, not even root
-    faults = [fault for fault in repository_diagnostics([tmp_path])["m"] if "read" in fault.message]
-    assert [fault.severity.value for fault in faults] == [severity]
-    assert faults[0].message == f"{name} cannot be read: Input/output error"
-    assert faults[0].remedy
+    diagnostics = [each for each in repository_diagnostics([tmp_path])["m"] if "read" in each.message]
+    assert [diagnostic.severity.value for diagnostic in diagnostics] == [severity]
+    assert diagnostics[0].message == f"{name} cannot be read: Input/output error"
+    assert diagnostics[0].remedy
 
 
 @pytest.mark.parametrize("field", ["ir_version", "opset"])
@@ -141,12 +141,12 @@ def test_a_graph_that_is_too_new_for_the_runtime_is_found(tmp_path, field):
     else:
         graph.ir_version = 999
     onnx.save(graph, file)
-    assert "onnx runtime error" in fault(tmp_path).message
+    assert "onnx runtime error" in diagnostic(tmp_path).message
 
 
 def test_a_config_that_tells_of_another_graph_is_found_at_its_tensor(tmp_path):
     model(tmp_path, ONNX.replace("name: \"x\" data_type: TYPE_FP32", "name: \"x\" data_type: TYPE_INT64"))
-    found = fault(tmp_path)
+    found = diagnostic(tmp_path)
     assert found.where == f"{tmp_path}/m/config.pbtxt:2:1"
     assert "expects datatype TYPE_INT64 for input 'x', model provides TYPE_FP32" in found.message
     assert found.message in load_error(tmp_path)
@@ -155,15 +155,16 @@ def test_a_config_that_tells_of_another_graph_is_found_at_its_tensor(tmp_path):
 def test_weights_saved_without_code_are_called_that(tmp_path):
     file = model(tmp_path, TORCH)
     torch.save({"weight": torch.zeros(2)}, file)
-    assert "it holds weights without code" in fault(tmp_path).message
-    assert "torch.jit.save" in fault(tmp_path).remedy
+    assert "it holds weights without code" in diagnostic(tmp_path).message
+    assert "torch.jit.save" in diagnostic(tmp_path).remedy
 
 
 def test_check_opens_torchscript_without_torch(tmp_path):
     model(tmp_path, TORCH)
     code = (
-        "import sys; from pathlib import Path; from genserve.repository.model_validation import repository_diagnostics;"
-        f"assert repository_diagnostics([Path({str(tmp_path)!r})]) == {{'m': ()}}; print('torch' in sys.modules)"
+        "import sys; from pathlib import Path; from genserve.repository.model_validation import *;"
+        f"assert repository_diagnostics([Path({str(tmp_path)!r})]) == {{'m': ()}};"
+        "print('torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
@@ -172,7 +173,7 @@ def test_check_opens_torchscript_without_torch(tmp_path):
 def test_a_saved_model_without_its_graph_is_found(tmp_path):
     (tmp_path / "m" / "1" / "model.savedmodel" / "variables").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text(TORCH.replace("pytorch", "tensorflow"))
-    assert "there is no saved_model.pb" in fault(tmp_path).message
+    assert "there is no saved_model.pb" in diagnostic(tmp_path).message
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_a_saved_model_without_its_graph_is_found(tmp_path):
 )
 def test_a_broken_tokenizer_is_found(models, file, content):
     (models / "tiny_tokenizer" / "1" / file).write_bytes(content)
-    found = fault(models, "tiny_tokenizer")
+    found = diagnostic(models, "tiny_tokenizer")
     assert file in found.message
     assert found.message in load_error(models, "tiny")
 
@@ -190,13 +191,13 @@ def test_a_broken_tokenizer_is_found(models, file, content):
 def test_weights_beside_a_logits_graph_are_there_and_whole(models, size):
     data = models / "tiny_logits" / "1" / "model.onnx.data"
     os.truncate(data, size if size >= 0 else data.stat().st_size + size)
-    found = fault(models, "tiny_logits")
+    found = diagnostic(models, "tiny_logits")
     assert "out of bounds" in found.message
     assert "out of bounds" in load_error(models, "tiny")
     data.unlink()
-    assert "External data path does not exist" in fault(models, "tiny_logits").message
+    assert "External data path does not exist" in diagnostic(models, "tiny_logits").message
     data.write_bytes(POINTER)
-    assert "model.onnx.data is a Git LFS pointer" in fault(models, "tiny_logits").message
+    assert "model.onnx.data is a Git LFS pointer" in diagnostic(models, "tiny_logits").message
     assert "model.onnx.data is a Git LFS pointer" in load_error(models, "tiny")
 
 
@@ -204,14 +205,14 @@ def test_a_graph_that_is_no_logits_graph_is_found(models):
     file = models / "tiny_logits" / "1" / "model.onnx"
     nodes = [("Identity", ["x"], ["y"], {})]
     save_onnx(file, nodes, inputs={"x": (FLOAT, ["n"])}, outputs={"y": (FLOAT, ["n"])})
-    assert "has no KV cache: its inputs are x" in fault(models, "tiny_logits").message
+    assert "has no KV cache: its inputs are x" in diagnostic(models, "tiny_logits").message
     assert "has no KV cache: its inputs are x" in load_error(models, "tiny")
 
 
 def test_a_longer_context_than_the_graph_has_is_refused_at_its_parameter(models):
     config = models / "tiny_logits" / "config.pbtxt"
     config.write_text(config.read_text().replace('string_value: "256"', f'string_value: "{2**40}"'))
-    found = fault(models, "tiny_logits")
+    found = diagnostic(models, "tiny_logits")
     assert found.message == f"max_sequence_length is {2**40}; the context of model.onnx is 256"
     assert "max_sequence_length" in config.read_text().splitlines()[found.line - 1]
     assert found.message in load_error(models, "tiny")

@@ -47,16 +47,17 @@ def test_a_model_with_sound_plugins_has_no_faults(tmp_path):
 )
 def test_a_fault_is_found_at_its_place_and_would_not_load(tmp_path, code, plugins, place, words):
     path = write(tmp_path, code, plugins)
-    [fault] = plugin_diagnostics(path)
-    assert words in fault.message
-    assert fault.place == (place or "1:5")
+    [diagnostic] = plugin_diagnostics(path)
+    assert words in diagnostic.message
+    assert diagnostic.place == (place or "1:5")
     with pytest.raises(RepositoryError):
         load_decoding(path, name="stage")
 
 
 def test_both_methods_of_a_parser_are_missed(tmp_path):
     code = "class P:\n  def __init__(self, context): pass\n"
-    messages = [fault.message for fault in plugin_diagnostics(write(tmp_path, code, "output_parsers = {'p': P}"))]
+    found = plugin_diagnostics(write(tmp_path, code, "output_parsers = {'p': P}"))
+    messages = [each.message for each in found]
     assert messages == ["output_parsers: P has no method push", "output_parsers: P has no method flush"]
 
 
@@ -76,6 +77,6 @@ def test_what_only_running_it_can_tell_is_left_to_loading(tmp_path, code, plugin
 
 def test_checking_a_repository_finds_them(tmp_path, tiny_repository):
     root = copy_with_plugins(tiny_repository, tmp_path / "repository", more="\nif\n")
-    [fault] = repository_diagnostics([root])["tiny_decoder"]
+    [diagnostic] = repository_diagnostics([root])["tiny_decoder"]
     lines = len(documented_model().splitlines())
-    assert fault.where.startswith(f"{root}/tiny_decoder/1/model.py:{lines + 2}:")
+    assert diagnostic.where.startswith(f"{root}/tiny_decoder/1/model.py:{lines + 2}:")

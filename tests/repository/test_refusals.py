@@ -35,17 +35,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def errors(root: Path) -> dict[str, list[Diagnostic]]:
-    faults = repository_diagnostics([root])
-    severities = {name: Severity.WARNING if name in WARNED else Severity.ERROR for name in faults}
-    return {name: [fault for fault in faults[name] if fault.severity is severities[name]] for name in faults}
+    diagnostics = repository_diagnostics([root])
+    severities = {name: Severity.WARNING if name in WARNED else Severity.ERROR for name in diagnostics}
+    return {
+        name: [each for each in found if each.severity is severities[name]]
+        for name, found in diagnostics.items()
+    }
 
 
 @pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" in model])
 def test_what_triton_refuses_is_refused_in_its_words_with_a_remedy(name, root, errors):
     # Triton tells some of these while it runs the model, with more words around them.
     message = RECORDED[name]["message"].replace("REPOSITORY", str(root))
-    assert any(fault.message in message for fault in errors[name])
-    assert all(fault.remedy for fault in errors[name])
+    assert any(diagnostic.message in message for diagnostic in errors[name])
+    assert all(diagnostic.remedy for diagnostic in errors[name])
 
 
 @pytest.mark.parametrize("name", [name for name, model in RECORDED.items() if "message" not in model])

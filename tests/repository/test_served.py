@@ -17,7 +17,7 @@ from genserve.errors import Status
 from genserve.inference import Inference, InferenceRequest, InferenceResponse
 from genserve.inference_statistics import ModelStatistics
 from genserve.repository.instances import Instances
-from genserve.repository.model_versions import Served
+from genserve.repository.model_versions import ModelVersion
 from genserve.repository.response_cache import ResponseCache
 from genserve.schedulers.queue_scheduler import make_scheduler
 from genserve.schedulers.request_queue import stopping
@@ -91,7 +91,7 @@ class Stuck:
 class Requester:
     """Notes what came, and waits for the end."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ModelVersion) -> None:
         self.responses: list[InferenceResponse | None] = []
         self._ended = threading.Event()
         request = InferenceRequest(model_name="m", inputs={})
@@ -120,7 +120,7 @@ def test_what_has_not_ended_when_an_unload_stops_waiting_fails_and_a_stuck_insta
         statistics=statistics,
         exit_timeout_s=0,
     )
-    served = Served(instances, config=config, version=1, statistics=statistics)
+    served = ModelVersion(instances, config=config, version=1, statistics=statistics)
     running = Requester(served)
     assert model.executing.wait(30)
     waiting = Requester(served)
@@ -148,7 +148,7 @@ def test_a_request_that_meets_the_unload_is_told_once() -> None:
             pass
 
     statistics = ModelStatistics()
-    served = Served(Closing(), config=ModelConfig(name="m"), version=1, statistics=statistics)
+    served = ModelVersion(Closing(), config=ModelConfig(name="m"), version=1, statistics=statistics)
     assert Requester(served).error().status is Status.UNAVAILABLE
     assert (statistics.fail.count, served.num_pending) == (1, 0)
 
@@ -166,7 +166,7 @@ def test_a_request_that_the_cache_could_answer_is_told_of_the_unload_once() -> N
             pass
 
     cache = Closing(size_bytes=1)
-    served = Served(
+    served = ModelVersion(
         Idle(), config=ModelConfig(name="m"), version=1, statistics=ModelStatistics(), cache=cache
     )
     assert Requester(served).error().status is Status.UNAVAILABLE
@@ -181,7 +181,7 @@ def test_a_request_that_its_runner_cannot_take_holds_up_no_unload() -> None:
         def close(self) -> None:
             pass
 
-    served = Served(Broken(), config=ModelConfig(name="m"), version=1, statistics=ModelStatistics())
+    served = ModelVersion(Broken(), config=ModelConfig(name="m"), version=1, statistics=ModelStatistics())
     with pytest.raises(OSError, match="no room"):
         Requester(served)
     assert served.num_pending == 0

@@ -34,7 +34,7 @@ def change(models: Path, old: str, new: str) -> None:
 
 
 def errors(root: Path, name: str) -> list[Diagnostic]:
-    return [fault for fault in repository_diagnostics([root])[name] if fault.severity.value == "error"]
+    return [each for each in repository_diagnostics([root])[name] if each.severity.value == "error"]
 
 
 def load_error(root: Path, name: str) -> str:
@@ -63,11 +63,11 @@ def load_error(root: Path, name: str) -> str:
 )  # fmt: skip
 def test_a_size_that_nothing_has_room_for_is_refused_with_numbers(tmp_path, config, words):
     write_model(tmp_path, "m", config=config)
-    [fault] = errors(tmp_path, "m")
-    assert words in fault.message
-    assert fault.place
-    assert fault.remedy
-    assert fault.message in load_error(tmp_path, "m")
+    [diagnostic] = errors(tmp_path, "m")
+    assert words in diagnostic.message
+    assert diagnostic.place
+    assert diagnostic.remedy
+    assert diagnostic.message in load_error(tmp_path, "m")
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,17 @@ def test_a_context_of_a_graph_without_a_cache_is_bounded_by_memory(
     names = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
     version = add_chain(tiny_repository, tmp_path, name="whole", logits_config=config, **names)
     whole_torchscript(version / "model.pt", tiny_checkpoint)
-    [fault] = errors(tmp_path, "whole_logits")
-    assert f"the token ids of 8 sequences of {2**40} tokens would take {2**46} bytes" in fault.message
-    assert fault.message in load_error(tmp_path, "whole")
+    [diagnostic] = errors(tmp_path, "whole_logits")
+    assert f"the token ids of 8 sequences of {2**40} tokens would take {2**46} bytes" in diagnostic.message
+    assert diagnostic.message in load_error(tmp_path, "whole")
 
 
 def test_a_bound_of_the_cache_beyond_the_machine_is_a_warning(models):
     change(models, "sequence_batching {",
            'parameters { key: "kv_cache_bytes" value { string_value: "999999999GiB" } }\nsequence_batching {')
-    [fault] = repository_diagnostics([models])["tiny_logits"]
-    assert fault.severity.value == "warning"
-    assert f"this machine has {total_memory_bytes()} bytes" in fault.message
+    [diagnostic] = repository_diagnostics([models])["tiny_logits"]
+    assert diagnostic.severity.value == "warning"
+    assert f"this machine has {total_memory_bytes()} bytes" in diagnostic.message
 
 
 def test_a_config_that_a_client_brings_is_judged_alike(tmp_path):

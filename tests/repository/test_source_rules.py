@@ -8,7 +8,7 @@ from genserve.repository.model_validation import repository_diagnostics
 
 def faults_of(path, source):
     path.write_bytes(source)
-    return [(fault.place, fault.message) for fault in source_diagnostics(path)]
+    return [(diagnostic.place, diagnostic.message) for diagnostic in source_diagnostics(path)]
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ def test_a_repository_is_checked_in_the_versions_that_it_serves(tmp_path):
         (tmp_path / "m" / str(version)).mkdir(parents=True)
         (tmp_path / "m" / str(version) / "model.py").write_text(source)
     (tmp_path / "m" / "config.pbtxt").write_text('backend: "python"')
-    [fault] = repository_diagnostics([tmp_path])["m"]
-    assert fault.where == f"{tmp_path}/m/2/model.py:1:4"
+    [diagnostic] = repository_diagnostics([tmp_path])["m"]
+    assert diagnostic.where == f"{tmp_path}/m/2/model.py:1:4"

@@ -36,9 +36,9 @@ def change(models: Path, stage: str, old: str, new: str) -> None:
 
 
 def told(models: Path, stage: str) -> list[str]:
-    faults = repository_diagnostics([models])[stage]
-    assert all(fault.place for fault in faults)
-    return [f"{fault.severity.value}: {fault.message}" for fault in faults]
+    diagnostics = repository_diagnostics([models])[stage]
+    assert all(diagnostic.place for diagnostic in diagnostics)
+    return [f"{diagnostic.severity.value}: {diagnostic.message}" for diagnostic in diagnostics]
 
 
 def sample(num_ids: int | str, source: str = "zero_data: true", more: str = "") -> str:
@@ -144,12 +144,12 @@ def test_a_parameter_that_nobody_reads_there_is_named(models, stage, name, value
 
 def test_what_the_load_logs_is_what_check_says(models, caplog):
     add(models, "tiny_logits", "instance_group { count: 3 rate_limiter { } }")
-    faults = repository_diagnostics([models])["tiny_logits"]
+    diagnostics = repository_diagnostics([models])["tiny_logits"]
     with caplog.at_level(logging.WARNING):
         assert load_error(models) == ""
     logged = [record.getMessage() for record in caplog.records]
-    for fault in faults:
-        assert f"{fault.where}: {fault.message} ({fault.remedy})" in logged
+    for diagnostic in diagnostics:
+        assert f"{diagnostic.where}: {diagnostic.message} ({diagnostic.remedy})" in logged
 
 
 def test_a_stage_without_a_cache_is_told_that_nothing_is_cached(tiny_repository, tiny_checkpoint, tmp_path):

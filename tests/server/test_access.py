@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from genserve.errors import GenserveError
 from genserve.server.access_control import is_loopback
-from genserve.server.serve import Server
+from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
 from tests.live import LiveServer
 from tests.models import write_model

@@ -320,4 +320,4 @@ def test_a_model_that_is_not_loaded_is_told_with_the_reason(tmp_path):
         line_with(process, "Ready at")
         process.terminate()
         log = process.communicate()[1]
-    assert re.search(r"ERROR genserve\.repository\.control: model broken is not loaded: .*nonsense", log)
+    assert re.search(r"ERROR genserve\.repository\.\w+: model broken is not loaded: .*nonsense", log)

@@ -13,7 +13,7 @@ import tritonclient.http
 
 import genserve.server.request_body
 import genserve.tensor
-from genserve.server.offload import beside, work_of
+from genserve.server.offload import offload_if_large, write_cost
 from genserve.tensor import Tensor
 from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
@@ -21,17 +21,17 @@ from tests.server.live_kserve import copy_models
 
 async def test_much_work_is_done_on_another_thread():
     here = threading.get_ident()
-    assert await beside(100, threading.get_ident) == here
-    assert await beside(10**7, threading.get_ident) != here
+    assert await offload_if_large(100, threading.get_ident) == here
+    assert await offload_if_large(10**7, threading.get_ident) != here
 
 
 def test_strings_are_more_work_than_numbers_and_copies_the_least():
     numbers = Tensor("Y", np.zeros(10000, np.float32))
     strings = Tensor("Y", np.array([b""] * 10000, object))
     long = Tensor("Y", np.array([b"a" * 10**6], object))
-    assert work_of(numbers, copied=True) < work_of(numbers, copied=False) == 40000
-    assert work_of(strings, copied=True) > 256 * 1024
-    assert work_of(long, copied=True) == 10**6
+    assert write_cost(numbers, copied=True) < write_cost(numbers, copied=False) == 40000
+    assert write_cost(strings, copied=True) > 256 * 1024
+    assert write_cost(long, copied=True) == 10**6
 
 
 @pytest.fixture(scope="module")

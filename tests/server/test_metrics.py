@@ -21,7 +21,7 @@ from genserve.server.metrics_port import MetricsPort, _Handler
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
 from genserve.settings import ServerSettings
 from genserve.tensor import Tensor
-from tests.fakes.door import FakeDoor, fake_model
+from tests.fakes.inference_server import FakeInferenceServer, fake_model
 from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
 
@@ -31,32 +31,32 @@ def broken(inference: Inference) -> None:
 
 
 @pytest.fixture
-def door() -> Iterator[FakeDoor]:
-    door = FakeDoor(
+def inference_server() -> Iterator[FakeInferenceServer]:
+    inference_server = FakeInferenceServer(
         [
             fake_model("tagged", max_batch_size=8, metric_tags={"team": "a"}),
             fake_model("broken", broken),
             fake_model("cached", response_cache=True),
         ]
     )
-    yield door
-    door.close()
+    yield inference_server
+    inference_server.close()
 
 
-def run(door: FakeDoor, model: str, *, batch: int = 1) -> None:
+def run(inference_server: FakeInferenceServer, model: str, *, batch: int = 1) -> None:
     ended = threading.Event()
     request = InferenceRequest(model_name=model, inputs={"X": Tensor("X", np.zeros((batch, 2), np.float32))})
     inference = Inference(request=request, on_response=lambda _response, final: final and ended.set())
     inference.batch_size = batch
     counted = threading.Event()
     inference.when_ended(lambda _: counted.set())
-    door.submit(inference)
+    inference_server.submit(inference)
     assert ended.wait(10)
     assert counted.wait(10)
 
 
-def text(door: FakeDoor) -> str:
-    return generate(InferenceCollector(door))
+def text(inference_server: FakeInferenceServer) -> str:
+    return generate(InferenceCollector(inference_server))
 
 
 def generate(collector: InferenceCollector) -> str:
@@ -75,11 +75,11 @@ def value(page: str, name: str, **labels: str) -> float:
     return found
 
 
-def test_requests_are_counted_by_model_version_and_tags(door):
-    run(door, "tagged", batch=3)
-    door.close()  # the execution is counted after its requests are answered
+def test_requests_are_counted_by_model_version_and_tags(inference_server):
+    run(inference_server, "tagged", batch=3)
+    inference_server.close()  # the execution is counted after its requests are answered
     labels = {"_team": "a", "model": "tagged", "version": "1"}
-    page = text(door)
+    page = text(inference_server)
     assert value(page, "nv_inference_request_success", **labels) == 1
     assert value(page, "nv_inference_count", **labels) == 3
     assert value(page, "nv_inference_exec_count", **labels) == 1
@@ -87,26 +87,26 @@ def test_requests_are_counted_by_model_version_and_tags(door):
     assert value(page, "nv_model_load_duration_secs", **labels) == 0.25
 
 
-def test_failures_are_counted_by_reason_and_every_reason_is_there_from_the_start(door):
-    run(door, "broken")
-    page = text(door)
+def test_failures_are_counted_by_reason_and_every_reason_is_there_from_the_start(inference_server):
+    run(inference_server, "broken")
+    page = text(inference_server)
     for reason, count in (("BACKEND", 1), ("REJECTED", 0), ("CANCELED", 0), ("OTHER", 0)):
         labels = {"model": "broken", "version": "1", "reason": reason}
         assert value(page, "nv_inference_request_failure", **labels) == count
 
 
-def test_only_models_with_a_response_cache_have_its_families(door):
-    families = {f.name: f for f in text_string_to_metric_families(text(door))}
+def test_only_models_with_a_response_cache_have_its_families(inference_server):
+    families = {f.name: f for f in text_string_to_metric_families(text(inference_server))}
     hits = families["nv_cache_num_hits_per_model"].samples
     assert [sample.labels["model"] for sample in hits] == ["cached"]
 
 
-def test_counters_have_tritons_names_and_help(door):
+def test_counters_have_tritons_names_and_help(inference_server):
     assert (
         "# HELP nv_inference_request_success Number of successful inference requests, all batch sizes\n"
         "# TYPE nv_inference_request_success counter\n"
-    ) in text(door)
-    assert "_total" not in text(door)
+    ) in text(inference_server)
+    assert "_total" not in text(inference_server)
 
 
 def test_the_machine_is_measured():
@@ -123,12 +123,12 @@ def test_the_use_of_processors_is_measured_once_in_an_interval():
     assert first == second
 
 
-def test_without_latency_counters_requests_are_still_counted(door):
-    run(door, "tagged")
-    page = generate(InferenceCollector(door, latency_counters=False))
+def test_without_latency_counters_requests_are_still_counted(inference_server):
+    run(inference_server, "tagged")
+    page = generate(InferenceCollector(inference_server, latency_counters=False))
     assert value(page, "nv_inference_request_success", _team="a", model="tagged", version="1") == 1
     assert "_duration_us" not in page
-    assert "nv_inference_queue_duration_us" in text(door)
+    assert "nv_inference_queue_duration_us" in text(inference_server)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plug-ins of docs/decoding.md through every door of a real server."""
+"""The plug-ins of docs/decoding.md through every protocol of a real server."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from onnx import TensorProto
 
 from genserve.errors import GenserveError, InferenceError
-from genserve.server.serve import Server
+from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
 from tests.backends.networks import save_onnx
 from tests.live import LiveServer
@@ -138,7 +138,7 @@ def test_a_model_that_ponders_whether_it_is_ready_holds_up_nobody_else(repositor
 
 
 def test_a_model_that_never_says_whether_it_is_ready_is_not(repository, monkeypatch):
-    monkeypatch.setattr("genserve.server.services._WITHIN_S", 0.05)
+    monkeypatch.setattr("genserve.server.services._READINESS_TIMEOUT_S", 0.05)
     folder = with_model(repository, "slow", SLOW) / "slow"
     with LiveServer(repository) as server:
         assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 400
@@ -191,8 +191,8 @@ def test_servers_that_agree_to_it_share_their_ports(repository):
 
 def test_a_connection_of_grpc_ends_at_the_age_that_is_allowed(tmp_path):
     with_model(tmp_path, "double", WAITING)
-    ages = (("grpc.max_connection_age_ms", 50), ("grpc.max_connection_age_grace_ms", 50))
-    with LiveServer(tmp_path, grpc_channel_arguments=ages) as server:
+    ages = {"grpc_max_connection_age": 50, "grpc_max_connection_age_grace": 50}
+    with LiveServer(tmp_path, **ages) as server:
         with pytest.raises(client.InferenceServerException) as raised:
             doubled(server.grpc_url)
         (tmp_path / "go").touch()
@@ -233,10 +233,9 @@ class Relay:
         self._listener.close()
 
 
-@pytest.mark.parametrize(("level", "is_small"), [(0, False), (2, True)])
+@pytest.mark.parametrize(("level", "is_small"), [("none", False), ("medium", True)])
 def test_responses_of_grpc_are_compressed_as_far_as_is_said(repository, level, is_small):
-    arguments = (("grpc.default_compression_level", level),)
-    with LiveServer(repository, grpc_channel_arguments=arguments) as server:
+    with LiveServer(repository, grpc_infer_response_compression_level=level) as server:
         relay = Relay(server.grpc_url)
         x = client.InferInput("X", [100_000], "FP32")
         x.set_data_from_numpy(np.zeros(100_000, np.float32))

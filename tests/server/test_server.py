@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from genserve.errors import GenserveError, InvalidRequest, ModelNotFound, RepositoryError
-from genserve.server.serve import Server
+from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
 from tests.live import LiveServer
 from tests.models import write_model

@@ -18,6 +18,7 @@ from genserve.generation_metrics import Metrics
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.repository import Repository
 from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.generation_handler import submit
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
@@ -51,7 +52,9 @@ def test_a_request_for_a_model_that_was_replaced_meanwhile_goes_to_the_next(
     services = Services(settings=settings, repository=repository, metrics=Metrics())
 
     async def ask() -> int:
-        opened = await services.open("tiny", ["hello"], SamplingParams(max_tokens=3, ignore_eos=True))
+        opened = await submit(
+            services, "tiny", ["hello"], SamplingParams(max_tokens=3, ignore_eos=True)
+        )
         return sum([len(delta.token_ids) async for deltas in opened.stream for delta in deltas])
 
     repository.older = [old]

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from genserve import Client
 from genserve.errors import GenserveError
-from genserve.server.serve import Server
+from genserve.server.api_server import Server
 from genserve.settings import ServerSettings
 from tests.live import LiveServer
 

@@ -41,8 +41,8 @@ def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
     oldest = model.logits.parsed.message.sequence_batching.oldest
     assert oldest.max_candidate_sequences == batch_size
     assert model.edits(setting) == []
-    faults = [fault for of_model in repository_diagnostics([repository]).values() for fault in of_model]
-    assert not [fault for fault in faults if fault.severity is Severity.ERROR]
+    diagnostics = [each for of_model in repository_diagnostics([repository]).values() for each in of_model]
+    assert not [diagnostic for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
 
 
 def test_a_graph_beside_the_present_one_brings_the_types_of_its_cache(

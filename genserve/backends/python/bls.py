@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from genserve.backends.python.deadlock import deadlocked, waits_for_itself
 from genserve.errors import GenserveError, InferenceError, Status
-from genserve.inference import Door, Executor, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Executor, Inference, InferenceRequest, InferenceResponse, InferenceServer
 from genserve.wakeup import Wakeup
 
 __all__ = ["LOOK_EVERY_S", "Answers", "Wait", "answers_async", "call", "call_async", "lift_if_circular"]
@@ -25,12 +25,14 @@ T = TypeVar("T")
 LOOK_EVERY_S = 0.25
 
 
-def call(request: InferenceRequest, *, door: Door, executor: Executor | None) -> InferenceResponse:
+def call(
+    request: InferenceRequest, *, server: InferenceServer, executor: Executor | None
+) -> InferenceResponse:
     """Ask a model that is not decoupled, and wait for its answer.
 
     Args:
         request: what is asked.
-        door: to the models.
+        server: runs the models.
         executor: the instance that waits; None: nobody waits for whoever does.
 
     Returns:
@@ -40,11 +42,11 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
     inference = Inference(request=request, on_response=answer.receive)
     wait = Wait(inference, executor)
     try:
-        _submit(inference, door, decoupled=False)
+        _submit(inference, server, decoupled=False)
         while not answer.wait():
             wait.look()
     except GenserveError as error:
-        _THREAD.bell = None  # it may still be rung for this call
+        _THREAD.wakeup = None  # it may still be notified for this call
         inference.cancel()
         return InferenceResponse(error=error)
     finally:
@@ -55,7 +57,7 @@ def call(request: InferenceRequest, *, door: Door, executor: Executor | None) ->
 class _Thread(threading.local):
     """What a thread keeps from call to call: it waits for one at a time."""
 
-    bell: Wakeup | None = None
+    wakeup: Wakeup | None = None
 
 
 _THREAD = _Thread()
@@ -64,32 +66,32 @@ _THREAD = _Thread()
 class _Answer:
     """The answer to one call, for the thread that made it."""
 
-    __slots__ = ("_bell", "_ended", "responses")
+    __slots__ = ("_wakeup", "_ended", "responses")
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
         self._ended = False
-        bell = _THREAD.bell
-        if bell is None:
-            bell = _THREAD.bell = Wakeup()
-        self._bell = bell
+        wakeup = _THREAD.wakeup
+        if wakeup is None:
+            wakeup = _THREAD.wakeup = Wakeup()
+        self._wakeup = wakeup
 
     def receive(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001
         if response is not None:
             self.responses.append(response)
         if final:
             self._ended = True
-            self._bell.ring()
+            self._wakeup.notify()
 
     def wait(self) -> bool:
         """Wait for the end, for a while; whether it is there."""
-        return self._bell.wait(None if self._ended else LOOK_EVERY_S)
+        return self._wakeup.wait(None if self._ended else LOOK_EVERY_S)
 
 
 def call_async(
     request: InferenceRequest,
     *,
-    door: Door,
+    server: InferenceServer,
     executor: Executor | None,
     convert: Callable[[InferenceResponse], T],
 ) -> asyncio.Future[T]:
@@ -114,7 +116,7 @@ def call_async(
 
     _watch(answer, inference=inference, executor=executor, fail=fail)
     try:
-        _submit(inference, door, decoupled=False)
+        _submit(inference, server, decoupled=False)
     except GenserveError as error:
         fail(error)
     return answer
@@ -123,7 +125,7 @@ def call_async(
 def answers_async(
     request: InferenceRequest,
     *,
-    door: Door,
+    server: InferenceServer,
     executor: Executor | None,
     convert: Callable[[Answers], T],
 ) -> asyncio.Future[T]:
@@ -131,7 +133,7 @@ def answers_async(
     arrived: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     answers = Answers(
         request,
-        door=door,
+        server=server,
         executor=executor,
         on_answer=lambda: _tell(arrived, lambda: convert(answers)),
     )
@@ -149,7 +151,7 @@ class Answers:
         self,
         request: InferenceRequest,
         *,
-        door: Door,
+        server: InferenceServer,
         executor: Executor | None,
         on_answer: Callable[[], None] | None = None,
     ) -> None:
@@ -157,7 +159,7 @@ class Answers:
 
         Args:
             request: what is asked.
-            door: to the models.
+            server: runs the models.
             executor: the instance that waits, while it does; None: nobody waits for whoever does.
             on_answer: called after each answer, on whichever thread it came.
         """
@@ -166,7 +168,7 @@ class Answers:
         self.inference = Inference(request=request, on_response=self._receive)
         self._executor = executor
         try:
-            _submit(self.inference, door, decoupled=True)
+            _submit(self.inference, server, decoupled=True)
         except GenserveError as error:
             self.fail(error)
 
@@ -252,22 +254,22 @@ def lift_if_circular(inference: Inference) -> None:
         inference.backlog.lift()
 
 
-def _submit(inference: Inference, door: Door, *, decoupled: bool) -> None:
+def _submit(inference: Inference, server: InferenceServer, *, decoupled: bool) -> None:
     """Raise InferenceError with the text that BLS has for it."""
     request = inference.request
     name = request.model_name
     try:
-        if door.is_decoupled(name, request.model_version) and not decoupled:
+        if server.is_decoupled(name, request.model_version) and not decoupled:
             raise InferenceError(
                 f"Model {name} is using the decoupled. The current BLS request call doesn't support models "
                 "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' "
                 "or 'async_exec' calls for decoupled models.'",
                 status=Status.INTERNAL,
             )
-        door.submit(inference)
+        server.submit(inference)
     except GenserveError as error:
         text = error.message
-        if not door.is_ready(name, request.model_version):
+        if not server.is_ready(name, request.model_version):
             text = f"Failed for execute the inference request. Model '{name}' is not ready."
         raise _call_error(name, text, status=getattr(error, "status", Status.INTERNAL)) from error
 

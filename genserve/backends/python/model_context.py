@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from genserve.backends.python.custom_metrics import MetricFamilies
-from genserve.inference import Door, Executor
+from genserve.inference import Executor, InferenceServer
 
 __all__ = ["CONTEXT_GLOBAL", "CURRENT_CONTEXT", "Host", "Phase", "current_context"]
 
@@ -31,7 +31,7 @@ class Host:
         instance: the name of the instance; empty while a config is completed, when there is none.
         folder: of the version.
         package: that its modules are in; empty before they are imported.
-        door: to all models; None while a config is completed.
+        server: runs all models; None while a config is completed.
         families: of its own metrics; None: they are not supported.
         decoupled: whether it answers by senders alone.
         outputs: that its config declares; whoever asks for none asks for these.
@@ -44,7 +44,7 @@ class Host:
     instance: str = ""
     folder: Path
     package: str = ""
-    door: Door | None = None
+    server: InferenceServer | None = None
     families: MetricFamilies | None = None
     decoupled: bool = False
     outputs: tuple[str, ...] = ()

@@ -72,7 +72,7 @@ class PythonBackend:
             model=source.name,
             instance=placement.name,
             folder=source.folder,
-            door=source.door,
+            server=source.server,
             families=source.metrics.collector(MetricFamilies),
             decoupled=config.decoupled,
             outputs=tuple(output.name for output in config.outputs),

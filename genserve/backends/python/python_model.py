@@ -293,7 +293,7 @@ def complete_config(path: Path, *, folders: Sequence[Path], host: Host, config: 
     Args:
         path: the model.py.
         folders: where the modules beside it are looked for.
-        host: what its code may reach: it has no door.
+        host: what its code may reach: it has no server.
         config: JSON.
 
     Raises:

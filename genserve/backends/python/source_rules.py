@@ -18,17 +18,18 @@ _CLASS = "TritonPythonModel"
 
 
 def source_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
-    """Return the faults of a model.py: that it is no Python, or has no `TritonPythonModel`."""
+    """Return the diagnostics of a model.py: that it is no Python, or has no `TritonPythonModel`."""
     module = parse_source(path)
     if isinstance(module, Diagnostic):
         return (module,)
     if _may_bind(module, _CLASS):
         return ()
-    return (source_diagnostic(path, "", f"there is no class {_CLASS}", remedy=f"define `class {_CLASS}` in it"),)
+    remedy = f"define `class {_CLASS}` in it"
+    return (source_diagnostic(path, "", f"there is no class {_CLASS}", remedy=remedy),)
 
 
 def parse_source(path: Path) -> ast.Module | Diagnostic:
-    """Return the syntax tree of a model.py, or the fault that it is no Python."""
+    """Return the syntax tree of a model.py, or the diagnostic that it is no Python."""
     remedy = "model.py must be Python"
     try:
         return ast.parse(path.read_bytes(), filename=str(path))

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _READY_WITHIN_S = 6.0  # more than the model itself is given
 _GONE_WITHIN_S = 5.0
-_MAY_BLOCK = frozenset({"load", "unload", "is_ready"})  # of the methods of `Door`
+_MAY_BLOCK = frozenset({"load", "unload", "is_ready"})  # of the methods of `InferenceServer`
 
 
 class Stub:
@@ -68,7 +68,7 @@ class Stub:
         self._asking = threading.Lock()
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        host = replace(host, door=None, families=None, executor=None)
+        host = replace(host, server=None, families=None, executor=None)
         arguments = (there, setup, host)
         self._process = context.Process(target=run_model, args=arguments, name=host.instance, daemon=True)
         self._process.start()
@@ -206,7 +206,7 @@ class Stub:
 
         inference = Inference(request=request, on_response=receive)
         self._calls[number] = Wait(inference, None if self._host.decoupled else self._host.executor)
-        if not self._answer(number, partial(self._door("submit"), inference)):
+        if not self._answer(number, partial(self._server("submit"), inference)):
             self._end_call(number)
 
     def _on_cancel_call(self, number: int) -> None:
@@ -214,7 +214,7 @@ class Stub:
             wait.inference.cancel()
 
     def _on_ask(self, number: int, method: str, args: tuple[Any, ...], fields: dict[str, Any]) -> None:
-        act = partial(self._door(method), *args, **fields)
+        act = partial(self._server(method), *args, **fields)
         if method in _MAY_BLOCK:
             threading.Thread(target=self._answer, args=[number, act], daemon=True).start()
         else:
@@ -224,8 +224,8 @@ class Stub:
         """Do something with a metric for the process."""
         self._answer(number, partial(self._measures.measure, *what))
 
-    def _door(self, method: str) -> Callable[..., object]:
-        act: Callable[..., object] = getattr(self._host.door, method)
+    def _server(self, method: str) -> Callable[..., object]:
+        act: Callable[..., object] = getattr(self._host.server, method)
         return act
 
     def _answer(self, number: int, act: Callable[[], object]) -> bool:

@@ -22,7 +22,7 @@ from genserve.backends.python.model_context import Host
 from genserve.backends.python.python_model import PythonModel
 from genserve.backends.python.stub_channel import Channel, portable_error, portable_request, portable_response
 from genserve.errors import GenserveError, InferenceError
-from genserve.inference import Backlog, Door, Inference, InferenceRequest, InferenceResponse
+from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, InferenceServer
 
 __all__ = ["ModelSetup", "run_model"]
 
@@ -56,8 +56,8 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, host: Host) -> None
     # The server drops what nobody wants to read: its settings may change.
     logging.getLogger("genserve").setLevel(logging.DEBUG)
     elsewhere = _Elsewhere(channel)
-    host.door = elsewhere.door
-    host.families = RemoteFamilies(elsewhere.door.measure)
+    host.server = elsewhere.server
+    host.families = RemoteFamilies(elsewhere.server.measure)
     threading.Thread(target=elsewhere.read, daemon=True).start()
     try:
         model = PythonModel(
@@ -79,7 +79,7 @@ class _Elsewhere:
 
     def __init__(self, channel: Channel) -> None:
         self.work: SimpleQueue[tuple[int, _Asked] | None] = SimpleQueue()
-        self.door = _RemoteDoor(channel)
+        self.server = _RemoteServer(channel)
         self.model: PythonModel | None = None
         self._channel = channel
         self._inferences: dict[int, Inference] = {}
@@ -147,9 +147,9 @@ class _Elsewhere:
                 if inference is not None and inference.backlog is not None:
                     inference.backlog.remove(inference)
             case ("answer", number, response, final):
-                self.door.answer(number, response, final=final)
+                self.server.answer(number, response, final=final)
             case ("reply", number, reply):
-                self.door.reply(number, reply)
+                self.server.reply(number, reply)
             case ("is_ready", number):
                 threading.Thread(target=self._say_ready, args=[number], daemon=True).start()
             case ("close",):
@@ -160,8 +160,8 @@ class _Elsewhere:
         self._channel.send(("ready", number, self.model.is_ready()))
 
 
-class _RemoteDoor(Door):
-    """The door of the server, from the process of a model."""
+class _RemoteServer(InferenceServer):
+    """The server, as seen from the process of a model."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

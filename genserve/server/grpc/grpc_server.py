@@ -14,8 +14,8 @@ from genserve.api_key import bearer, is_bearer
 from genserve.errors import GenserveError
 from genserve.log import LoggedRequest, quoted
 from genserve.server.access_control import Restrictions, address_of, parse_restrictions
-from genserve.server.grpc.administration import log_call
 from genserve.server.grpc.inference_service import Service
+from genserve.server.grpc.rpc_method import log_call
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
 

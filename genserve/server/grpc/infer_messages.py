@@ -23,7 +23,7 @@ from genserve.kserve.request_tensors import (
 )
 from genserve.kserve.served_models import ServedModel
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
-from genserve.server.offload import beside, work_of
+from genserve.server.offload import offload_if_large, write_cost
 from genserve.tensor import DataType, Tensor
 
 __all__ = [
@@ -233,7 +233,7 @@ def read_request(
         headers: that are forwarded to the model as parameters.
 
     Raises:
-        InferenceError: it contradicts itself. What the model's config says of it is left to the door.
+        InferenceError: it contradicts itself. What the model's config says of it is left to `submit`.
     """
     parameters = read_parameters(message.parameters)
     inputs: dict[str, Tensor] = {}
@@ -246,7 +246,7 @@ def read_request(
             raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
     request = InferenceRequest(
         model_name=model.name,
-        # Without a version the door chooses, even if another one has become the latest meanwhile.
+        # Without a version `submit` chooses, even if another one has become the latest meanwhile.
         model_version=model.version if message.model_version else -1,
         id=message.id,
         inputs=inputs,
@@ -350,12 +350,12 @@ async def write_response(response: InferenceResponse, *, request: GrpcRequest, i
         InferenceError: an output cannot be given as it was requested.
     """
     work = sum(_writing(output, request) for output in response.outputs)
-    return await beside(work, _written, response, request=request, inference=inference)
+    return await offload_if_large(work, _written, response, request=request, inference=inference)
 
 
 def _writing(output: Tensor, request: GrpcRequest) -> int:
     requested = request.outputs.get(output.name)
-    return work_of(output, copied=requested is None or not requested.classification)
+    return write_cost(output, copied=requested is None or not requested.classification)
 
 
 def _written(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:

@@ -14,9 +14,9 @@ from genserve.errors import GenserveError
 from genserve.inference import InferenceResponse
 from genserve.log import LoggedRequest, fail_request
 from genserve.redaction import redacted_error
-from genserve.server.error_responses import failure, text_of
-from genserve.server.grpc.administration import begin_request, status_code
+from genserve.server.error_responses import as_genserve_error, message_of
 from genserve.server.grpc.infer_messages import GrpcRequest, empty_response, write_response
+from genserve.server.grpc.rpc_method import begin_request, status_code
 from genserve.server.running_inference import RunningInference
 from genserve.tracing import Span
 
@@ -97,7 +97,7 @@ class InferStream:
             while self._tasks:
                 await asyncio.wait(self._tasks)
         except Exception as error:
-            end = failure(error, doing="a stream")
+            end = as_genserve_error(error, doing="a stream")
         finally:
             self._outgoing.put_nowait(end)
 
@@ -106,7 +106,8 @@ class InferStream:
         try:
             request, running = await self._submit(message)
         except Exception as error:
-            refused = logged.error = failure(error, doing=f"a request to model '{message.model_name}'")
+            doing = f"a request to model '{message.model_name}'"
+            refused = logged.error = as_genserve_error(error, doing=doing)
             self._log(logged, status_code(refused))
             self._take_turn(partial(_refusal, message, refused))
             return
@@ -177,7 +178,8 @@ class InferStream:
             try:
                 message = await write_response(response, request=request, inference=running.inference)
             except Exception as unwritable:
-                error = failure(unwritable, doing=f"writing a response of model '{request.model.name}'")
+                doing = f"writing a response of model '{request.model.name}'"
+                error = as_genserve_error(unwritable, doing=doing)
         if error is not None:
             fail_request(error)
             if self._ends_at_error:
@@ -196,5 +198,5 @@ async def _refusal(message: Any, error: GenserveError) -> Any:
 
 
 def _stream_message(response: Any, error: GenserveError | None) -> Any:
-    text = "" if error is None else text_of(redacted_error(error))
+    text = "" if error is None else message_of(redacted_error(error))
     return service_pb2.ModelStreamInferResponse(error_message=text, infer_response=response)

@@ -20,10 +20,11 @@ from genserve.kserve.served_models import (
     statistics_json,
 )
 from genserve.kserve.triton_parsing import read_version
-from genserve.server.grpc.administration import Administration, abort, log_call, method
+from genserve.server.grpc.administration import Administration
 from genserve.server.grpc.infer_messages import GrpcRequest, read_request, write_response
 from genserve.server.grpc.infer_stream import InferStream
-from genserve.server.offload import ONE_BY_ONE, beside
+from genserve.server.grpc.rpc_method import abort, log_call, rpc_method
+from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large
 from genserve.server.running_inference import RunningInference
 from genserve.server.services import Services
 from genserve.tracing import Trace
@@ -43,41 +44,41 @@ class Service(Administration):
     def __init__(self, services: Services) -> None:
         """Call it on the event loop."""
         super().__init__(services)
-        self._outbox = services.response_dispatcher()
+        self._dispatcher = services.response_dispatcher()
         pattern = services.settings.grpc_header_forward_pattern
         self._forwarded = re.compile(pattern, re.IGNORECASE) if pattern else None
 
-    @method
+    @rpc_method
     async def ServerLive(self, request: Any, context: Any) -> Any:
         """Whether the server runs."""
         return service_pb2.ServerLiveResponse(live=True)
 
-    @method
+    @rpc_method
     async def ServerReady(self, request: Any, context: Any) -> Any:
         """Whether every model that was to be loaded answers."""
         return service_pb2.ServerReadyResponse(ready=await self._services.is_ready())
 
-    @method
+    @rpc_method
     async def ModelReady(self, request: Any, context: Any) -> Any:
         """Whether a model answers; false, too, for one that there is not."""
         version = read_version(request.version)
         ready = await self._services.readiness.of_model(request.name, version)
         return service_pb2.ModelReadyResponse(ready=ready)
 
-    @method
+    @rpc_method
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
         """Name, version and extensions."""
         name = self._services.settings.server_id
         return service_pb2.ServerMetadataResponse(name=name, version=__version__, extensions=EXTENSIONS)
 
-    @method
+    @rpc_method
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
         """Inputs, outputs and versions of a model."""
         model = self._find(request.name, request.version)
         versions = [model.version] if request.version else self._models.versions(model.name)
         return service_pb2.ModelMetadataResponse(**model_metadata(model.config, versions=versions))
 
-    @method
+    @rpc_method
     async def ModelConfig(self, request: Any, context: Any) -> Any:
         """The complete config of a model."""
         config = self._find(request.name, request.version).config.message
@@ -85,13 +86,13 @@ class Service(Administration):
         response.config.MergeFromString(config.SerializeToString())  # its class may be another one
         return response
 
-    @method
+    @rpc_method
     async def ModelStatistics(self, request: Any, context: Any) -> Any:
         """What a version, a model or, without a name, every model has done."""
         found = find_for_statistics(self._models, request.name, read_version(request.version))
         return service_pb2.ModelStatisticsResponse(**statistics_json(found))
 
-    @method
+    @rpc_method
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """Run a model that gives one response; cancelled when the client leaves."""
         trace = self._sampled(request)
@@ -154,7 +155,7 @@ class Service(Administration):
                 status=Status.UNSUPPORTED,
                 remedy="call ModelStreamInfer, or POST /v2/models/NAME/generate_stream over HTTP",
             )
-        request = await beside(
+        request = await offload_if_large(
             _reading(message),
             read_request,
             message,
@@ -164,7 +165,7 @@ class Service(Administration):
         )
         if trace is not None:
             request = replace(request, inference=replace(request.inference, cause=trace.root))
-        return request, RunningInference(request.inference, door=self._models, outbox=self._outbox)
+        return request, RunningInference(request.inference, server=self._models, dispatcher=self._dispatcher)
 
     def _find(self, name: str, version: str) -> ServedModel:
         return self._models.find(name, read_version(version))
@@ -186,4 +187,4 @@ def _close(trace: Trace) -> None:
 def _reading(message: Any) -> int:
     """Return how much work it is to read a `ModelInferRequest`: numbers in raw form are only looked at."""
     one_by_one = any(spec.datatype == "BYTES" or spec.HasField("contents") for spec in message.inputs)
-    return message.ByteSize() * ONE_BY_ONE if one_by_one else 0
+    return message.ByteSize() * COST_PER_OBJECT_BYTE if one_by_one else 0

@@ -23,7 +23,7 @@ from genserve.server.access_log import (
     id_header,
     log_http,
 )
-from genserve.server.error_responses import failure
+from genserve.server.error_responses import as_genserve_error
 from genserve.server.routes.kserve_administration import (
     cuda_status,
     log_settings,
@@ -48,14 +48,14 @@ from genserve.server.routes.kserve_administration import (
     unregister_cuda_region,
     unregister_region,
 )
-from genserve.server.routes.kserve_http import Answer, Call, error_answer, message_answer, refusal_answer
+from genserve.server.routes.kserve_http import KServeCall, KServeResponse, error_response, message_response
 from genserve.server.routes.kserve_inference import generate, generate_stream, infer
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 
 __all__ = ["KServe", "KServeRoute", "is_kserve", "part_of", "route_table"]
 
-Handler = Callable[[Call], Awaitable[ASGIApp]]
+Handler = Callable[[KServeCall], Awaitable[ASGIApp]]
 
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
@@ -142,7 +142,7 @@ class KServe:
         except ClientLeft:
             log_http(request, scope, status=CLIENT_CLOSED_REQUEST)
             return
-        if isinstance(response, Answer):
+        if isinstance(response, KServeResponse):
             # A wrapper around `send`, as for streams, would cost `infer` a tenth.
             await response.send(send, id_header(request))
             log_http(request, scope, status=response.status_code)
@@ -154,29 +154,29 @@ class KServe:
         try:
             self._check(scope)
         except GenserveError as error:
-            return refusal_answer(error)
+            return error_response(error)
         try:
             for pattern, _, handlers in _ROUTES:
                 if found := pattern.fullmatch(scope["path"]):
                     handler = handlers.get(scope["method"])
                     if handler is None:
-                        return message_answer("Method Not Allowed", status_code=405)
+                        return message_response("Method Not Allowed", status_code=405)
                     names = found.groupdict("")
                     request.model = names.get("model", "")
-                    call = Call(self._services, scope=scope, receive=receive, names=names)
+                    call = KServeCall(self._services, scope=scope, receive=receive, names=names)
                     if self._services.trace_settings.enabled and handler in _TRACED:
                         return await self._traced(handler, call)
                     return await handler(call)
-            return message_answer("Not Found", status_code=404)
+            return message_response("Not Found", status_code=404)
         except ClientLeft:
             raise
         except asyncio.CancelledError:
             # By the server, which has waited long enough for it.
-            return error_answer(InferenceError("the server has stopped", status=Status.UNAVAILABLE))
+            return error_response(InferenceError("the server has stopped", status=Status.UNAVAILABLE))
         except Exception as error:
             return _failed(error, scope["path"])
 
-    async def _traced(self, handler: Handler, call: Call) -> ASGIApp:
+    async def _traced(self, handler: Handler, call: KServeCall) -> ASGIApp:
         """Answer a request to a model that is traced, if it is."""
         call.trace = trace = self._services.trace_settings.sample(call.model)
         if trace is None:
@@ -208,4 +208,4 @@ class KServe:
 
 
 def _failed(error: Exception, asked: str) -> ASGIApp:
-    return error_answer(failure(error, doing=f"a request to {asked}"))
+    return error_response(as_genserve_error(error, doing=f"a request to {asked}"))

@@ -22,8 +22,8 @@ from genserve.kserve.served_models import (
 )
 from genserve.kserve.triton_parsing import Kind, checked, read_json
 from genserve.redaction import redacted_text
-from genserve.server.offload import beside
-from genserve.server.routes.kserve_http import Answer, Call, json_answer, message_answer
+from genserve.server.offload import offload_if_large
+from genserve.server.routes.kserve_http import KServeCall, KServeResponse, json_response, message_response
 from genserve.version import __version__
 
 __all__ = [
@@ -55,47 +55,47 @@ __all__ = [
 _TEXT = b"text/plain"
 
 
-async def server_live(_call: Call) -> Answer:
+async def server_live(_call: KServeCall) -> KServeResponse:
     """200: whoever can ask is answered."""
-    return Answer(content_type=_TEXT)
+    return KServeResponse(content_type=_TEXT)
 
 
-async def server_ready(call: Call) -> Answer:
+async def server_ready(call: KServeCall) -> KServeResponse:
     """200 if the server answers requests, else 400."""
-    return Answer(status_code=200 if await call.services.is_ready() else 400, content_type=_TEXT)
+    return KServeResponse(status_code=200 if await call.services.is_ready() else 400, content_type=_TEXT)
 
 
-async def model_ready(call: Call) -> Answer:
+async def model_ready(call: KServeCall) -> KServeResponse:
     """200 if the model answers, else 400."""
     if await call.services.readiness.of_model(call.model, call.version):
-        return Answer(content_type=_TEXT)
-    return message_answer("Model version not ready", status_code=400)
+        return KServeResponse(content_type=_TEXT)
+    return message_response("Model version not ready", status_code=400)
 
 
-async def server_metadata(call: Call) -> Answer:
+async def server_metadata(call: KServeCall) -> KServeResponse:
     """Say what server this is, and what it can do."""
     name = call.services.settings.server_id
-    return json_answer({"name": name, "version": __version__, "extensions": served_models.EXTENSIONS})
+    return json_response({"name": name, "version": __version__, "extensions": served_models.EXTENSIONS})
 
 
-async def model_metadata(call: Call) -> Answer:
+async def model_metadata(call: KServeCall) -> KServeResponse:
     """Say what a model takes and gives."""
     repository = call.services.repository
     model = repository.find(call.model, call.version)
     versions = repository.versions(model.name) if call.version == -1 else [model.version]
-    return json_answer(served_models.model_metadata(model.config, versions=versions))
+    return json_response(served_models.model_metadata(model.config, versions=versions))
 
 
-async def model_config(call: Call) -> Answer:
+async def model_config(call: KServeCall) -> KServeResponse:
     """Return the config of a model as it is in force."""
     model = call.services.repository.find(call.model, call.version)
-    return Answer(config_json(model.config.message).encode())
+    return KServeResponse(config_json(model.config.message).encode())
 
 
-async def statistics(call: Call) -> Answer:
+async def statistics(call: KServeCall) -> KServeResponse:
     """Say what one model has done, or all of them."""
     name = call.names.get("model", "")
-    return json_answer(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
+    return json_response(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
 
 
 _LOG_KINDS: Mapping[str, Kind] = {
@@ -109,14 +109,14 @@ _LOG_KINDS: Mapping[str, Kind] = {
 _TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 
 
-async def repository_index(call: Call) -> Answer:
+async def repository_index(call: KServeCall) -> KServeResponse:
     """List the models there are, or only those that answer."""
     ready = _members(await call.json()).get("ready", False)
     lines = call.services.repository.index(ready_only=checked(ready, Kind.BOOLEAN))
-    return json_answer([_index_line(line) for line in lines])
+    return json_response([_index_line(line) for line in lines])
 
 
-async def repository_load(call: Call) -> Answer:
+async def repository_load(call: KServeCall) -> KServeResponse:
     """Load a model, by what the body says of its config and files."""
     refuse_repository(call.names["repository"])
     given = _members(await call.json()).get("parameters", {})
@@ -129,7 +129,7 @@ async def repository_load(call: Call) -> Answer:
         if name == "config":
             config = value
         elif name.startswith("file:"):
-            files[name.removeprefix("file:")] = await beside(len(value), _decoded, name, value)
+            files[name.removeprefix("file:")] = await offload_if_large(len(value), _decoded, name, value)
         else:
             text = "unexpected error on creating Triton parameter"
             raise InferenceError(
@@ -142,55 +142,55 @@ async def repository_load(call: Call) -> Answer:
         files=files or None,
         allow_code=call.services.settings.allow_uploaded_code,
     )
-    return Answer()
+    return KServeResponse()
 
 
-async def repository_unload(call: Call) -> Answer:
+async def repository_unload(call: KServeCall) -> KServeResponse:
     """Begin to unload a model."""
     refuse_repository(call.names["repository"])
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents") is True  # anything else is passed over, as in Triton
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
-    return Answer()
+    return KServeResponse()
 
 
-async def log_settings(call: Call) -> Answer:
+async def log_settings(call: KServeCall) -> KServeResponse:
     """Return the settings of the log."""
-    return json_answer(call.services.log_settings.values)
+    return json_response(call.services.log_settings.values)
 
 
-async def set_log_settings(call: Call) -> Answer:
+async def set_log_settings(call: KServeCall) -> KServeResponse:
     """Change settings of the log, and return all of them."""
     given = _members(await _required(call))
     changes = {name: checked(given[name], kind) for name, kind in _LOG_KINDS.items() if name in given}
-    return json_answer(call.services.log_settings.update(changes))
+    return json_response(call.services.log_settings.update(changes))
 
 
-async def trace_settings(call: Call) -> Answer:
+async def trace_settings(call: KServeCall) -> KServeResponse:
     """Return the settings of traces."""
-    return json_answer(call.services.trace_settings.values())
+    return json_response(call.services.trace_settings.values())
 
 
-async def set_trace_settings(call: Call) -> Answer:
+async def set_trace_settings(call: KServeCall) -> KServeResponse:
     """Change settings of traces, and return all of them."""
     changes = _trace_changes(_members(await _required(call)))
-    return json_answer(call.services.trace_settings.update(changes))
+    return json_response(call.services.trace_settings.update(changes))
 
 
-async def model_trace_settings(call: Call) -> Answer:
+async def model_trace_settings(call: KServeCall) -> KServeResponse:
     """Return the settings of traces that hold for a model."""
     refuse_unknown_model(call.services.repository, call.model)
-    return json_answer(call.services.trace_settings.values(call.model))
+    return json_response(call.services.trace_settings.values(call.model))
 
 
-async def set_model_trace_settings(call: Call) -> Answer:
+async def set_model_trace_settings(call: KServeCall) -> KServeResponse:
     """Change settings of traces for one model, and return all that hold for it."""
     refuse_unknown_model(call.services.repository, call.model)
     changes = _trace_changes(_members(await _required(call)))
-    return json_answer(call.services.trace_settings.update(changes, model=call.model))
+    return json_response(call.services.trace_settings.update(changes, model=call.model))
 
 
-async def _required(call: Call) -> Any:
+async def _required(call: KServeCall) -> Any:
     document = await call.json()
     if document is None:
         text = "failed to parse the request JSON buffer: The document is empty. at 0"
@@ -239,13 +239,13 @@ def _decoded(name: str, text: str) -> bytes:
 _FIELDS = ("name", "key", "offset", "byte_size")
 
 
-async def region_status(call: Call) -> Answer:
+async def region_status(call: KServeCall) -> KServeResponse:
     """Return the regions that are registered, or one of them."""
     regions = call.services.shared_memory.regions(call.names["region"])
-    return json_answer([{field: getattr(region, field) for field in _FIELDS} for region in regions])
+    return json_response([{field: getattr(region, field) for field in _FIELDS} for region in regions])
 
 
-async def register_region(call: Call) -> Answer:
+async def register_region(call: KServeCall) -> KServeResponse:
     """Register a region of the system's shared memory."""
     call.services.shared_memory.refuse_if_disabled()
     name = call.names["region"]
@@ -262,28 +262,28 @@ async def register_region(call: Call) -> Answer:
         offset=checked(given.get("offset", 0), Kind.UNSIGNED),
         byte_size=checked(given["byte_size"], Kind.UNSIGNED),
     )
-    return Answer()
+    return KServeResponse()
 
 
-async def unregister_region(call: Call) -> Answer:
+async def unregister_region(call: KServeCall) -> KServeResponse:
     """Forget a region, or all of them."""
     call.services.shared_memory.unregister(call.names["region"])
-    return Answer()
+    return KServeResponse()
 
 
-async def cuda_status(call: Call) -> Answer:
+async def cuda_status(call: KServeCall) -> KServeResponse:
     """Return the regions of a GPU's memory: there are none."""
     refuse_cuda_region(call.names["region"])
-    return json_answer([])
+    return json_response([])
 
 
-async def register_cuda_region(call: Call) -> Answer:
+async def register_cuda_region(call: KServeCall) -> KServeResponse:
     """Refuse a region of a GPU's memory."""
     call.services.shared_memory.refuse_if_disabled()
     raise cuda_region(call.names["region"])
 
 
-async def unregister_cuda_region(call: Call) -> Answer:
+async def unregister_cuda_region(call: KServeCall) -> KServeResponse:
     """Forget regions of a GPU's memory: there are none."""
     call.services.shared_memory.refuse_if_disabled()
-    return Answer()
+    return KServeResponse()

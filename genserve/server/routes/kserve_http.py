@@ -11,51 +11,41 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from genserve.errors import GenserveError, InferenceError, Overloaded, Status, Unauthenticated, status_of
-from genserve.inference import Door, InferenceRequest, Parameter
+from genserve.errors import GenserveError, InferenceError, Status
+from genserve.inference import InferenceRequest, InferenceServer, Parameter
 from genserve.kserve.triton_parsing import read_json, read_version
 from genserve.log import fail_request
-from genserve.redaction import redacted_error
-from genserve.server.error_responses import http_status, retry_headers, text_of
-from genserve.server.offload import beside
+from genserve.server.error_responses import error_headers, kserve_error, kserve_status
+from genserve.server.offload import offload_if_large
 from genserve.server.running_inference import ResponseDispatcher, RunningInference
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 from genserve.tracing import Trace
 
 __all__ = [
-    "Answer",
-    "Call",
+    "KServeCall",
+    "KServeResponse",
     "WatchedInference",
-    "error_answer",
-    "error_json",
-    "json_answer",
-    "message_answer",
-    "refusal_answer",
-    "retry_lines",
+    "error_response",
+    "header_lines",
+    "json_response",
+    "message_response",
     "too_large",
 ]
 
-
-_HTTP_STATUS: Mapping[Status, int] = {
-    Status.NOT_FOUND: 404,
-    Status.UNAVAILABLE: 503,
-    Status.UNSUPPORTED: 501,
-    Status.INTERNAL: 500,
-}  # all others: 400
 _JSON = b"application/json"
-# So long an answer may take before the socket is watched for the client's leaving: a task for each of
-# many short requests would cost more than those that are left early.
-_PATIENCE_S = 0.01
+# Delay before the socket of a request is watched for a disconnect: a task for each of many short requests
+# would cost more than running those whose client has left.
+_WATCH_DELAY_S = 0.01
 
 
-class Call:
+class KServeCall:
     """A request.
 
     Attributes:
         services: of the server.
-        names: what the path says: model, version, region, repository; "" where it does not.
-        trace: of it; None: it is not traced.
+        names: the parts of the path: model, version, region, repository; "" where it has none.
+        trace: of the request; None: it is not traced.
     """
 
     __slots__ = ("_receive", "_scope", "names", "services", "trace")
@@ -76,7 +66,7 @@ class Call:
 
     @property
     def version(self) -> int:
-        """The version that is asked for; -1: the latest. Raises InferenceError."""
+        """The version that is requested; -1: the latest. Raises InferenceError."""
         return read_version(self.names.get("version", ""))
 
     def header(self, name: bytes) -> str | None:
@@ -97,15 +87,15 @@ class Call:
         return {key: value for key, value in headers if search(key)}
 
     async def body(self, *, limit: int, offset: int = 0) -> memoryview:
-        """Return the body, writable, in one piece.
+        """Return the body as one writable buffer.
 
         Args:
-            limit: how long it may be, bytes.
-            offset: of a byte that is to lie where numbers may lie.
+            limit: of its length, bytes.
+            offset: of the byte to align, so that an array can begin there.
 
         Raises:
             InferenceError: it is longer than the limit.
-            ClientLeft: it did not come whole.
+            ClientLeft: the connection ended before the body did.
         """
         padding = -offset % 16
         chunks = [bytes(padding)]
@@ -128,10 +118,10 @@ class Call:
     async def json(self) -> Any:
         """Return the parsed body; None: it is empty. Raises InferenceError."""
         body = await self.body(limit=self.services.settings.http_max_input_size)
-        return await beside(len(body), read_json, body) if body else None
+        return await offload_if_large(len(body), read_json, body) if body else None
 
     def start(self, request: InferenceRequest) -> WatchedInference:
-        """Submit a request to its model; raises what `Door.submit` raises."""
+        """Submit a request to its model; raises what `InferenceServer.submit` raises."""
         if self.services.draining:
             text = "Server is stopping, new inference requests are not accepted"
             raise InferenceError(text, status=Status.UNAVAILABLE, remedy="try again on another server")
@@ -139,45 +129,50 @@ class Call:
             request = replace(request, cause=self.trace.root)
         return WatchedInference(
             request,
-            door=self.services.repository,
-            outbox=self.services.response_dispatcher(),
+            server=self.services.repository,
+            dispatcher=self.services.response_dispatcher(),
             receive=self._receive,
         )
 
 
 class WatchedInference(RunningInference):
-    """An inference that is cancelled, too, when its client closes the connection."""
+    """An inference that is also cancelled when its client closes the connection."""
 
     __slots__ = ("_receive", "_timer", "_watch")
 
     def __init__(
-        self, request: InferenceRequest, *, door: Door, outbox: ResponseDispatcher, receive: Receive
+        self,
+        request: InferenceRequest,
+        *,
+        server: InferenceServer,
+        dispatcher: ResponseDispatcher,
+        receive: Receive,
     ) -> None:
-        """Submit the request; raises what `Door.submit` raises."""
-        super().__init__(request, door=door, outbox=outbox)
+        """Submit the request; raises what `InferenceServer.submit` raises."""
+        super().__init__(request, server=server, dispatcher=dispatcher)
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._start_watch)
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_DELAY_S, self._start_watch)
 
     def _start_watch(self) -> None:
-        self._watch = asyncio.ensure_future(self._cancel_if_left())
+        self._watch = asyncio.ensure_future(self._cancel_on_disconnect())
 
-    async def _cancel_if_left(self) -> None:
+    async def _cancel_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.inference.cancel()
         self.responses.abandon(ClientLeft())
 
     def close(self) -> None:
-        """Stop the inference if it still runs."""
+        """Cancel the inference if it still runs."""
         self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
         super().close()
 
 
-class Answer:
-    """A whole answer, as an ASGI application: two messages and nothing else, as `infer` sends many."""
+class KServeResponse:
+    """A whole response, as a light ASGI application: `infer` sends thousands per second."""
 
     __slots__ = ("_body", "_headers", "status_code")
 
@@ -199,54 +194,36 @@ class Answer:
         await self.send(send)
 
     async def send(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
-        """Send it, with more headers."""
+        """Send it, with additional headers."""
         lines = [*self._headers, *headers]
         await send({"type": "http.response.start", "status": self.status_code, "headers": lines})
         await send({"type": "http.response.body", "body": self._body})
 
 
-def json_answer(document: Any, *, status_code: int = 200) -> Answer:
-    """Answer with JSON."""
-    return Answer(orjson.dumps(document), status_code=status_code)
+def json_response(document: Any, *, status_code: int = 200) -> KServeResponse:
+    """Return a response with JSON."""
+    return KServeResponse(orjson.dumps(document), status_code=status_code)
 
 
-def message_answer(message: str, *, status_code: int) -> Answer:
-    """Answer with an error that is HTTP's own."""
-    return json_answer({"error": message}, status_code=status_code)
+def message_response(message: str, *, status_code: int) -> KServeResponse:
+    """Return the response for an error of HTTP, such as a wrong method."""
+    return json_response({"error": message}, status_code=status_code)
 
 
-def error_answer(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
-    """Answer with an error, and the status of its code; the log is told.
-
-    The queue of a generation model is ours, and full with 429; Triton's own, of any other model, with 503.
-    """
+def error_response(error: GenserveError, *, headers: Sequence[tuple[bytes, bytes]] = ()) -> KServeResponse:
+    """Return the response for an error, and note the error for the log."""
     fail_request(error)
-    status_code = _HTTP_STATUS.get(status_of(error), 400)
-    if isinstance(error, Overloaded):
-        status_code, headers = 429, [*headers, *retry_lines(error)]
-    return Answer(orjson.dumps(error_json(error)), status_code=status_code, headers=headers)
+    body = orjson.dumps(kserve_error(error))
+    return KServeResponse(body, status_code=kserve_status(error), headers=[*headers, *header_lines(error)])
 
 
-def retry_lines(error: Overloaded) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a refusal."""
-    return [(name.encode(), value.encode()) for name, value in retry_headers(error.retry_after_s).items()]
-
-
-def refusal_answer(error: GenserveError) -> Answer:
-    """Answer with what a request is refused with by its headers."""
-    fail_request(error)
-    challenge = [(b"www-authenticate", b"Bearer")] if isinstance(error, Unauthenticated) else []
-    return Answer(orjson.dumps(error_json(error)), status_code=http_status(error), headers=challenge)
-
-
-def error_json(error: GenserveError) -> dict[str, str]:
-    """Return an error as the protocol tells it, with the remedy beside."""
-    error = redacted_error(error)
-    return {"error": text_of(error), **({"remedy": error.remedy} if error.remedy else {})}
+def header_lines(error: GenserveError) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an error."""
+    return [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
 
 
 def too_large(size: int, *, limit: int) -> InferenceError:
-    """Return the error of a JSON text that is too long."""
+    """Return the error for a JSON text that is too long."""
     return InferenceError(
         f"request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
         "Use --http-max-input-size to increase the limit."

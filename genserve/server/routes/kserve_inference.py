@@ -23,28 +23,30 @@ from genserve.kserve.infer_body import (
 from genserve.kserve.served_models import ServedModel
 from genserve.kserve.triton_parsing import leading_number
 from genserve.log import fail_request
-from genserve.server.error_responses import failure
-from genserve.server.offload import ONE_BY_ONE, beside, work_of
+from genserve.server.error_responses import as_genserve_error, kserve_error, kserve_status
+from genserve.server.offload import COST_PER_OBJECT_BYTE, offload_if_large, write_cost
 from genserve.server.routes.kserve_http import (
-    Answer,
-    Call,
+    KServeCall,
+    KServeResponse,
     WatchedInference,
-    error_answer,
-    error_json,
-    retry_lines,
+    error_response,
+    header_lines,
     too_large,
 )
 from genserve.tensor import DataType
 
 __all__ = ["generate", "generate_stream", "infer"]
 
-
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _MAX_BODY_BYTES = 2**31 - 1
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
+_NOT_ONE_RESPONSE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates "
+    "various number of responses"
+)
 
 
-async def infer(call: Call) -> Answer:
+async def infer(call: KServeCall) -> KServeResponse:
     """Run one inference."""
     model = call.services.repository.find(call.model, call.version)
     if model.config.decoupled:
@@ -56,26 +58,27 @@ async def infer(call: Call) -> Answer:
     encoding = call.header(b"content-encoding")
     if encoding not in (None, "identity", *_WINDOW_BITS):
         error = InferenceError("Unsupported compression type", status=Status.UNSUPPORTED)
-        return error_answer(error, headers=[(b"accept-encoding", b"gzip, deflate")])
+        return error_response(error, headers=[(b"accept-encoding", b"gzip, deflate")])
     asked = await _read(call, model, encoding)
     with call.start(asked.request) as running:
         first = await running.single()
     if first.error is not None:
         raise first.error
-    answer = await beside(
-        _writing(first, asked), answer_of, first, inference=running.inference, asked=asked, model=model
+    cost = _write_cost(first, asked)
+    body = await offload_if_large(
+        cost, answer_of, first, inference=running.inference, asked=asked, model=model
     )
-    return await _respond(answer, accepted=call.header(b"accept-encoding"))
+    return await _compressed_response(body, accepted=call.header(b"accept-encoding"))
 
 
-async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferRequestBody:
+async def _read(call: KServeCall, model: ServedModel, encoding: str | None) -> InferRequestBody:
     limit = call.services.settings.http_max_input_size
     text = call.header(_HEADER_LENGTH.lower().encode())
     given = None if text is None else _header_length(text)
     body_limit = limit if given is None else _MAX_BODY_BYTES
     body = await call.body(limit=body_limit, offset=max(given or 0, 0))
     if encoding in _WINDOW_BITS:
-        body = await run_in_threadpool(_decompressed, body, encoding, limit=body_limit)
+        body = await run_in_threadpool(_decompress, body, encoding, limit=body_limit)
     length = len(body) if given is None else given
     if not 0 <= length <= len(body):
         raise InferenceError(
@@ -88,8 +91,8 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferRe
     if not length:
         return read_raw_body(body, model=model, version=version, parameters=parameters)
     has_strings = any(spec.data_type == DataType.BYTES.config_name for spec in model.config.inputs)
-    return await beside(
-        length + (len(body) - length) * (ONE_BY_ONE if has_strings else 1),
+    return await offload_if_large(
+        length + (len(body) - length) * (COST_PER_OBJECT_BYTE if has_strings else 1),
         read_infer_body,
         body[:length],
         body[length:],
@@ -100,37 +103,16 @@ async def _read(call: Call, model: ServedModel, encoding: str | None) -> InferRe
     )
 
 
-async def _respond(answer: InferResponseBody, *, accepted: str | None) -> Answer:
-    body, headers = answer.body, []
-    if accepted is not None and (encoding := _preferred(accepted)):
-        body = await beside(len(body), _compressed, body, encoding)
-        headers.append((b"content-encoding", encoding.encode()))
-    if answer.header_length is None:
-        return Answer(body, headers=headers)
-    headers.append((_HEADER_LENGTH.lower().encode(), str(answer.header_length).encode()))
-    return Answer(body, content_type=b"application/octet-stream", headers=headers)
-
-
-def _writing(response: InferenceResponse, asked: InferRequestBody) -> int:
-    """Return how much work it is to write a response."""
-    work = 0
-    for tensor in response.outputs:
-        requested = asked.outputs.get(tensor.name)
-        copied = asked.binary if requested is None else requested.binary or requested.target is not None
-        work += work_of(tensor, copied=copied)
-    return work
-
-
 def _header_length(text: str) -> int:
-    """Read a length as Triton does, which passes over what follows the number."""
+    """Parse a length as Triton does, which ignores text after the number."""
     length = leading_number(text)
     if length is None:
         raise InferenceError(f"Unable to parse {_HEADER_LENGTH}, got: {text}")
     return length
 
 
-def _decompressed(body: memoryview, encoding: str, *, limit: int) -> memoryview:
-    """Return what was compressed, writable; raises InferenceError, also for more than `limit` bytes."""
+def _decompress(body: memoryview, encoding: str, *, limit: int) -> memoryview:
+    """Return the decompressed body, writable; raises InferenceError, also for more than `limit` bytes."""
     decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
         text = decompressor.decompress(body, limit + 1)
@@ -143,50 +125,61 @@ def _decompressed(body: memoryview, encoding: str, *, limit: int) -> memoryview:
     return memoryview(bytearray(text))
 
 
-def _compressed(body: bytes, encoding: str) -> bytes:
-    compressor = zlib.compressobj(wbits=_WINDOW_BITS[encoding])
-    return compressor.compress(body) + compressor.flush()
+def _write_cost(response: InferenceResponse, asked: InferRequestBody) -> int:
+    cost = 0
+    for tensor in response.outputs:
+        requested = asked.outputs.get(tensor.name)
+        copied = asked.binary if requested is None else requested.binary or requested.target is not None
+        cost += write_cost(tensor, copied=copied)
+    return cost
+
+
+async def _compressed_response(answer: InferResponseBody, *, accepted: str | None) -> KServeResponse:
+    body, headers = answer.body, []
+    if accepted is not None and (encoding := _preferred(accepted)):
+        body = await offload_if_large(len(body), _compress, body, encoding)
+        headers.append((b"content-encoding", encoding.encode()))
+    if answer.header_length is None:
+        return KServeResponse(body, headers=headers)
+    headers.append((_HEADER_LENGTH.lower().encode(), str(answer.header_length).encode()))
+    return KServeResponse(body, content_type=b"application/octet-stream", headers=headers)
 
 
 def _preferred(accepted: str) -> str | None:
-    """Return the compression that a client likes best of those that there are; None: none of them."""
+    """Return the supported compression with the highest weight in Accept-Encoding; None: there is none."""
     best, weight = None, 0.0
     for entry in accepted.split(","):
         name, _, quality = entry.strip().partition(";")
         try:
-            liked = float(quality.strip().removeprefix("q=") or 1)
+            given = float(quality.strip().removeprefix("q=") or 1)
         except ValueError:
             continue
-        if name.strip() in _WINDOW_BITS and liked > weight:
-            best, weight = name.strip(), liked
+        if name.strip() in _WINDOW_BITS and given > weight:
+            best, weight = name.strip(), given
     return best
 
 
-_NOT_ONE = (
-    "generate expects model to produce exactly 1 response, use generate stream for model that generates "
-    "various number of responses"
-)
+def _compress(body: bytes, encoding: str) -> bytes:
+    compressor = zlib.compressobj(wbits=_WINDOW_BITS[encoding])
+    return compressor.compress(body) + compressor.flush()
 
 
-async def generate(call: Call) -> Answer:
-    """Run an inference that has exactly one response.
-
-    The status is that of the first response, and as Triton has it 400 for any error, but 429 for a refusal.
-    """
-    with await _start(call) as running:
-        told = [await _tell(response, running.inference) async for response in running.responses]
-    body = told[0][0] if len(told) == 1 else orjson.dumps({"error": _NOT_ONE})
-    status, headers = _status(told[0][1] if told else None)
-    return Answer(body, status_code=status, headers=headers)
+async def generate(call: KServeCall) -> KServeResponse:
+    """Run an inference that has exactly one response, from plain JSON to plain JSON."""
+    with await _start_generate(call) as running:
+        written = [await _write(response, running.inference) async for response in running.responses]
+    body = written[0][0] if len(written) == 1 else orjson.dumps({"error": _NOT_ONE_RESPONSE})
+    status, headers = _status(written[0][1] if written else None)
+    return KServeResponse(body, status_code=status, headers=headers)
 
 
-async def generate_stream(call: Call) -> EventStream:
+async def generate_stream(call: KServeCall) -> ResponseEvents:
     """Run an inference and send each response as an event."""
-    return EventStream(await _start(call))
+    return ResponseEvents(await _start_generate(call))
 
 
-class EventStream:
-    """The events of one inference. The status is decided by the first, as that of `generate` is."""
+class ResponseEvents:
+    """The responses of one inference as server-sent events; the first decides the status."""
 
     def __init__(self, running: WatchedInference) -> None:
         self._running = running
@@ -197,12 +190,12 @@ class EventStream:
         with self._running as running:
             try:
                 async for response in running.responses:
-                    text, error = await _tell(response, running.inference)
+                    text, error = await _write(response, running.inference)
                     await self._send_event(text, send, *_status(error))
             except asyncio.CancelledError:
                 stopped = InferenceError("the server has stopped", status=Status.UNAVAILABLE)
                 fail_request(stopped)
-                await self._send_event(orjson.dumps(error_json(stopped)), send, 503)
+                await self._send_event(orjson.dumps(kserve_error(stopped)), send, kserve_status(stopped))
             if not self._started:
                 await send(_start_message(200))
             await send({"type": "http.response.body", "body": b""})
@@ -216,29 +209,34 @@ class EventStream:
         await send({"type": "http.response.body", "body": event_of(text), "more_body": True})
 
 
-async def _start(call: Call) -> WatchedInference:
+async def _start_generate(call: KServeCall) -> WatchedInference:
     model = call.services.repository.find(call.model, call.version)
     body = await call.body(limit=call.services.settings.http_max_input_size)
-    work = len(body) * ONE_BY_ONE
-    return call.start(await beside(work, read_generate_body, body, model=model, version=call.version))
+    request = await offload_if_large(
+        len(body) * COST_PER_OBJECT_BYTE, read_generate_body, body, model=model, version=call.version
+    )
+    return call.start(request)
 
 
-async def _tell(response: InferenceResponse, inference: Inference) -> tuple[bytes, GenserveError | None]:
-    """Return a response as JSON, and the error that it is."""
+async def _write(response: InferenceResponse, inference: Inference) -> tuple[bytes, GenserveError | None]:
+    """Return a response as JSON, and its error."""
     try:
-        work = sum(work_of(tensor, copied=False) for tensor in response.outputs)
-        return await beside(work, generated, response, inference=inference), None
-    except Exception as error:
-        told = failure(error, doing=f"writing a response of model '{inference.model_name}'")
-        fail_request(told)
-        return orjson.dumps(error_json(told)), told
+        cost = sum(write_cost(tensor, copied=False) for tensor in response.outputs)
+        return await offload_if_large(cost, generated, response, inference=inference), None
+    except Exception as raised:
+        error = as_genserve_error(raised, doing=f"writing a response of model '{inference.model_name}'")
+        fail_request(error)
+        return orjson.dumps(kserve_error(error)), error
 
 
 def _status(error: GenserveError | None) -> tuple[int, Sequence[tuple[bytes, bytes]]]:
-    """Return the status of an answer that begins with this error or with none, and its headers."""
-    if isinstance(error, Overloaded):
-        return 429, retry_lines(error)
-    return 200 if error is None else 400, ()
+    """Return the status and headers of an answer that begins with this error or with none.
+
+    As in Triton it is 400 for any error; our own exception is a full queue.
+    """
+    if error is None:
+        return 200, ()
+    return kserve_status(error) if isinstance(error, Overloaded) else 400, header_lines(error)
 
 
 def _start_message(status: int, headers: Sequence[tuple[bytes, bytes]] = ()) -> dict[str, object]:

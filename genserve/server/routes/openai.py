@@ -8,26 +8,19 @@ from copy import copy
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from genserve.completion import Completion, Delta, join_choices
+from genserve.completion import Completion, Delta
 from genserve.errors import InvalidRequest
 from genserve.prompt import MAX_CHAT_MESSAGES, Chat, read_messages
 from genserve.sampling.param_table import MAX_TOP_LOGPROBS
 from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
 from genserve.server.routes.logprob_formats import NAMELESS, TokenScores, prompt_logprobs
-from genserve.server.routes.openai_protocol import (
-    FINISH,
-    Chunks,
-    OpenAIBody,
-    best_choices,
-    head,
-    respond,
-    usage,
-)
-from genserve.server.services import Open, SharedServices
+from genserve.server.routes.openai_protocol import FINISH, OpenAIBody, OpenAIFrames, choose, head
+from genserve.server.services import SharedServices
 from genserve.text.reasoning_parser import ReasoningParser
 from genserve.textmodel.text_model import TextModel
 
@@ -136,13 +129,13 @@ class ChatBody(OpenAIBody):
 @router.post("/chat/completions")
 async def chat_completions(body: ChatBody, services: SharedServices, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
-    return await respond(body, services, request, frames=ChatFrames, answer=_answer)
+    return await handle_generation(body, services, request, frames=ChatFrames, answer=_answer)
 
 
 @router.get("/models")
 async def models(services: SharedServices) -> dict[str, Any]:
-    """List the models that answer."""
-    return {"object": "list", "data": [_model(m) for m in services.repository.generation_models]}
+    """List the models that generate text."""
+    return {"object": "list", "data": [_model(model) for model in services.repository.generation_models]}
 
 
 @router.get("/models/{name:path}")
@@ -151,22 +144,23 @@ async def model(name: str, services: SharedServices) -> dict[str, Any]:
     return _model(services.repository.get(name))
 
 
-class ChatFrames(Chunks):
+class ChatFrames(OpenAIFrames):
     """The chunks of a streamed chat."""
 
-    def __init__(self, opened: Open, body: ChatBody) -> None:
+    def __init__(self, submitted: SubmittedRequest, body: ChatBody) -> None:
         self._token_ids = bool(body.return_token_ids)
-        self._prompt_ids = _prompt_ids(opened, body)
-        self._scores = [_scores(opened, body) for _ in range(body.num_choices)]
-        reasoned = _reasoned(opened, body)
+        self._prompt_ids = _prompt_ids(submitted, body)
+        self._scores = [_scores(submitted, body) for _ in range(body.num_choices)]
+        reasoned = _reasoned(submitted, body)
         self._reasoned = [copy(reasoned) for _ in range(body.num_choices)]
-        super().__init__(opened, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
+        super().__init__(submitted, body, kind="chat.completion.chunk", id_prefix="chatcmpl")
 
     def start(self) -> bytes:
         """See `Frames`."""
         role = '{"role": "assistant", "content": ""}'
-        beside = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
-        return b"".join(self._chunk(choice, role, beside=beside) for choice in range(len(self._scores)))
+        top_fields = "".join(f', "{name}": {ids}' for name, ids in self._prompt_ids.items())
+        chunks = (self._chunk(choice, role, top_fields=top_fields) for choice in range(len(self._scores)))
+        return b"".join(chunks)
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
@@ -174,11 +168,11 @@ class ChatFrames(Chunks):
         scores, chunks, logprobs = self._scores[delta.choice], b"", "null"
         if scores is not None:
             logprobs = json.dumps(_logprobs(scores, delta))
-        said = _said(self._reasoned[delta.choice], delta)
-        for field, text in said or ([("content", "")] if extra or scores is not None else []):
+        parts = _message_parts(self._reasoned[delta.choice], delta)
+        for field, text in parts or ([("content", "")] if extra or scores is not None else []):
             added = f'{{"{field}": {json.dumps(text)}}}'
             chunks += self._chunk(delta.choice, added, logprobs=logprobs, extra=extra)
-            logprobs, extra = "null", ""    # told once
+            logprobs, extra = "null", ""    # only in the first chunk of a delta
         if delta.finish_reason is not None:
             ending = f'"{FINISH[delta.finish_reason]}", "stop_reason": {json.dumps(delta.stop_reason)}'
             chunks += self._chunk(delta.choice, "{}", finish_reason=ending)
@@ -193,40 +187,43 @@ class ChatFrames(Chunks):
         logprobs: str = "null",
         finish_reason: str = "null",
         extra: str = "",
-        beside: str = "",
+        top_fields: str = "",
     ) -> bytes:
         fields = f'"delta": {delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}{extra}'
-        return self.chunk(choice, fields, beside=beside)
+        return self.chunk(choice, fields, top_fields=top_fields)
 
 
-def _answer(opened: Open, body: ChatBody, deltas: list[Delta]) -> dict[str, Any]:
-    drawn = join_choices(deltas)
-    completions = best_choices(drawn, n=body.num_choices, num_drawn=body.num_drawn)
-    reasoned = _reasoned(opened, body)
+def _answer(submitted: SubmittedRequest, body: ChatBody, deltas: list[Delta]) -> Response:
+    completions, usage = choose(body, deltas)
+    reasoned = _reasoned(submitted, body)
     choices = [
-        _choice(index, completion, opened, body, reasoned=copy(reasoned))
+        _choice(index, completion, submitted, body, reasoned=copy(reasoned))
         for index, completion in enumerate(completions)
     ]
-    total = usage([completion.usage for completion in drawn], n=len(drawn))
-    answer = head(opened, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": total}
+    answer = head(submitted, "chat.completion", id_prefix="chatcmpl") | {"choices": choices, "usage": usage}
     if body.prompt_logprobs is not None:
         scores = completions[0].prompt_logprobs
-        answer["prompt_logprobs"] = prompt_logprobs(opened.model.tokenizer, opened.prompts[0], scores)
-    return answer | _prompt_ids(opened, body)
+        answer["prompt_logprobs"] = prompt_logprobs(submitted.model.tokenizer, submitted.prompts[0], scores)
+    return JSONResponse(answer | _prompt_ids(submitted, body))
 
 
-def _prompt_ids(opened: Open, body: ChatBody) -> dict[str, list[int]]:
-    return {"prompt_token_ids": list(opened.prompts[0])} if body.return_token_ids else {}
+def _prompt_ids(submitted: SubmittedRequest, body: ChatBody) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(submitted.prompts[0])} if body.return_token_ids else {}
 
 
 def _choice(
-    index: int, completion: Completion, opened: Open, body: ChatBody, *, reasoned: ReasoningParser | None
+    index: int,
+    completion: Completion,
+    submitted: SubmittedRequest,
+    body: ChatBody,
+    *,
+    reasoned: ReasoningParser | None,
 ) -> dict[str, Any]:
-    scores = _scores(opened, body)
+    scores = _scores(submitted, body)
     token_ids = {"token_ids": list(completion.token_ids)} if body.return_token_ids else {}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": "", **dict(_said(reasoned, completion))},
+        "message": {"role": "assistant", "content": "", **dict(_message_parts(reasoned, completion))},
         "logprobs": None if scores is None else _logprobs(scores, completion),
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
@@ -234,13 +231,13 @@ def _choice(
     }
 
 
-def _reasoned(opened: Open, body: ChatBody) -> ReasoningParser | None:
+def _reasoned(submitted: SubmittedRequest, body: ChatBody) -> ReasoningParser | None:
     if body.separate_reasoning is False:
         return None
-    return opened.model.reasoned_text(opened.params, begun=opened.begins_thought)
+    return submitted.model.reasoned_text(submitted.params, begun=submitted.begins_thought)
 
 
-def _said(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
+def _message_parts(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
     """Return the fields of the message to which a part of an answer, or the whole, adds, and what."""
     if reasoned is None:
         return [("content", part.text)] if part.text else []
@@ -249,9 +246,9 @@ def _said(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tu
     return [(field, text) for field, text in fields if text]
 
 
-def _scores(opened: Open, body: ChatBody) -> TokenScores | None:
+def _scores(submitted: SubmittedRequest, body: ChatBody) -> TokenScores | None:
     by_id = bool(body.return_tokens_as_token_ids)
-    return TokenScores(body.detokenizer(opened.model.tokenizer), by_id=by_id) if body.logprobs else None
+    return TokenScores(body.detokenizer(submitted.model.tokenizer), by_id=by_id) if body.logprobs else None
 
 
 def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:

@@ -12,26 +12,19 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError, WrapValidator
 
-from genserve.completion import Completion, Delta, FinishReason, join_choices
+from genserve.completion import Completion, Delta, FinishReason
 from genserve.errors import InvalidRequest
 from genserve.prompt import COMPLETION_TOKENS
 from genserve.sampling.param_table import MAX_TOP_LOGPROBS
 from genserve.sampling.sampling_params import SamplingParams
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import CompletionLogprobs, prompt_logprobs
-from genserve.server.routes.openai_protocol import (
-    FINISH,
-    Chunks,
-    OpenAIBody,
-    best_choices,
-    head,
-    respond,
-    usage,
-)
-from genserve.server.services import Open, SharedServices
+from genserve.server.routes.openai_protocol import FINISH, OpenAIBody, OpenAIFrames, choose, head
+from genserve.server.services import SharedServices
 from genserve.text.tokenizer import Tokenizer
 
 __all__ = ["router"]
@@ -119,16 +112,16 @@ class CompletionBody(OpenAIBody):
 @router.post("/completions")
 async def completions(body: CompletionBody, services: SharedServices, request: Request) -> Response:
     """Complete prompts, whole or as server-sent events."""
-    return await respond(body, services, request, frames=CompletionFrames, answer=_answer)
+    return await handle_generation(body, services, request, frames=CompletionFrames, answer=_answer)
 
 
-class CompletionFrames(Chunks):
+class CompletionFrames(OpenAIFrames):
     """The chunks of a streamed completion."""
 
-    def __init__(self, opened: Open, body: CompletionBody) -> None:
+    def __init__(self, submitted: SubmittedRequest, body: CompletionBody) -> None:
         self._wanted = body.wanted
-        self._choices = _choices(opened, body)
-        super().__init__(opened, body, kind="text_completion", id_prefix="cmpl")
+        self._choices = _choices(submitted, body)
+        super().__init__(submitted, body, kind="text_completion", id_prefix="cmpl")
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
@@ -185,9 +178,9 @@ class Choice:
         return fields
 
 
-def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
-    tokenizer = opened.model.tokenizer
-    prompts = zip(body.echoes(tokenizer), opened.prompts, strict=True)
+def _choices(submitted: SubmittedRequest, body: CompletionBody) -> list[Choice]:
+    tokenizer = submitted.model.tokenizer
+    prompts = zip(body.echoes(tokenizer), submitted.prompts, strict=True)
     return [
         Choice(body, echo=echo, prompt_ids=ids, tokenizer=tokenizer)
         for echo, ids in prompts
@@ -195,12 +188,12 @@ def _choices(opened: Open, body: CompletionBody) -> list[Choice]:
     ]
 
 
-def _answer(opened: Open, body: CompletionBody, deltas: list[Delta]) -> dict[str, Any]:
-    drawn = join_choices(map(body.wanted, deltas))
-    completions = best_choices(drawn, n=body.num_choices, num_drawn=body.num_drawn)
+def _answer(submitted: SubmittedRequest, body: CompletionBody, deltas: list[Delta]) -> Response:
+    completions, usage = choose(body, [body.wanted(delta) for delta in deltas])
+    writers = _choices(submitted, body)
     choices = [
-        {"index": index} | choice.part(completion)
-        for index, (choice, completion) in enumerate(zip(_choices(opened, body), completions, strict=True))
+        {"index": index} | writer.part(completion)
+        for index, (writer, completion) in enumerate(zip(writers, completions, strict=True))
     ]
-    total = usage([completion.usage for completion in drawn], n=body.num_drawn)
-    return head(opened, "text_completion", id_prefix="cmpl") | {"choices": choices, "usage": total}
+    answer = head(submitted, "text_completion", id_prefix="cmpl")
+    return JSONResponse(answer | {"choices": choices, "usage": usage})

@@ -11,29 +11,25 @@ import json
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import ConfigDict, Field
 
-from genserve.completion import Completion, Delta, FinishReason, Usage, likeliest
+from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.prompt import Prompt
 from genserve.sampling.param_table import MAX_BEST_OF, MAX_TOP_LOGPROBS
 from genserve.sampling.sampling_params import SamplingParams, sampling_params, unused_parameters
 from genserve.server.decoding_fields import DecodingFields, Texts
-from genserve.server.error_responses import openai_error, renamed
-from genserve.server.generation_handler import add_ignored_header
+from genserve.server.error_responses import openai_error
+from genserve.server.generation_handler import SubmittedRequest
 from genserve.server.request_body import Body
-from genserve.server.services import Open, Services
-from genserve.server.sse_response import EventStream, Frames, event, read_all
+from genserve.server.sse_response import event
 from genserve.text.detokenizer import Detokenizer
 from genserve.text.tokenizer import Tokenizer
 
-__all__ = ["FINISH", "Chunks", "OpenAIBody", "StreamOptions", "best_choices", "head", "respond", "usage"]
-
+__all__ = ["FINISH", "OpenAIBody", "OpenAIFrames", "StreamOptions", "choose", "head"]
 
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})
@@ -171,12 +167,11 @@ class OpenAIBody(DecodingFields):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs needs stream: false", field="prompt_logprobs")
 
-    def unknown(self) -> list[str]:
-        """The fields that nobody knows."""
-        return [name for name in self.model_extra or {} if name not in self.neutral and name not in _INERT]
+    def ignored(self, params: SamplingParams) -> list[str]:
+        """The unknown fields, and the sampling parameters without effect."""
+        unknown = (name for name in self.model_extra or {} if name not in self.neutral and name not in _INERT)
+        return [*unknown, *unused_parameters(params)]
 
-
-_Asked = TypeVar("_Asked", bound=OpenAIBody)
 
 FINISH = {
     FinishReason.END_OF_SEQUENCE: "stop",
@@ -186,95 +181,78 @@ FINISH = {
 }
 
 
-def head(opened: Open, kind: str, *, id_prefix: str) -> dict[str, Any]:
-    """Return the fields that every answer, and every chunk of one, begins with."""
+def choose(body: OpenAIBody, deltas: Sequence[Delta]) -> tuple[list[Completion], dict[str, Any]]:
+    """Return the completions that a whole answer has, of all that were drawn, and the usage."""
+    drawn = join_choices(deltas)
+    completions = _best(drawn, n=body.num_choices, num_drawn=body.num_drawn)
+    return completions, _usage([completion.usage for completion in drawn], num_drawn=body.num_drawn)
+
+
+def head(submitted: SubmittedRequest, kind: str, *, id_prefix: str) -> dict[str, Any]:
+    """Return the first fields of an answer, and of each of its chunks."""
     return {
         "id": f"{id_prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": opened.model.name,
-        "system_fingerprint": f"genserve-{opened.model.precision}",
+        "model": submitted.model.name,
+        "system_fingerprint": f"genserve-{submitted.model.precision}",
     }
 
 
-def usage(usages: Sequence[Usage], *, n: int) -> dict[str, Any]:
-    """Return the usage of a request whose choices, `n` to each prompt, had these; a prompt counts once."""
-    prompt_tokens = sum(one.prompt_tokens for one in usages[::n])
-    completion_tokens = sum(one.completion_tokens for one in usages)
+def _usage(usages: Sequence[Usage], *, num_drawn: int) -> dict[str, Any]:
+    """Return the usage of a request from that of its choices, `num_drawn` per prompt; prompts count once."""
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages[::num_drawn])
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in usages[::n])},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::num_drawn])},
     }
 
 
-def best_choices(completions: Sequence[Completion], *, n: int, num_drawn: int) -> list[Completion]:
-    """Return, of so many answers to each prompt, the `n` likeliest, the best first; if `n`, all in order."""
+def _best(completions: Sequence[Completion], *, n: int, num_drawn: int) -> list[Completion]:
+    """Return the `n` likeliest of the `num_drawn` completions of each prompt, the best first."""
     if num_drawn == n:
         return list(completions)
-    blocks = [completions[start : start + num_drawn] for start in range(0, len(completions), num_drawn)]
-    return [block[place] for block in blocks for place in likeliest(block)[:n]]
+    by_prompt = [completions[start : start + num_drawn] for start in range(0, len(completions), num_drawn)]
+    return [drawn[choice] for drawn in by_prompt for choice in likeliest(drawn)[:n]]
 
 
-async def respond(
-    body: _Asked,
-    services: Services,
-    request: Request,
-    *,
-    frames: Callable[[Open, _Asked], Frames],
-    answer: Callable[[Open, _Asked, list[Delta]], dict[str, Any]],
-) -> Response:
-    """Answer in the way that was asked for: in `frames` as they come, or with one `answer` of all deltas.
+class OpenAIFrames:
+    """Base of both routes' `Frames`: everything except `delta`. Text that does not change is encoded once."""
 
-    Raises:
-        InvalidRequest: in the words of the body; see `OpenAIBody.check`, `Services.open`.
-        ClientLeft, GenserveError: see `Services.open`, `read_all`; a stream that has begun carries what
-            goes wrong as an event.
-    """
-    body.check()
-    try:
-        opened = await services.open(body.model_name, body.prompts(), body.params(), n=body.num_choices)
-    except InvalidRequest as error:
-        raise renamed(error, body.names()) from None
-    response: Response
-    if body.stream:
-        response = EventStream(opened.stream, frames(opened, body))
-    else:
-        response = JSONResponse(answer(opened, body, await read_all(opened.stream, request)))
-    add_ignored_header(response, [*body.unknown(), *unused_parameters(opened.params)])
-    return response
-
-
-class Chunks:
-    """The events of one streamed answer, but its deltas: `Frames` of both routes are made of it.
-
-    All that does not change is written once.
-    """
-
-    def __init__(self, opened: Open, body: OpenAIBody, *, kind: str, id_prefix: str) -> None:
-        """Begin an answer; see `head`."""
-        self._head = json.dumps(head(opened, kind, id_prefix=id_prefix))[:-1]
-        # Where the last chunk is the usage, the others say that it comes.
+    def __init__(self, submitted: SubmittedRequest, body: OpenAIBody, *, kind: str, id_prefix: str) -> None:
+        """Begin a streamed answer whose chunks are objects of a `kind`."""
+        self._head = json.dumps(head(submitted, kind, id_prefix=id_prefix))[:-1]
+        # If the last chunk is the usage, all others have the field too.
         self._with_usage = body.wants_usage
-        self._after = '}], "usage": null}\n\n' if self._with_usage else "}]}\n\n"
-        self._n = body.num_choices
-        self._usages: list[Usage | None] = [None] * len(opened.seeds)
+        self._tail = '}], "usage": null}\n\n' if self._with_usage else "}]}\n\n"
+        self._num_choices = body.num_choices
+        self._usages: list[Usage | None] = [None] * len(submitted.seeds)
 
-    def chunk(self, choice: int, fields: str, *, beside: str = "") -> bytes:
-        """Return a chunk of one choice; its fields behind `index`, and those `beside` it, are JSON."""
-        return f'data: {self._head}{beside}, "choices": [{{"index": {choice}, {fields}{self._after}'.encode()
+    def chunk(self, choice: int, fields: str, *, top_fields: str = "") -> bytes:
+        """Return a chunk with one choice.
+
+        Args:
+            choice: its index.
+            fields: of the choice, after `index`, as JSON without braces.
+            top_fields: of the chunk, as JSON with a comma in front.
+        """
+        text = f'data: {self._head}{top_fields}, "choices": [{{"index": {choice}, {fields}{self._tail}'
+        return text.encode()
 
     def ending(self, delta: Delta) -> bytes:
-        """Return what follows the last delta of a choice: nothing, or behind the last of all the usage."""
+        """Return the event after the last delta of a choice: after that of all choices, the usage."""
         self._usages[delta.choice] = delta.usage
-        usages = [one for one in self._usages if one is not None]
+        usages = [usage for usage in self._usages if usage is not None]
         if not self._with_usage or len(usages) < len(self._usages):
             return b""
-        return event(f'{self._head}, "choices": [], "usage": {json.dumps(usage(usages, n=self._n))}}}')
+        total = json.dumps(_usage(usages, num_drawn=self._num_choices))
+        return event(f'{self._head}, "choices": [], "usage": {total}}}')
 
     def start(self) -> bytes:
-        """See `Frames`: nothing."""
+        """See `Frames`."""
         return b""
 
     def error(self, error: GenserveError) -> bytes:

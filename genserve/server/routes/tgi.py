@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,21 +15,21 @@ from fastapi.responses import JSONResponse, Response
 from genserve.completion import Completion, Delta, FinishReason, Usage, join_choices, likeliest
 from genserve.errors import GenserveError, InvalidRequest
 from genserve.sampling.param_table import MAX_BEST_OF, MAX_STOP_STRINGS
-from genserve.sampling.sampling_params import unused_parameters
-from genserve.server.error_responses import renamed, tgi_error
-from genserve.server.generation_handler import add_ignored_header
+from genserve.sampling.sampling_params import SamplingParams, unused_parameters
+from genserve.server.error_responses import tgi_error
+from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
 from genserve.server.routes.logprob_formats import LikelyTokens, prefill
 from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
-from genserve.server.services import Open, Services, SharedServices
-from genserve.server.sse_response import EventStream, event, read_all
+from genserve.server.services import Services, SharedServices
+from genserve.server.sse_response import event
 from genserve.version import __version__
 
 __all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute, tags=["TGI"])
 
-# TGI has no word for a text that was cut off because it went round in circles.
+# TGI has no word for a text that was stopped because it repeats itself.
 FINISH = {reason: reason.value for reason in FinishReason} | {FinishReason.REPETITION: "length"}
 
 _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special": True}
@@ -37,30 +38,19 @@ _NO_TOKEN: Mapping[str, Any] = {"id": 0, "text": "", "logprob": None, "special":
 @router.post("/generate")
 async def generate(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer with the whole text."""
-    opened, answer, headers = await _generate(body, services, request)
-    return _named(JSONResponse(answer, headers=headers), opened)
+    return await _handle(_Generation(body=body), services, request)
 
 
 @router.post("/generate_stream")
-async def generate_stream(body: GenerateBody, services: SharedServices) -> Response:
+async def generate_stream(body: GenerateBody, services: SharedServices, request: Request) -> Response:
     """Complete a prompt and answer token by token, as server-sent events."""
-    asked = body.parameters
-    whole = {"best_of": (asked.best_of or 1) > 1, "decoder_input_details": asked.decoder_input_details}
-    for name, wanted in whole.items():
-        if wanted:
-            field = f"parameters.{name}"
-            raise InvalidRequest(f"{field} cannot be streamed", field=field, remedy="ask /generate")
-    opened = await _open(body, services, logprobs=True)
-    return _named(EventStream(opened.stream, TokenFrames(opened, body)), opened)
+    return await _handle(_Generation(body=body, stream=True), services, request)
 
 
 @router.post("/")
 async def generate_or_stream(body: CompatibleBody, services: SharedServices, request: Request) -> Response:
     """Do as `/generate_stream` if `stream` is true, else as `/generate` with the answer in a list."""
-    if body.stream:
-        return await generate_stream(body, services)
-    opened, answer, headers = await _generate(body, services, request)
-    return _named(JSONResponse([answer], headers=headers), opened)
+    return await _handle(_Generation(body=body, stream=body.stream, in_list=True), services, request)
 
 
 @router.get("/info")
@@ -80,15 +70,81 @@ async def info(services: SharedServices) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Generation:
+    """One request, as `GenerationBody`: the body, and how its route answers."""
+
+    body: GenerateBody
+    stream: bool = False
+    in_list: bool = False       # a whole answer is a list of one object
+    started_s: float = field(default_factory=time.monotonic)
+    num_choices: int = 1
+
+    @property
+    def model_name(self) -> str | None:
+        return self.body.model
+
+    @property
+    def has_details(self) -> bool:
+        return bool(self.body.parameters.details)
+
+    def check(self) -> None:
+        parameters = self.body.parameters
+        if self.stream:
+            for name, neutral in (("best_of", 1), ("decoder_input_details", False)):
+                if getattr(parameters, name) not in (None, neutral):
+                    place = f"parameters.{name}"
+                    raise InvalidRequest(f"{place} cannot be streamed", field=place, remedy="ask /generate")
+        elif not self.has_details:
+            for name in ("top_n_tokens", "decoder_input_details", "logprobs_mode"):
+                if getattr(parameters, name) not in (None, False, 0, "raw"):
+                    place = f"parameters.{name}"
+                    raise InvalidRequest(f"{place} needs parameters.details", field=place)
+
+    def prompts(self) -> list[str]:
+        return [self.body.inputs]
+
+    def params(self) -> SamplingParams:
+        return self.body.parameters.params(logprobs=self.stream or self.has_details)
+
+    def names(self) -> Mapping[str, str]:
+        return self.body.parameters.names()
+
+    def ignored(self, params: SamplingParams) -> list[str]:
+        return [f"parameters.{name}" for name in unused_parameters(params)]
+
+
+async def _handle(asked: _Generation, services: Services, request: Request) -> Response:
+    return await handle_generation(asked, services, request, frames=TokenFrames, answer=_answer)
+
+
+def _answer(submitted: SubmittedRequest, asked: _Generation, deltas: list[Delta]) -> Response:
+    completions = join_choices(deltas)
+    best, *others = likeliest(completions)
+    prefix = asked.body.inputs if asked.body.parameters.return_full_text else ""
+    texts = [{"generated_text": prefix + completion.text} for completion in completions]
+    answer: dict[str, Any] = texts[best]
+    if asked.has_details:
+        details = [
+            _details(completion, [delta for delta in deltas if delta.choice == choice], submitted, asked.body)
+            for choice, completion in enumerate(completions)
+        ]
+        rest = {"best_of_sequences": [texts[place] | details[place] for place in others]} if others else {}
+        answer = answer | {"details": details[best] | rest}
+    headers = _headers(completions[best].usage, seconds=time.monotonic() - asked.started_s)
+    return JSONResponse([answer] if asked.in_list else answer, headers=headers)
+
+
 class TokenFrames:
     """The events of a streamed generation: one per token, and no `[DONE]`."""
 
-    def __init__(self, opened: Open, body: GenerateBody) -> None:
-        self._opened = opened
+    def __init__(self, submitted: SubmittedRequest, asked: _Generation) -> None:
+        body = asked.body
+        self._submitted = submitted
         self._sampling = body.parameters.draws
         self._text: list[str] = [body.inputs] if body.parameters.return_full_text else []
         self._num_tokens = 0
-        self._likely = LikelyTokens(opened.model.tokenizer) if body.parameters.top_n_tokens else None
+        self._likely = LikelyTokens(submitted.model.tokenizer) if body.parameters.top_n_tokens else None
 
     def start(self) -> bytes:
         """See `Frames`."""
@@ -99,14 +155,14 @@ class TokenFrames:
         self._text.append(delta.text)
         events = b""
         # A decoding loop may end its sequence without a last token; the event of the ending needs one.
-        tokens = _tokens(delta, self._opened) or [{**_NO_TOKEN, "text": delta.text}]
+        tokens = _tokens(delta, self._submitted) or [{**_NO_TOKEN, "text": delta.text}]
         likely = self._likely.read(delta) if self._likely else []
         for index, token in enumerate(tokens):
             self._num_tokens += 1
             last = delta.finish_reason is not None and index == len(tokens) - 1
             ending = self._ending(delta) if last else '"generated_text": null, "details": null'
             top = f'"top_tokens": {json.dumps(likely[index])}, ' if likely else ""
-            events += event(f'{{"index": {self._num_tokens}, "token": {_written(token)}, {top}{ending}}}')
+            events += event(f'{{"index": {self._num_tokens}, "token": {_token_json(token)}, {top}{ending}}}')
         return events
 
     def error(self, error: GenserveError) -> bytes:
@@ -122,55 +178,19 @@ class TokenFrames:
             "finish_reason": delta.finish_reason and FINISH[delta.finish_reason],
             "stop_reason": delta.stop_reason,
             "generated_tokens": delta.usage.completion_tokens if delta.usage else self._num_tokens,
-            "input_length": len(self._opened.prompts[0]),
+            "input_length": len(self._submitted.prompts[0]),
             "cached_tokens": delta.usage.cached_tokens if delta.usage else 0,
-            "seed": self._opened.seeds[0] if self._sampling else None,
+            "seed": self._submitted.seeds[0] if self._sampling else None,
         }
         return f'"generated_text": {json.dumps("".join(self._text))}, "details": {json.dumps(details)}'
 
 
-def _written(token: Mapping[str, Any]) -> str:
+def _token_json(token: Mapping[str, Any]) -> str:
     """Return what `json.dumps` writes; it is quick with texts alone, and this is once per token."""
     logprob = "null" if token["logprob"] is None else repr(token["logprob"])
     flag = "true" if token["special"] else "false"
     text = json.dumps(token["text"])
     return f'{{"id": {token["id"]}, "text": {text}, "logprob": {logprob}, "special": {flag}}}'
-
-
-async def _open(body: GenerateBody, services: Services, *, logprobs: bool) -> Open:
-    try:
-        return await services.open(body.model, [body.inputs], body.parameters.params(logprobs=logprobs))
-    except InvalidRequest as error:
-        raise renamed(error, body.parameters.names()) from None
-
-
-async def _generate(
-    body: GenerateBody, services: Services, request: Request
-) -> tuple[Open, dict[str, Any], dict[str, str]]:
-    started_s = time.monotonic()
-    details = bool(body.parameters.details)
-    for name in () if details else ("top_n_tokens", "decoder_input_details", "logprobs_mode"):
-        if getattr(body.parameters, name) not in (None, False, 0, "raw"):
-            field = f"parameters.{name}"
-            raise InvalidRequest(f"{field} needs parameters.details", field=field)
-    opened = await _open(body, services, logprobs=details)
-    deltas = await read_all(opened.stream, request)
-    completions = join_choices(deltas)
-    best, *others = likeliest(completions)
-    prefix = body.inputs if body.parameters.return_full_text else ""
-    texts = [{"generated_text": prefix + completion.text} for completion in completions]
-    answer: dict[str, Any] = texts[best]
-    if details:
-        told = [_details(one, choice, deltas, opened, body) for choice, one in enumerate(completions)]
-        rest = {"best_of_sequences": [texts[place] | told[place] for place in others]} if others else {}
-        answer = answer | {"details": told[best] | rest}
-    return opened, answer, _headers(completions[best].usage, seconds=time.monotonic() - started_s)
-
-
-def _named(response: Response, opened: Open) -> Response:
-    """Add the header that names what nothing came of."""
-    add_ignored_header(response, (f"parameters.{name}" for name in unused_parameters(opened.params)))
-    return response
 
 
 def _headers(usage: Usage, *, seconds: float) -> dict[str, str]:
@@ -184,27 +204,30 @@ def _headers(usage: Usage, *, seconds: float) -> dict[str, str]:
 
 
 def _details(
-    completion: Completion, choice: int, all_deltas: list[Delta], opened: Open, body: GenerateBody
+    completion: Completion, deltas: list[Delta], submitted: SubmittedRequest, body: GenerateBody
 ) -> dict[str, Any]:
-    asked, deltas = body.parameters, [delta for delta in all_deltas if delta.choice == choice]
-    tokenizer, scores = opened.model.tokenizer, completion.prompt_logprobs
+    parameters, choice = body.parameters, deltas[0].choice
+    tokenizer = submitted.model.tokenizer
     likely = LikelyTokens(tokenizer)
+    scored_prompt = []
+    if parameters.decoder_input_details:
+        scored_prompt = prefill(tokenizer, submitted.prompts[0], completion.prompt_logprobs)
     details: dict[str, Any] = {
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
         "generated_tokens": completion.usage.completion_tokens,
-        "seed": opened.seeds[choice] if asked.draws else None,
-        "prefill": prefill(tokenizer, opened.prompts[0], scores) if asked.decoder_input_details else [],
-        "tokens": [token for delta in deltas for token in _tokens(delta, opened)],
+        "seed": submitted.seeds[choice] if parameters.draws else None,
+        "prefill": scored_prompt,
+        "tokens": [token for delta in deltas for token in _tokens(delta, submitted)],
     }
-    if asked.top_n_tokens:
+    if parameters.top_n_tokens:
         details["top_tokens"] = [top for delta in deltas for top in likely.read(delta)]
     return details
 
 
-def _tokens(delta: Delta, opened: Open) -> list[dict[str, Any]]:
+def _tokens(delta: Delta, submitted: SubmittedRequest) -> list[dict[str, Any]]:
     """Return TGI's token objects; the text of a delta goes to its last token."""
-    special = opened.model.tokenizer.eos_token_ids
+    special = submitted.model.tokenizer.eos_token_ids
     tokens: list[dict[str, Any]] = [
         {
             "id": token_id,

@@ -1,4 +1,4 @@
-"""A small door to models written in the test: real instances, schedulers and configs."""
+"""A small server of models written in the test: real instances, schedulers and configs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Answer:
 
 
 class Models:
-    """A door to python models; the `Door` protocol."""
+    """A server of python models; the `InferenceServer` protocol."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -126,7 +126,7 @@ class Models:
             version=1,
             path=self.root / name,
             folder=self.root / name / "1",
-            door=self,
+            server=self,
             metrics=self.metrics,
         )
         shared = backend.load(source)

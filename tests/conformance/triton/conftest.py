@@ -38,7 +38,5 @@ def _settings(run: Run) -> dict[str, Any]:
     """The options of a run in genserve's words."""
     settings = run.options()
     settings.pop("models", None)
-    if (cache_config := settings.pop("cache_config", None)) is not None:
-        settings["cache_bytes"] = int(cache_config.rpartition("=")[2])
     # What Triton allowed by default when it was recorded.
     return settings | {"allow_client_shm": True, "allow_uploaded_code": True}

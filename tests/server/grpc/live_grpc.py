@@ -11,17 +11,17 @@ from genserve.generation_metrics import Metrics
 from genserve.server.grpc.grpc_server import GrpcServer
 from genserve.server.services import Services
 from genserve.settings import ServerSettings
-from tests.fakes.door import FakeDoor, FakeModel
+from tests.fakes.inference_server import FakeInferenceServer, FakeModel
 
 
 class LiveGrpc:
     """`with LiveGrpc([fake_model("m")]) as server: ... server.address ...`"""
 
     def __init__(self, models: list[FakeModel], **settings: Any) -> None:
-        self.door = FakeDoor(models)
+        self.inference_server = FakeInferenceServer(models)
         self.services = Services(
             settings=ServerSettings(**{"allow_client_shm": True, **settings}),
-            repository=self.door,  # type: ignore[arg-type]
+            repository=self.inference_server,  # type: ignore[arg-type]
             metrics=Metrics(),
         )
         self._loop = asyncio.new_event_loop()
@@ -62,4 +62,4 @@ class LiveGrpc:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self.door.close()
+        self.inference_server.close()

@@ -11,7 +11,7 @@ import numpy as np
 from genserve.errors import InferenceError, Status
 from genserve.inference import Inference, InferenceResponse
 from genserve.tensor import Tensor
-from tests.fakes.door import FakeModel, fake_model, identity
+from tests.fakes.inference_server import FakeModel, fake_model, identity
 
 
 def describe(inference: Inference) -> None:

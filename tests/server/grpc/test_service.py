@@ -462,7 +462,7 @@ def test_metadata_config_and_statistics(server, triton):
     assert list(model.inputs[0].shape) == [-1, -1]
     config = new_model_config()
     config.MergeFromString(triton.get_model_config("batched").config.SerializeToString())
-    assert config == server.door.find("batched").config.message
+    assert config == server.inference_server.find("batched").config.message
     names = [stats.name for stats in triton.get_inference_statistics().model_stats]
     assert names == sorted(names)
     statistics = triton.get_inference_statistics("batched", "1").model_stats[0]
@@ -487,9 +487,9 @@ def test_the_repository_is_listed_and_controlled(server, triton, stub):
     ready = stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True)).models
     assert {line.state for line in ready} == {"READY"}
     triton.load_model("batched", config="{}", files={"file:1/model.py": b"pass"})
-    assert server.door.loaded[-1] == ("batched", "{}", {"1/model.py": b"pass"})
+    assert server.inference_server.loaded[-1] == ("batched", "{}", {"1/model.py": b"pass"})
     triton.unload_model("batched", unload_dependents=True)
-    assert server.door.unloaded[-1] == ("batched", True)
+    assert server.inference_server.unloaded[-1] == ("batched", True)
     with pytest.raises(InferenceServerException, match="failed to load 'zzz', failed to poll"):
         triton.load_model("zzz")
 
@@ -562,7 +562,7 @@ def test_the_standard_health_service_follows_readiness():
         assert health.Check(asked).status == statuses.SERVING
         watch = health.Watch(asked)
         assert next(watch).status == statuses.SERVING
-        server.door.ready = False
+        server.inference_server.ready = False
         assert next(watch).status == statuses.NOT_SERVING
         assert health.Check(asked).status == statuses.NOT_SERVING
         server.services.draining = True

@@ -23,7 +23,7 @@ from genserve.backends.python.pb_utils.pb_response import (
 )
 from genserve.backends.python.pb_utils.pb_tensor import Tensor
 from genserve.errors import InferenceError
-from genserve.inference import CURRENT_EXECUTOR, Door, Executor, Inference, RequestFlags
+from genserve.inference import CURRENT_EXECUTOR, Executor, Inference, InferenceServer, RequestFlags
 from genserve.tracing import Span
 
 __all__ = ["RESCHEDULE", "InferenceRequest", "InferenceTrace", "MemoryType", "PreferredMemory"]
@@ -229,10 +229,10 @@ class InferenceRequest:
         Raises:
             TritonModelException: not called while the model executes.
         """
-        door, executor = self._way_out()
+        server, executor = self._way_out()
         if decoupled:
-            return ResponseIterator(Answers(self._to_ask(), door=door, executor=executor))
-        return InferenceResponse._of(call(self._to_ask(), door=door, executor=executor))
+            return ResponseIterator(Answers(self._to_ask(), server=server, executor=executor))
+        return InferenceResponse._of(call(self._to_ask(), server=server, executor=executor))
 
     @overload
     def async_exec(self, decoupled: Literal[False] = ...) -> asyncio.Future[InferenceResponse]: ...
@@ -247,10 +247,10 @@ class InferenceRequest:
         Raises:
             TritonModelException: not called while the model executes.
         """
-        door, executor = self._way_out()
+        server, executor = self._way_out()
         if decoupled:
-            return answers_async(self._to_ask(), door=door, executor=executor, convert=ResponseIterator)
-        return call_async(self._to_ask(), door=door, executor=executor, convert=InferenceResponse._of)
+            return answers_async(self._to_ask(), server=server, executor=executor, convert=ResponseIterator)
+        return call_async(self._to_ask(), server=server, executor=executor, convert=InferenceResponse._of)
 
     def _answer(self, response: InferenceResponse) -> None:
         """Answer a request to this model with what `execute` returned for it."""
@@ -284,12 +284,12 @@ class InferenceRequest:
         if self._inference is not None:
             self._inference.fail(error)
 
-    def _way_out(self) -> tuple[Door, Executor | None]:
-        """Return the door to other models, and the instance that waits for what is asked there."""
+    def _way_out(self) -> tuple[InferenceServer, Executor | None]:
+        """Return the server, and the instance that waits for its answer."""
         host = self._host or current_context()
-        if host is None or host.door is None or host.phase is not Phase.RUNNING:
+        if host is None or host.server is None or host.phase is not Phase.RUNNING:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
-        return host.door, _executor(host)
+        return host.server, _executor(host)
 
     def _to_ask(self) -> inner.InferenceRequest:
         if self._flags == self._asked.flags:

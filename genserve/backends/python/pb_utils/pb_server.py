@@ -11,7 +11,7 @@ from genserve.backends.python.custom_metrics import Kind, Series
 from genserve.backends.python.model_context import Host, current_context
 from genserve.backends.python.pb_utils.pb_error import TritonModelException, text_argument
 from genserve.errors import GenserveError
-from genserve.inference import Door
+from genserve.inference import InferenceServer
 
 __all__ = ["LogLevel", "Logger", "Metric", "MetricFamily", "is_model_ready", "load_model", "unload_model"]
 
@@ -185,10 +185,10 @@ def load_model(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file "
             "contents"
         )
-    host, door = _here()
+    host, server = _here()
     by_path = files and {name.removeprefix("file:"): content for name, content in files.items()}
     try:
-        door.load(model_name, config=config, files=by_path)
+        server.load(model_name, config=config, files=by_path)
     except GenserveError as error:
         raise _refused("Failed to load model", error.message, host) from error
 
@@ -199,9 +199,9 @@ def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> No
     Raises:
         TritonModelException: the server does not allow it.
     """
-    host, door = _here()
+    host, server = _here()
     try:
-        door.unload(text_argument(model_name, "a model name"), dependents=unload_dependents)
+        server.unload(text_argument(model_name, "a model name"), dependents=unload_dependents)
     except GenserveError as error:
         raise _refused("Failed to unload model", error.message, host) from error
 
@@ -214,7 +214,7 @@ def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> 
     """
     model_name = text_argument(model_name, "a model name")
     model_version = text_argument(model_version, "a version")
-    host, door = _here()
+    host, server = _here()
     details = ""
     try:
         version = int(model_version or -1)
@@ -226,14 +226,14 @@ def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> 
             "should be an integral value > 0"
         )
         raise _refused("Failed to check model readiness", text, host)
-    return door.is_ready(model_name, version)
+    return server.is_ready(model_name, version)
 
 
-def _here() -> tuple[Host, Door]:
+def _here() -> tuple[Host, InferenceServer]:
     host = current_context()
-    if host is None or host.door is None:
+    if host is None or host.server is None:
         raise TritonModelException("other models are reached only from a model that a server has loaded")
-    return host, host.door
+    return host, host.server
 
 
 def _refused(what: str, why: str, host: Host) -> TritonModelException:

@@ -1,4 +1,4 @@
-"""A door to small models written in the test, each run by real instances on their own threads."""
+"""An inference server of small models written in the test, each run by a real instance on a thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeEntry:
 
 @dataclass
 class FakeModel:
-    """One version of a model that runs a function; the `Served` protocol."""
+    """One version of a model that runs a function; the `ModelVersion` protocol."""
 
     config: ModelConfig
     execute_one: Execute
@@ -69,8 +69,8 @@ class FakeModel:
         pass
 
 
-class FakeDoor:
-    """`Models` over some `FakeModel`s: checks what the door checks of names, in Triton's words."""
+class FakeInferenceServer:
+    """`Models` over some `FakeModel`s: validates names as the repository does, in Triton's words."""
 
     def __init__(self, models: Iterable[FakeModel]) -> None:
         self._models = {model.name: model for model in models}

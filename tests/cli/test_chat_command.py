@@ -1,5 +1,3 @@
-"""`genserve chat` with stdin from a pipe, against a scripted server."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.kernels import instruction_set
-from tests.cli.test_local_models import add_model
+from tests.cli.test_model_access import add_model
 from tests.client.scripted_server import models_reply, scripted
 
 

@@ -1,5 +1,3 @@
-"""`genserve generate` against a scripted server."""
-
 from __future__ import annotations
 
 import json

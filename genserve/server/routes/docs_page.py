@@ -1,4 +1,4 @@
-"""Reference: the page at `/docs`, which lists the routes and asks them; it needs nothing from elsewhere."""
+"""Docs page: the page at `/docs`, which lists the routes and asks them; it needs nothing from elsewhere."""
 
 from __future__ import annotations
 

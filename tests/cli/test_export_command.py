@@ -75,3 +75,14 @@ def test_an_export_that_cannot_be_is_an_error(tmp_path: Path) -> None:
 def test_a_graph_beside_another_is_chosen_by_tune(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(report(Path("model_repository")), beside="int4")
     assert "next: genserve tune mine" in capsys.readouterr().out
+
+
+def test_a_name_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pull", "nonsense", "--model-repository", str(tmp_path)])
+    assert isinstance(result.exception, ExportError)
+
+
+def test_a_precision_that_nobody_knows_is_wrong_usage(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pull", "smollm2", "--precision", "int3"])
+    assert result.exit_code == 2
+    assert "int3" in result.stderr

@@ -8,8 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from genserve.cli.main import app
+from genserve.cli.serve_command import print_startup_banner
 from genserve.cli.tritonserver_flags import REFUSED
 from genserve.errors import GenserveError, RepositoryError
+from genserve.server import ModelInfo, ServerInfo, VersionInfo
 from genserve.settings import ServerSettings
 
 
@@ -23,7 +25,7 @@ def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pyte
         trace_config=("triton,file=/t.json", "level=TIMESTAMPS", "rate=1"),
         metrics_config=("counter_latencies=false", "histogram_latencies=true"),
         allow_cpu_metrics=False,
-        metrics_interval_s=0.5,
+        metrics_interval_ms=500,
     )
 
 
@@ -101,8 +103,8 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         grpc_port=9001,
         metrics_port=9002,
         allow_metrics=False,
-        cache_bytes=1048576,
-        rate_limit=True,
+        cache_config="local,size=1048576",
+        rate_limit="execution_count",
         rate_limit_resources=("R1:4",),
         load_threads=2,
         server_id="mine",
@@ -122,13 +124,11 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         grpc_restricted_protocol=("model-repository:admin-key=s",),
         reuse_http_port=True,
         reuse_grpc_port=True,
-        grpc_channel_arguments=(
-            ("grpc.default_compression_level", 2),
-            ("grpc.keepalive_time_ms", 60000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.max_connection_age_ms", 5000),
-        ),
+        grpc_infer_response_compression_level="medium",
+        grpc_keepalive_time=60000,
+        grpc_keepalive_permit_without_calls=True,
+        grpc_http2_max_ping_strikes=0,
+        grpc_max_connection_age=5000,
     )
 
 
@@ -198,3 +198,38 @@ def test_a_setting_of_a_backend_that_means_nothing_ends_the_server(tmp_path: Pat
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, GenserveError)
     assert "default-max-batch-size" in result.exception.remedy
+
+
+def test_the_card_has_the_models_the_url_and_a_curl_line(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelInfo(name="m", max_length=2048, max_num_seqs=32, kv_cache_bytes=3 * 2**29, precision="int8")
+    broken = RepositoryError("model 'x' is broken", remedy="mend it")
+    print_startup_banner(ServerInfo(url="http://127.0.0.1:1", models=(model,), errors=(broken,)))
+    captured = capsys.readouterr()
+    assert "m: int8, 2048 tokens of context, 32 answers at once, KV cache up to 1,536 MiB" in captured.out
+    assert "Ready at http://127.0.0.1:1" in captured.out
+    body = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": true}'
+    assert f"-d '{body}'" in captured.out
+    assert "error[repository_error]: model 'x' is broken" in captured.err
+
+
+def test_the_card_lists_every_version_and_the_ports(capsys: pytest.CaptureFixture[str]) -> None:
+    versions = (
+        VersionInfo(name="m", version=1, state="READY", reason=""),
+        VersionInfo(name="x", version=2, state="UNAVAILABLE", reason="no weights"),
+    )
+    print_startup_banner(
+        ServerInfo(
+            url="http://h:1",
+            grpc_address="h:2",
+            metrics_url="http://h:3/metrics",
+            models=(),
+            versions=versions,
+            errors=(),
+        )
+    )
+    out = capsys.readouterr().out
+    assert "UNAVAILABLE: no weights" in out
+    assert "over gRPC at h:2" in out
+    assert "Metrics at http://h:3/metrics" in out
+    assert "curl" not in out
+    assert "Ready at http://h:1 (API: /docs)" in out    # nothing there generates text

@@ -1,5 +1,3 @@
-"""What is chosen of what was measured. Times are in ms."""
-
 from __future__ import annotations
 
 import pytest

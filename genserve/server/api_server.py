@@ -1,4 +1,4 @@
-"""Serve: run a server from its settings until it is told to stop."""
+"""API server: opens the ports, loads the models, and answers requests until it is stopped."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import uvicorn
 from prometheus_client import generate_latest
@@ -28,7 +28,6 @@ from genserve.server.access_control import AccessControl, address_of, require_sa
 from genserve.server.app import create_app
 from genserve.server.metrics_port import MetricsPort
 from genserve.server.offload import start_daemon
-from genserve.server.server_info import ServerInfo
 from genserve.server.services import Services
 from genserve.server.tls import ssl_context
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
@@ -37,14 +36,65 @@ from genserve.settings import ServerSettings
 if TYPE_CHECKING:
     from genserve.server.grpc.grpc_server import GrpcServer
 
-__all__ = ["Server", "serve"]
+__all__ = ["ModelInfo", "Server", "ServerInfo", "VersionInfo", "serve"]
 
 logger = logging.getLogger(__name__)
 
-# After the drain, streams get a moment to write their error event before their tasks are cancelled.
-_FAREWELL_S = 5
-# So long the process may take to end once everything has closed, or after the second signal.
-_LAST_S = 1
+# Streams may write their error event for this long after the drain, before their tasks are cancelled.
+_LAST_EVENTS_S = 5
+# Time for the process to exit, once everything has closed or after the second signal.
+_EXIT_S = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model that generates text."""
+
+    name: str
+    max_length: int             # tokens of prompt and answer together
+    max_num_seqs: int
+    kv_cache_bytes: int         # at the most
+    precision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """One version of any model; a line of the repository's index."""
+
+    name: str
+    version: int | None         # None: never loaded
+    state: str                  # "READY", "UNAVAILABLE" ...
+    reason: str                 # of an unavailable one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """A server that is ready, for the user who started it."""
+
+    url: str
+    grpc_address: str = ""                  # host and port; empty: no gRPC
+    metrics_url: str = ""                   # empty: metrics are only on the HTTP port
+    models: tuple[ModelInfo, ...]           # those that generate text
+    versions: tuple[VersionInfo, ...] = ()
+    errors: tuple[GenserveError, ...]       # of models that could not be loaded
+
+    def with_models(self, repository: Repository) -> Self:
+        """Return this information with the models of a repository."""
+        models = tuple(
+            ModelInfo(
+                name=model.name,
+                max_length=model.max_length,
+                max_num_seqs=model.max_num_seqs,
+                kv_cache_bytes=model.kv_cache_bytes,
+                precision=model.precision,
+            )
+            for model in repository.generation_models
+        )
+        versions = tuple(
+            VersionInfo(name=line.name, version=line.version, state=line.state or "", reason=line.reason)
+            for line in repository.index()
+        )
+        return replace(self, models=models, versions=versions, errors=tuple(repository.errors.values()))
 
 
 def serve(
@@ -58,13 +108,13 @@ def serve(
     Args:
         settings: see `ServerSettings`.
         on_ready: called once, on the server's thread, when the models are loaded.
-        on_stuck: called, on a thread, if the process is still there some seconds after the drain, or one
-            second after a second signal: a model does not return, and only the process can end it.
+        on_stuck: called on a thread if the process still runs some seconds after the drain, or one second
+            after a second signal: a model does not return, and only the end of the process stops it.
 
     Raises:
         RepositoryError: there is no repository, or no model in it, or (with `exit_on_error`) one of its
             models could not be loaded.
-        ModelNotFound: `load_model` names a model that is not there.
+        ModelNotFound: `load_model` names a model that does not exist.
         GenserveError: a port is taken, or open to other machines without a key; or the certificate or the log
             file cannot be used.
     """
@@ -73,16 +123,16 @@ def serve(
         try:
             server.serve_until_stopped()
         except GenserveError as error:
-            if settings.log_file:   # else whoever prints the error writes it to the same place
-                logger.error("%s", error)   # noqa: TRY400  # it is no bug: the traceback says nothing
+            if settings.log_file:   # otherwise the caller prints the error to the same stream
+                logger.error("%s", error)   # noqa: TRY400  # not a bug, so no traceback
             raise
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the models' life inside its own: load after the port is open, close after the drain.
+    """A uvicorn server that loads the models after the port is open, and closes them after the drain.
 
     The port opens first, so that a probe sees `loading` while large weights are read. Setting
-    `should_exit` from any thread stops it as SIGTERM does.
+    `should_exit` from any thread stops the server as SIGTERM does.
     """
 
     def __init__(
@@ -92,7 +142,7 @@ class Server(uvicorn.Server):
         on_ready: Callable[[ServerInfo], None] | None = None,
         on_stuck: Callable[[], None] | None = None,
     ) -> None:
-        """Read the repository's folders; raises what `serve` raises about them."""
+        """Scan the repository's folders; raises what `serve` raises about them."""
         require_safe_addresses(settings)
         self._ssl_context = context = ssl_context(settings)
         metrics = Metrics()
@@ -110,7 +160,7 @@ class Server(uvicorn.Server):
             )
         )
         if settings.allow_cpu_metrics:
-            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_s))
+            metrics.registry.register(CpuCollector(interval_s=settings.metrics_interval_ms / 1000))
         super().__init__(
             uvicorn.Config(
                 create_app(self.services),
@@ -118,7 +168,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 lifespan="off",
-                timeout_graceful_shutdown=round(settings.drain_s + _FAREWELL_S),
+                timeout_graceful_shutdown=round(settings.drain_s + _LAST_EVENTS_S),
                 ssl_context_factory=(lambda *_: context) if context else None,
             )
         )
@@ -131,7 +181,7 @@ class Server(uvicorn.Server):
         self._failure: Exception | None = None
 
     def serve_until_stopped(self) -> None:
-        """Bind, load, answer, drain, close; raises what `serve` raises."""
+        """Bind, load, serve, drain and close; raises what `serve` raises."""
         with _bind(self.services.settings) as listener:
             self.run(sockets=[listener])
         if self._failure is not None:
@@ -139,9 +189,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take a terminal that closes for SIGTERM, but where SIGHUP is ignored, as under nohup."""
+        """Treat SIGHUP, of a terminal that closes, as SIGTERM, unless it is ignored, as under nohup."""
         with super().capture_signals():
-            # Only the main thread may say what a signal does.
+            # Only the main thread may install signal handlers.
             is_main = threading.current_thread() is threading.main_thread()
             if not is_main or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
                 yield
@@ -153,23 +203,23 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def _hang_up(self, sig: int, frame: FrameType | None) -> None:
-        # The shell sends one, and the kernel another: the second one is not impatient.
+        # The shell and the kernel send one each, so a second one does not cut the drain short.
         if not self.should_exit:
             self.handle_exit(sig, frame)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; a second signal does not wait for the drain.
 
-        uvicorn's own handler would raise the signal once more at the end: but to be told to stop, and to
-        have stopped, is a success.
+        uvicorn's own handler raises the signal again at the end, but a server that stops on request exits
+        with success.
         """
         self.force_exit = self.should_exit
         self.should_exit = True
-        # Here, not in `shutdown`, which an event loop that is blocked never comes to.
-        self._expect_end(0 if self.force_exit else self.services.settings.drain_s + _FAREWELL_S)
+        # Here, since a blocked event loop never reaches `shutdown`.
+        self._expect_end(0 if self.force_exit else self.services.settings.drain_s + _LAST_EVENTS_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the ports, and load the models beside."""
+        """Open the ports, and load the models in the background."""
         await super().startup(sockets=sockets)
         assert sockets
         try:
@@ -211,14 +261,14 @@ class Server(uvicorn.Server):
         return info
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new work, let what runs end until the drain is over, then close the models."""
+        """Refuse new requests, let running ones finish during the drain, then close the models."""
         self.services.draining = True
         drain_s = self.services.settings.drain_s
         logger.info("stopping; running requests have %g s to end", 0 if self.force_exit else drain_s)
-        self._expect_end(drain_s + _FAREWELL_S)
+        self._expect_end(drain_s + _LAST_EVENTS_S)
         event_loop = asyncio.get_running_loop()
-        end = event_loop.time() + drain_s + _FAREWELL_S
-        # Closing the models ends what still runs, each request with an error.
+        end = event_loop.time() + drain_s + _LAST_EVENTS_S
+        # Closing the models fails the requests that still run.
         deadline = event_loop.call_later(drain_s, self._close_repository)
         await asyncio.gather(super().shutdown(sockets=sockets), self._close_grpc())
         deadline.cancel()
@@ -231,15 +281,15 @@ class Server(uvicorn.Server):
         logger.info("stopped")
 
     def _close_repository(self) -> asyncio.Future[None]:
-        """Begin to close the models, if that has not begun."""
+        """Begin to close the models, once."""
         if self._closing is None:
             self._closing = start_daemon(self.services.repository.close, name="close")
         return self._closing
 
     def _expect_end(self, seconds: float) -> None:
-        """Call `on_stuck` unless the process has ended by then."""
+        """Call `on_stuck` unless the process has exited by then."""
         if self._on_stuck is not None:
-            timer = threading.Timer(seconds + _LAST_S, self._on_stuck)
+            timer = threading.Timer(seconds + _EXIT_S, self._on_stuck)
             timer.daemon = True
             timer.start()
 
@@ -251,14 +301,14 @@ class Server(uvicorn.Server):
         settings, repository = self.services.settings, self.services.repository
         started_s = time.monotonic()
         try:
-            await start_daemon(lambda: repository.start(_wanted(settings)), name="load")
+            await start_daemon(lambda: repository.start(_models_to_load(settings)), name="load")
             _check_started(settings, repository)
         except Exception as error:
             self._fail(error)
             return
         logger.info("ready: the models were loaded in %.1f s", time.monotonic() - started_s)
         if self._on_ready is not None:
-            self._on_ready(info.filled(repository))
+            self._on_ready(info.with_models(repository))
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -266,7 +316,7 @@ class Server(uvicorn.Server):
 
 
 async def _wait(doing: str, work: asyncio.Future[None], *, until: float) -> None:
-    """Wait for something to end, and raise what it raised; at the latest until a time of the event loop."""
+    """Wait for work until a time of the event loop; raises its exception."""
     done, _ = await asyncio.wait({work}, timeout=max(0.0, until - asyncio.get_running_loop().time()))
     if done:
         work.result()
@@ -292,7 +342,7 @@ def _repository_options(settings: ServerSettings) -> RepositoryOptions:
         max_queue_tokens=settings.max_queue_tokens,
         max_queue_wait_s=settings.max_queue_wait_s,
         histogram_latencies=read_metrics_config(settings.metrics_config)["histogram_latencies"],
-        rate_limiter=settings.rate_limit,
+        rate_limiter=settings.rate_limit == "execution_count",
         resources=tuple(map(_capacity, settings.rate_limit_resources)),
     )
 
@@ -304,21 +354,21 @@ def _capacity(text: str) -> Capacity:
         raise GenserveError(str(error), remedy="write for example --rate-limit-resource R1:4") from error
 
 
-def _wanted(settings: ServerSettings) -> tuple[str, ...] | None:
+def _models_to_load(settings: ServerSettings) -> tuple[str, ...] | None:
     """Return the names of the models to load at the start; None: all."""
     if settings.load_model == ("*",):
         return None
-    if settings.load_model or settings.model_control_mode == ControlMode.EXPLICIT:
+    if settings.load_model or settings.model_control_mode == "explicit":
         return settings.load_model
     return None
 
 
 def _check_started(settings: ServerSettings, repository: Repository) -> None:
-    """Raise what the server shall end with: a model that failed, or nothing to serve."""
+    """Raise the error that ends the server: a model failed to load, or there is none."""
     for error in repository.errors.values():
         if settings.exit_on_error:
             raise error
-    if not repository.index() and settings.model_control_mode == ControlMode.NONE:
+    if not repository.index() and settings.model_control_mode == "none":
         raise _nothing_to_load(settings)
 
 
@@ -334,7 +384,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise GenserveError(
-            # Python adds the address to it a second time.
+            # Python's message repeats the address.
             f"cannot listen on {address_of(settings.host, settings.http_port)}: "
             f"{str(error.strerror).partition(' (while ')[0]}",
             remedy="choose another port with --http-port; 0 takes a free one"

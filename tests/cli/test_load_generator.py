@@ -1,5 +1,3 @@
-"""The load client against a live server."""
-
 from __future__ import annotations
 
 import socket

@@ -1,0 +1,111 @@
+"""RPC method: what every method of a gRPC service does with its errors and its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import string
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+from urllib.parse import quote, unquote
+
+import grpc
+
+from genserve.errors import GenserveError, Overloaded
+from genserve.log import CURRENT_REQUEST, LoggedRequest
+from genserve.redaction import redacted_error
+from genserve.server.access_log import is_verbose, log_request
+from genserve.server.error_responses import as_genserve_error, grpc_status
+
+__all__ = ["abort", "begin_request", "log_call", "rpc_method", "status_code"]
+
+logger = logging.getLogger(__name__)
+
+# Trailing metadata of an error.
+_REMEDY = "genserve-remedy"
+_PUSHBACK = "grpc-retry-pushback-ms"    # gRPC's own, for clients with a retry policy
+# Bytes after gRPC has percent-encoded unprintable characters; clients take 8 KiB of trailing metadata.
+_MAX_DETAILS = 4096
+_MAX_REMEDY = 1024
+_UNQUOTED = string.punctuation.replace("%", "") + " "
+# Methods that change the server: a success is logged at the default level, that of others at a verbose level.
+_LOGGED_AS_INFO = frozenset({
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+})
+
+
+def rpc_method(answer: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Decorate a method of a service: its errors become statuses, and its calls are logged."""
+
+    @wraps(answer)
+    async def answer_or_abort(self: Any, request: Any, context: Any) -> Any:
+        logged = begin_request(request)
+        try:
+            response = await answer(self, request, context)
+        except asyncio.CancelledError:
+            log_call(logged, grpc.StatusCode.CANCELLED, context=context, method=answer.__name__)
+            raise
+        except Exception as error:
+            failed = logged.error = as_genserve_error(error, doing=answer.__name__)
+            log_call(logged, status_code(failed), context=context, method=answer.__name__)
+            await abort(context, failed)
+        else:
+            log_call(logged, grpc.StatusCode.OK, context=context, method=answer.__name__)
+            return response
+
+    return answer_or_abort
+
+
+async def abort(context: Any, error: GenserveError) -> None:
+    """End a call with an error; the trailing metadata has its remedy and, if known, when to retry."""
+    error = redacted_error(error)
+    metadata = []
+    if error.remedy:
+        remedy = " ".join(error.remedy.split()).encode("ascii", "replace").decode()
+        metadata.append((_REMEDY, remedy[:_MAX_REMEDY]))
+    if isinstance(error, Overloaded):
+        metadata.append((_PUSHBACK, str(math.ceil(error.retry_after_s * 1000))))
+    if metadata:
+        context.set_trailing_metadata(tuple(metadata))
+    await context.abort(status_code(error), _details(error))
+
+
+def status_code(error: GenserveError) -> grpc.StatusCode:
+    """Return the status of an error; see `grpc_status`."""
+    return grpc.StatusCode[grpc_status(error)]
+
+
+def _details(error: GenserveError) -> str:
+    """Return the message of an error, truncated to what fits into the headers of HTTP/2."""
+    encoded = quote(error.message, safe=_UNQUOTED, errors="replace")
+    if len(encoded) > _MAX_DETAILS:
+        logger.warning("an error of %d characters is truncated for gRPC: %s", len(error.message), error.code)
+        logger.debug("its message: %s", error.message)     # which may quote the request
+        encoded = re.sub("%.?$", "", encoded[:_MAX_DETAILS])
+    return unquote(encoded, errors="ignore")
+
+
+def begin_request(message: Any) -> LoggedRequest:
+    """Return the record of a request for the log, and make it the current one."""
+    names_model = message.DESCRIPTOR.name.startswith("Model")
+    model = getattr(message, "model_name", "") or (getattr(message, "name", "") if names_model else "")
+    request = LoggedRequest(id=getattr(message, "id", ""), model=model)
+    CURRENT_REQUEST.set(request)
+    return request
+
+
+def log_call(request: LoggedRequest, code: grpc.StatusCode, *, context: Any, method: str) -> None:
+    """Log a call that has ended; see `log_request`."""
+    failed = code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
+    as_info = method in _LOGGED_AS_INFO
+    if failed or as_info or request.answers or is_verbose():
+        client = unquote(context.peer()).removeprefix("ipv4:").removeprefix("ipv6:")
+        log_request(
+            request, client=client, call=f"gRPC {method}", status=code.name, failed=failed, as_info=as_info
+        )
