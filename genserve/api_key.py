@@ -1,4 +1,4 @@
-"""API key: how a client shows the server that it may ask."""
+"""API key: sent by a client and compared by the server, as a bearer token."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ def bearer(api_key: str) -> str:
     """Return the value of the header `Authorization`.
 
     Raises:
-        InvalidRequest: no header can hold the key, which is not told: it is a secret.
+        InvalidRequest: the key is not a valid header value. The message does not quote it.
     """
     if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
         raise InvalidRequest(
-            "the API key is not one that a header can hold",
-            remedy="printable ASCII, without a space or a line end around it",
+            "the API key is not a valid header value",
+            remedy="use printable ASCII, without leading or trailing blanks",
             field="api_key",
         )
     return f"Bearer {api_key}"
 
 
 def is_bearer(authorization: bytes, expected: bytes) -> bool:
-    """Whether a header `Authorization` is the `expected` one of `bearer`, compared in constant time.
+    """Whether a header `Authorization` equals the `expected` value of `bearer`, compared in constant time.
 
-    The word Bearer may be written in either case (RFC 9110, section 11.1).
+    The scheme is case-insensitive (RFC 9110, section 11.1).
     """
     scheme, _, key = authorization.partition(b" ")
     return hmac.compare_digest(scheme.capitalize() + b" " + key, expected)

@@ -29,33 +29,33 @@ __all__ = [
 class FinishReason(StrEnum):
     """Why the text of a request ended."""
 
-    END_OF_SEQUENCE = "eos_token"     # the model said so, or one of `stop_token_ids` did
-    STOP_STRING = "stop_sequence"     # one of `stop` appeared
-    LENGTH = "length"                 # `max_tokens`, the end of the context, or the deadline
-    REPETITION = "repetition"         # it went round in circles, as `repetition_detection` has it
+    END_OF_SEQUENCE = "eos_token"     # an end-of-sequence token, or one of `stop_token_ids`
+    STOP_STRING = "stop_sequence"     # one of `stop`
+    LENGTH = "length"                 # `max_tokens`, the context length, or the deadline
+    REPETITION = "repetition"         # a loop, found by `repetition_detection`
 
 
-# Which stop it was: the stop string, the id out of `stop_token_ids`, or a word for another rule.
+# The stop string, the id out of `stop_token_ids`, or the name of another stop rule.
 StopReason: TypeAlias = str | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens counted for one request."""
+    """The number of tokens of one request."""
 
     prompt_tokens: int
     completion_tokens: int
-    # Of the prompt: not computed, since they lay in the KV cache. Says nothing of the answer: not compared.
+    # Tokens of the prompt that were in the prefix cache. Not compared: the answer does not depend on it.
     cached_tokens: int = field(default=0, compare=False)
 
 
-# Ids of the most likely tokens and their log-probabilities, natural logs, the best first.
+# Ids of the likeliest tokens with their log-probabilities (natural logarithm), the likeliest first.
 TopTokens: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely a token was after those before it, and which would have been the most likely."""
+    """The log-probability of a token given the tokens before it, and the likeliest tokens in its place."""
 
     logprob: float                              # natural log
     top: TopTokens
@@ -63,20 +63,21 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one step adds to the answer of a request; a stream is a row of these.
+    """The new part of an answer; a stream consists of these.
 
-    The last one of a choice, and only the last one, has a `finish_reason` and a `usage`.
+    Only the last delta of a choice has a `finish_reason` and a `usage`.
     """
 
-    text: str                                   # whole characters; may be empty while some are held back
+    text: str                                   # whole characters; empty while some are held back
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()            # natural log, one per token id; nan: a loop's own pick
+    # Natural logarithms, one per token id; nan for a token that a decoding loop picked without logits.
+    logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if asked for; empty: a loop's own pick
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first; in the first delta
-    stop_reason: StopReason | None = None       # beside the finish_reason: what ended the text
-    choice: int = 0                             # which of the request's answers, where it has several
+    top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token; in the first delta
+    stop_reason: StopReason | None = None       # details of the finish_reason
+    choice: int = 0                             # the index of the answer, in a request with several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +88,18 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
-    logprobs: tuple[float, ...] = ()            # natural log, one per token id; empty if not asked for
-    top_logprobs: tuple[TopTokens, ...] = ()    # one per token id; empty if not asked for
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens but the first, if asked for
-    stop_reason: StopReason | None = None       # what ended the text, where a request has a name for it
-    prompt_token_ids: tuple[int, ...] = ()      # of `complete` alone
+    logprobs: tuple[float, ...] = ()            # natural logarithm, one per token id, if requested
+    top_logprobs: tuple[TopTokens, ...] = ()    # one per token id, if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token, if requested
+    stop_reason: StopReason | None = None       # details of the finish_reason
+    prompt_token_ids: tuple[int, ...] = ()      # from `complete` only
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Completion:
     """Join the deltas of a whole stream.
 
     Raises:
-        StreamBroken: the last one does not finish the answer.
+        StreamBroken: the last delta has no finish reason.
     """
     parts = list(deltas)
     last = parts[-1] if parts else None
@@ -117,10 +118,10 @@ def join_deltas(deltas: Iterable[Delta]) -> Completion:
 
 
 def join_choices(deltas: Iterable[Delta]) -> tuple[Completion, ...]:
-    """Join the deltas of a whole stream of several answers; they come in the order of their numbers.
+    """Join the deltas of a whole stream of several answers; returns the answers by their index.
 
     Raises:
-        StreamBroken: the last delta of an answer does not finish it.
+        StreamBroken: the last delta of an answer has no finish reason.
     """
     by_choice: defaultdict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
@@ -129,12 +130,12 @@ def join_choices(deltas: Iterable[Delta]) -> tuple[Completion, ...]:
 
 
 def likeliest(completions: Sequence[Completion]) -> list[int]:
-    """Return the places of the answers, the one with the highest mean log-probability of its tokens first.
+    """Return the indices of the answers by the mean log-probability of their tokens, the highest first.
 
-    One whose decoding loop picked a token by itself, of which no probability is known, comes last.
+    An answer with a token of unknown probability comes last.
     """
     means = [_mean(completion.logprobs) for completion in completions]
-    return sorted(range(len(means)), key=lambda place: -means[place])
+    return sorted(range(len(means)), key=lambda index: -means[index])
 
 
 def _mean(logprobs: Sequence[float]) -> float:
@@ -143,7 +144,7 @@ def _mean(logprobs: Sequence[float]) -> float:
 
 
 class _Deltas(Protocol):
-    """What a stream reads from: a generator, or an engine's stream."""
+    """A generator of deltas, or the stream of an engine."""
 
     def __next__(self) -> Delta: ...
 
@@ -151,9 +152,10 @@ class _Deltas(Protocol):
 
 
 class Stream:
-    """The deltas of one answer; close it, or use it as a context manager, to stop the answer early.
+    """An iterator over the deltas of one answer, for one thread.
 
-    What was read is kept, so that `final` can be asked at any point. For one thread.
+    Close it, or use it as a context manager, to stop the answer early. It keeps the deltas that were read, so
+    `final` can be called at any point.
     """
 
     def __init__(self, deltas: _Deltas) -> None:
@@ -162,11 +164,11 @@ class Stream:
 
     @property
     def text_stream(self) -> Iterator[str]:
-        """The texts alone, as they come; empty ones are left out."""
+        """The texts of the deltas that have any."""
         return (delta.text for delta in self if delta.text)
 
     def final(self) -> Completion:
-        """Read what is still to come, and return the whole answer.
+        """Read the remaining deltas and return the whole answer.
 
         Raises:
             StreamBroken: the stream was closed, or broke, before its last delta.
@@ -176,7 +178,7 @@ class Stream:
         return join_deltas(self._read)
 
     def close(self) -> None:
-        """Stop the answer, and free what it holds. A second call does nothing."""
+        """Stop the answer and free its resources. A second call does nothing."""
         self._deltas.close()
 
     def __iter__(self) -> Self:

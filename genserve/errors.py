@@ -1,21 +1,21 @@
-"""Errors: every failure that a person may see, each with a code, a message and a remedy.
+"""Errors: every failure that a user may see, each with a code, a message and a remedy.
 
     GenserveError
-    ├── InvalidRequest            the caller can mend it; `field` names the place
+    ├── InvalidRequest            the caller can correct it; `field` names the place
     │   └── ContextLengthExceeded the prompt does not fit into the model's context
     ├── Unauthenticated           the API key is missing or wrong
-    ├── Forbidden                 a web page may not ask this, or the server was not asked by its name
-    ├── UnsupportedMediaType      the body has a content type that is not taken
+    ├── Forbidden                 the origin, the host name or a required header is not allowed
+    ├── UnsupportedMediaType      the content type of the body is not accepted
     ├── ModelNotFound             no such model, or no such version of it
-    ├── ModelNotReady             the model is there and is not loaded, or its load failed
+    ├── ModelNotReady             the model exists and is not loaded, or its load failed
     ├── Overloaded                the queue of a generation model is full; try again later
-    ├── ModelFailed               a model or a decoding loop raised, or answered nonsense
-    ├── InferenceError            an inference by named tensors failed; Triton's code and text
-    ├── RepositoryError           a model repository cannot be used as it stands
+    ├── ModelFailed               a model or a decoding loop raised, or its output is unusable
+    ├── InferenceError            an inference with named tensors failed; Triton's code and text
+    ├── RepositoryError           a model repository, or a model in it, is invalid
     │   └── ConfigError           one place of one config.pbtxt; file, line and column
-    ├── ExportError               a checkpoint could not be turned into a repository model
+    ├── ExportError               a checkpoint could not be converted to a repository model
     ├── MissingDependency         an optional package is not installed
-    ├── Unreachable               client: no answer came from the server
+    ├── Unreachable               client: the server did not answer
     ├── StreamBroken              client: a stream ended before its last event
     └── Closed                    the object was used after `close()`
 """
@@ -50,18 +50,18 @@ __all__ = [
     "status_of",
 ]
 
-# The remedy of a failure whose reason is not for clients: it may hold paths, or the words of a program.
+# The remedy of a failure whose cause is not shown to clients: it may hold paths, or the output of a program.
 SEE_LOG = "the server's log has the reason"
 
 
 class GenserveError(Exception):
-    """The root of the tree: catch it to catch everything that genserve raises on purpose.
+    """The base class of all errors that genserve raises on purpose.
 
     Attributes:
-        code: stable, lower_snake_case; what programs compare.
-        message: one sentence that names the thing and the place.
-        remedy: what to do about it; may be empty.
-        field: the request field at fault, as a path (`messages[0].content`), or None.
+        code: stable, lower_snake_case; for programs to compare.
+        message: one sentence that names the object and the place.
+        remedy: how to correct it; may be empty.
+        field: the path of the invalid request field (`messages[0].content`), or None.
     """
 
     code: ClassVar[str] = "error"
@@ -77,37 +77,37 @@ class GenserveError(Exception):
 
 
 class InvalidRequest(GenserveError):
-    """The request is wrong and would be wrong again; `field` says where."""
+    """The request is invalid, and would be when repeated; `field` names the place."""
 
     code = "invalid_request"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or prompt and answer together, are longer than the model's context."""
+    """The prompt, or prompt and answer together, exceed the model's context length."""
 
     code = "context_length_exceeded"
 
 
 class Unauthenticated(GenserveError):
-    """The server asks for an API key, and the request has none or another."""
+    """The server requires an API key, and the request has none or a wrong one."""
 
     code = "unauthenticated"
 
 
 class Forbidden(GenserveError):
-    """A web page may not ask, the host is none of the server's, or a header that is needed is not there."""
+    """The request's origin or host name is not allowed, or a required header is missing."""
 
     code = "forbidden"
 
 
 class UnsupportedMediaType(GenserveError):
-    """The body has a content type that the server does not take."""
+    """The server does not accept the content type of the body."""
 
     code = "unsupported_media_type"
 
 
 class ModelNotFound(GenserveError):
-    """No model of this name, or not this version of it."""
+    """There is no model of this name, or no such version of it."""
 
     code = "model_not_found"
 
@@ -116,7 +116,7 @@ class ModelNotReady(GenserveError):
     """The model is in the repository and cannot serve now.
 
     Attributes:
-        retry_after_s: a guess of when to come back; 0: nobody knows.
+        retry_after_s: estimated seconds until it is ready; 0: unknown.
     """
 
     code = "model_not_ready"
@@ -129,10 +129,10 @@ class ModelNotReady(GenserveError):
 
 
 class Overloaded(GenserveError):
-    """The server refuses new work for the moment; nothing was done, a retry is safe.
+    """The server refuses new requests at the moment. Nothing was computed, so a retry is safe.
 
     Attributes:
-        retry_after_s: a guess of when to come back.
+        retry_after_s: estimated seconds until there is room.
     """
 
     code = "overloaded"
@@ -143,13 +143,13 @@ class Overloaded(GenserveError):
 
 
 class ModelFailed(GenserveError):
-    """A model's graph or its Python code raised, or its output is unusable (NaN, wrong shape)."""
+    """The graph or the Python code of a model raised, or its output is unusable (NaN, wrong shape)."""
 
     code = "model_failed"
 
 
 class Status(StrEnum):
-    """Triton's error codes; each protocol has its own number for them."""
+    """Triton's error codes, which each protocol maps to its own numbers."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -162,10 +162,10 @@ class Status(StrEnum):
 
 
 class RepositoryError(GenserveError):
-    """The model repository, or one model in it, cannot be used as it stands.
+    """The model repository, or one model in it, is invalid.
 
     Attributes:
-        status: Triton's code for a load that fails so.
+        status: Triton's code for a load that fails with it.
     """
 
     code = "repository_error"
@@ -178,7 +178,7 @@ class RepositoryError(GenserveError):
 
 
 class ConfigError(RepositoryError):
-    """One place of one config.pbtxt is wrong; the message starts with file:line:column.
+    """One place of one config.pbtxt is invalid; the message starts with file:line:column.
 
     Attributes:
         text: the message without the place.
@@ -194,7 +194,7 @@ class ConfigError(RepositoryError):
 
 
 class InferenceError(GenserveError):
-    """An inference failed; the message is Triton's literal text, which its clients compare.
+    """An inference failed. The message is Triton's literal text, which its clients compare.
 
     Attributes:
         status: Triton's code.
@@ -210,7 +210,7 @@ class InferenceError(GenserveError):
 
     @classmethod
     def of(cls, error: BaseException) -> GenserveError:
-        """Return what a requester is told of an exception: one of ours itself, any other as INTERNAL."""
+        """Return the error that a client gets for an exception: INTERNAL, if it is not genserve's own."""
         if isinstance(error, GenserveError):
             return error
         return cls(f"{type(error).__name__}: {error}", status=Status.INTERNAL)
@@ -223,25 +223,25 @@ class ExportError(GenserveError):
 
 
 class MissingDependency(GenserveError):
-    """An optional package is needed; the remedy is the pip command that brings it."""
+    """An optional package is not installed; the remedy is the pip command that installs it."""
 
     code = "missing_dependency"
 
 
 class Unreachable(GenserveError):
-    """The client could not reach the server, or the answer never came."""
+    """The client could not connect to the server, or got no answer."""
 
     code = "unreachable"
 
 
 class StreamBroken(GenserveError):
-    """The client saw a stream end without its last event: what came before is incomplete."""
+    """A stream ended before its last event, so its text is incomplete."""
 
     code = "stream_broken"
 
 
 class Closed(GenserveError):
-    """The object was closed before this call."""
+    """The object was closed before or during this call."""
 
     code = "closed"
 
@@ -258,7 +258,7 @@ _STATUS: Mapping[type[GenserveError], Status] = {
 
 
 def status_of(error: GenserveError) -> Status:
-    """Return Triton's code of an error, by which protocols and Python models tell it."""
+    """Return Triton's code of an error, for protocols and Python models."""
     if isinstance(error, InferenceError):
         return error.status
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)

@@ -18,7 +18,6 @@ from genserve.completion import FinishReason
 
 __all__ = ["GenerationMetrics", "Metrics", "bare_family"]
 
-
 C = TypeVar("C", bound=Collector)
 
 _PREFIX = "genserve_"

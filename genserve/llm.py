@@ -25,8 +25,8 @@ class LLM:
         with LLM("model_repository", "smollm2") as llm:
             print(llm.chat("What is a triton?", max_tokens=64).text)
 
-    Safe to use from several threads at once: their requests share the steps of one engine. After `close`,
-    every call raises Closed; so does one that still runs while another thread closes.
+    Thread-safe: the requests of several threads share the steps of one engine. After `close` every call
+    raises Closed, and so does a call that runs while another thread closes.
     """
 
     def __init__(self, model_repository: str | Path, model: str | None = None) -> None:
@@ -34,16 +34,16 @@ class LLM:
 
         Args:
             model_repository: the folder.
-            model: its name; None where the repository holds one generation model.
+            model: its name; None: the only generation model of the repository.
 
         Raises:
-            RepositoryError: the folder, or the model in it, cannot be used.
+            RepositoryError: the folder, or the model in it, is invalid.
             ModelNotFound: there is no such model.
         """
         self._closed = False
         self._repository = Repository([Path(model_repository)])
         with ExitStack() as undo:
-            undo.callback(self._repository.close)   # what was loaded on the way to an error
+            undo.callback(self._repository.close)   # unload the stages that were loaded before an error
             name = model or self._repository.only_name()
             self._repository.start([name])
             for error in self._repository.errors.values():
@@ -58,16 +58,16 @@ class LLM:
 
     @property
     def max_length(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """The context length: the greatest number of tokens of prompt and answer together."""
         return self._model.max_length
 
     def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> Completion:
         """Complete a prompt. Options are those of `SamplingParams`.
 
         Raises:
-            InvalidRequest: the prompt is empty or too long, or an option is wrong.
+            InvalidRequest: the prompt is empty or too long, or an option is invalid.
             Overloaded: too many requests wait.
-            ModelFailed: the model could not go on.
+            ModelFailed: the model failed.
         """
         return self._complete_one(prompt, self._params(options))
 
@@ -93,10 +93,10 @@ class LLM:
     def complete(
         self, prompts: Prompts, *, n: int = 1, **options: Unpack[SamplingOptions]
     ) -> tuple[Completion, ...]:
-        """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else.
+        """Complete prompts `n` times each; the default of `max_tokens` is 16.
 
-        The answers are in the order of the prompts, those to one prompt beside each other. With
-        `prompt_logprobs` they score their prompts; which tokens these are, `prompt_token_ids` says.
+        The answers are in the order of the prompts, the `n` answers to a prompt next to each other. With
+        `prompt_logprobs` each scores the tokens of its prompt, which are in `prompt_token_ids`.
 
         Raises what `generate` raises.
         """
@@ -111,12 +111,12 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Unload the model, and end what still runs; a second call does nothing."""
+        """Abort the running requests and unload the model; a second call does nothing."""
         self._closed = True
         self._repository.close()
 
     def _params(self, options: SamplingOptions) -> SamplingParams:
-        """Return the parameters of a call; raises Closed before whatever else is wrong with it."""
+        """Return the parameters of a call. Raises Closed before any other error."""
         self._refuse_if_closed()
         return sampling_params(options)
 
@@ -127,18 +127,18 @@ class LLM:
     def _complete(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int
     ) -> list[tuple[tuple[int, ...], list[Completion]]]:
-        """Return the token ids of each prompt, and the `n` answers to it; of more, the likeliest."""
-        drawn, told = max(n, params.best_of), params.logprobs
-        params = replace(params, logprobs=True) if drawn > n else params
-        # All are checked before the first one runs.
-        choices = [self._model.prepare_choices(prompt, params, num_choices=drawn) for prompt in prompts]
+        """Return the token ids of each prompt with its `n` answers: the likeliest of `best_of`."""
+        num_choices, wants_logprobs = max(n, params.best_of), params.logprobs
+        params = replace(params, logprobs=True) if num_choices > n else params
+        # Every prompt is validated before the first one runs.
+        choices = [self._model.prepare_choices(prompt, params, num_choices=num_choices) for prompt in prompts]
         prompt_ids = [tuple(sequences[0].token_ids) for sequences in choices]
         with ExitStack() as stack:
             streams = [[stack.enter_context(self._stream(s)) for s in sequences] for sequences in choices]
             answers = [[stream.final() for stream in one] for one in streams]
-        if drawn > n:
+        if num_choices > n:
             answers = [[completions[i] for i in likeliest(completions)[:n]] for completions in answers]
-        if drawn > n and not told:
+        if num_choices > n and not wants_logprobs:
             answers = [[replace(completion, logprobs=()) for completion in one] for one in answers]
         return list(zip(prompt_ids, answers, strict=True))
 
@@ -148,7 +148,7 @@ class LLM:
 
     def _stream(self, sequence: TokenSequence) -> Stream:
         try:
-            return Stream(_Deltas(DeltaStream(self._model.engine, sequence)))
+            return Stream(_EngineDeltas(DeltaStream(self._model.engine, sequence)))
         except Closed:  # by another thread, since the call began
             raise _closed() from None
 
@@ -160,8 +160,8 @@ class LLM:
         self.close()
 
 
-class _Deltas:
-    """The deltas of an engine's stream; that the engine has closed says that the LLM has."""
+class _EngineDeltas:
+    """The deltas of an engine's stream. The engine's Closed becomes that of the LLM."""
 
     def __init__(self, stream: DeltaStream) -> None:
         self._stream = stream
@@ -177,4 +177,4 @@ class _Deltas:
 
 
 def _closed(when: str = "") -> Closed:
-    return Closed(f"this LLM was closed{when}", remedy="make another: `LLM(model_repository)`")
+    return Closed(f"this LLM was closed{when}", remedy="create another one: `LLM(model_repository)`")

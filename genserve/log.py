@@ -1,4 +1,4 @@
-"""Log: the lines of the server's log, where they go, and which request each of them is about."""
+"""Log: the format of the server's log, its destination, and the request that each line belongs to."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ LOG_FORMATS = {
     "ISO8601": ("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"),
 }
 
-# What could begin a line, drive a terminal or turn the direction of a text, and what UTF-8 cannot have.
+# Characters that begin a line, control a terminal, change the text direction, or are not valid in UTF-8.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _MAX_LINE = 32768       # characters
 _WORD = re.compile(r"[\w.:/@+\-%?&=,~!*()]+", re.ASCII)
 
-# Of one kind of warning or error so many lines are written in each stretch of time.
+# At most so many lines of one kind of warning or error are written per interval.
 _MAX_ALIKE = 100
-_STRETCH_S = 10
+_INTERVAL_S = 10
 
 
 class LoggedAnswer(Protocol):
-    """An answer that is generated: `TokenSequence`."""
+    """A generated answer, as the log needs it: `TokenSequence`."""
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens it has so far."""
+        """The number of tokens generated so far."""
 
     @property
     def finish_reason(self) -> str | None:
-        """How it ended; None: it has not."""
+        """Why it ended; None: it has not ended."""
 
     @property
     def first_token_s(self) -> float | None:
-        """When its first token was there, `time.monotonic()`; None: it has none."""
+        """When its first token was generated, `time.monotonic()`; None: it has none."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoggedRequest:
-    """One request, as the log tells of it; whoever learns something of it writes it here.
+    """The facts about one request that the log shows; each part of the server fills in its own.
 
     Attributes:
-        id: its `X-Request-Id`, or the id of a KServe request; may be empty.
-        started_s: when it came, `time.monotonic()`.
-        model: that it asks for, as the client wrote it, or that was chosen.
-        prompt_tokens: of all its prompts.
-        answers: that are generated for it.
-        error: what it was refused with, or failed with.
+        id: the `X-Request-Id`, or the id of a KServe request; may be empty.
+        started_s: when the request arrived, `time.monotonic()`.
+        model: the requested model, as the client wrote it, or the chosen one.
+        prompt_tokens: of all prompts together.
+        answers: the answers that are generated for it.
+        error: the error that it was refused or failed with.
     """
 
     id: str
@@ -80,37 +80,37 @@ class LoggedRequest:
     error: GenserveError | None = None
 
     def ending(self) -> str:
-        """Return how its answers ended, in the words of the metric `genserve_requests_total`."""
+        """Return why its answers ended, in the words of the metric `genserve_requests_total`."""
         if self.error is not None:
             return "failed"
         return ",".join(dict.fromkeys(answer.finish_reason or "cancelled" for answer in self.answers))
 
     def first_token_s(self) -> float | None:
-        """Return after how many seconds its first token was there; None: it has none."""
+        """Return the seconds from its arrival to its first token; None: it has none."""
         times = [answer.first_token_s for answer in self.answers if answer.first_token_s is not None]
         return min(times) - self.started_s if times else None
 
 
-# The request that the code runs for. Tasks and worker threads inherit it; the threads of models serve many.
+# The request that the code runs for. Tasks and worker threads inherit it, not the threads of models.
 CURRENT_REQUEST: ContextVar[LoggedRequest | None] = ContextVar("current_request", default=None)
 
 
 def fail_request(error: GenserveError) -> None:
-    """Note what the current request, if there is one, is refused with or fails with."""
+    """Record the error that the current request, if there is one, was refused or failed with."""
     request = CURRENT_REQUEST.get()
     if request is not None:
         request.error = error
 
 
 def escaped(text: str) -> str:
-    r"""Return a text as one line: what is no plain character is spelled as Python does (`\n`, `\x1b`)."""
+    r"""Return a text as one line, with control characters escaped as in Python (`\n`, `\x1b`)."""
     if len(text) > _MAX_LINE:
         text = f"{text[:_MAX_LINE]}... ({len(text) - _MAX_LINE} more characters)"
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def quoted(text: str, *, limit: int = 256) -> str:
-    """Return a word as it is; any other text of a client cut and in quotes, so that it is one field."""
+    """Return a text of a client as one field: a word as it is, any other text truncated and in quotes."""
     if _WORD.fullmatch(text) and len(text) <= limit:
         return text
     cut = text if len(text) <= limit else f"{text[:limit]}..."
@@ -118,20 +118,19 @@ def quoted(text: str, *, limit: int = 256) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """Makes a line of each record, whoever wrote its text.
+    """Formats each record as one line, even if its text has line ends.
 
-    The id of the request that it is about comes first in the message. A traceback follows in lines that
-    begin with blanks, as no record does.
+    The message begins with the request id. A traceback follows in indented lines; no record is indented.
     """
 
     def __init__(self, log_format: str) -> None:
         """Take one of `LOG_FORMATS`."""
         super().__init__(*LOG_FORMATS[log_format])
         if log_format == "ISO8601":
-            self.converter = time.gmtime  # which is what its Z says
+            self.converter = time.gmtime  # the Z at its end means UTC
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, or the lines, without the last line feed."""
+        """Return the line, and those of a traceback, without the last line feed."""
         request_id = _request_id(record)
         prefix = f"[{quoted(request_id)}] " if request_id else ""
         record.message = prefix + record.getMessage()
@@ -146,22 +145,22 @@ class LineFormatter(logging.Formatter):
 
 
 class FloodFilter(logging.Filter):
-    """Lets through 100 warnings or errors of a kind in 10 seconds, and tells how many more there were.
+    """Passes at most 100 warnings or errors of one kind per 10 seconds, and logs how many were dropped.
 
-    So a client cannot fill a disk with what is refused. A kind is the attribute `kind` of a record, or the
-    text of its message without what is put in. What models log themselves is let through.
+    So a client cannot fill the disk with refused requests. The kind of a record is its attribute `kind`, or
+    its message before the arguments are formatted. Records that models log themselves always pass.
     """
 
     def __init__(self, handler: logging.Handler) -> None:
-        """Filter for a handler, which writes the counts too."""
+        """Filter for a handler, which also writes the counts."""
         super().__init__()
         self._handler = handler
-        # Reentrant, since a garbage collection in here may log. The handler's lock is never taken within it:
-        # one in the middle of a write waits for this one.
+        # Reentrant, since a garbage collection in here may log. The handler's lock is never taken while it is
+        # held: a thread that holds that lock may wait for this one.
         self._lock = threading.RLock()
         self._began_s = 0.0
         self._counts: dict[tuple[str, str], int] = {}
-        self._left_out: dict[tuple[str, str], logging.LogRecord] = {}       # the last of each kind
+        self._dropped: dict[tuple[str, str], logging.LogRecord] = {}        # the last one of each kind
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to write a record."""
@@ -170,30 +169,30 @@ class FloodFilter(logging.Filter):
         kind = (record.name, str(getattr(record, "kind", record.msg)))
         summaries: list[logging.LogRecord] = []
         with self._lock:
-            # A clock that was set back begins a new stretch too.
-            if not 0 <= record.created - self._began_s < _STRETCH_S:
+            # A clock that was set back begins a new interval too.
+            if not 0 <= record.created - self._began_s < _INTERVAL_S:
                 summaries = self._take_summaries()
                 self._began_s = record.created
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
             is_written = count <= _MAX_ALIKE
             if not is_written:
-                self._left_out[kind] = _bare(record)
+                self._dropped[kind] = _without_traceback(record)
         self._write(summaries)
         return is_written
 
     def close(self) -> None:
-        """Write what was counted."""
+        """Write the counts of the last interval."""
         with self._lock:
             summaries = self._take_summaries()
         self._write(summaries)
 
     def _take_summaries(self) -> list[logging.LogRecord]:
-        """Return a line for each kind of which some were left out, and count anew."""
-        summaries = list(self._left_out.values())
-        for kind, last in self._left_out.items():
+        """Return a record for each kind that was dropped, and reset the counts."""
+        summaries = list(self._dropped.values())
+        for kind, last in self._dropped.items():
             count = self._counts[kind] - _MAX_ALIKE
-            last.msg = f"{count} more like this within {_STRETCH_S} s, the last: {last.msg}"
-        self._counts, self._left_out = {}, {}
+            last.msg = f"{count} more like this within {_INTERVAL_S} s, the last: {last.msg}"
+        self._counts, self._dropped = {}, {}
         return summaries
 
     def _write(self, records: Sequence[logging.LogRecord]) -> None:
@@ -205,19 +204,19 @@ class FloodFilter(logging.Filter):
                 self._handler.release()
 
 
-def _bare(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a record with its text alone: a traceback would keep what its frames hold."""
+def _without_traceback(record: logging.LogRecord) -> logging.LogRecord:
+    """Return a copy without the traceback, which would keep the variables of its frames alive."""
     bare = copy(record)
     bare.msg, bare.args = record.getMessage(), ()
     bare.exc_info = bare.exc_text = bare.stack_info = None
-    bare.request_id = _request_id(record)       # of now, whenever it is written
+    bare.request_id = _request_id(record)       # of the current request, whenever it is written
     return bare
 
 
 def open_log(path: str) -> logging.Handler:
     """Return a handler that writes to a file, or to stderr if `path` is empty.
 
-    A file that is moved away, as logrotate does, is begun anew.
+    When the file is moved, as logrotate does, a new one is opened.
 
     Raises:
         GenserveError: the file cannot be written.
@@ -229,7 +228,7 @@ def open_log(path: str) -> logging.Handler:
     except OSError as error:
         raise GenserveError(
             f"cannot write the log to {path}: {error.strerror}",
-            remedy="give --log-file a file in a folder that is there and may be written",
+            remedy="set --log-file to a file in an existing, writable folder",
         ) from error
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 Role = Literal["system", "user", "assistant"]
 
-# A template may take milliseconds for each message, and everyone else's chats wait for it.
+# A template may take milliseconds per message, and the chats of all other clients wait for it.
 MAX_CHAT_MESSAGES = 1024
 
 
@@ -33,38 +33,39 @@ class Message:
     """One turn of a chat.
 
     Raises:
-        InvalidRequest: an unknown role, content that is not text, or a thought that is not the assistant's.
+        InvalidRequest: an unknown role, content that is not text, or `reasoning_content` of another role
+            than the assistant.
     """
 
     role: Role
     content: str
-    reasoning_content: str = ""     # what it thought aloud before; of it a template may show what it wants
+    reasoning_content: str = ""     # the reasoning before the answer; the template decides what it shows
 
     def __post_init__(self) -> None:
         _require(self.role in get_args(Role), "role", f"must be one of {', '.join(get_args(Role))}")
         _require(isinstance(self.content, str), "content", "must be text")
         _require(isinstance(self.reasoning_content, str), "reasoning_content", "must be text")
-        thinks = self.role == "assistant" or not self.reasoning_content
-        _require(thinks, "reasoning_content", "belongs to the assistant's messages")
+        may_reason = self.role == "assistant" or not self.reasoning_content
+        _require(may_reason, "reasoning_content", "is only for messages of the assistant")
 
     def as_dict(self) -> dict[str, str]:
-        """Return it as JSON and templates have it, without a thought if there is none."""
-        thought = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
-        return {"role": self.role, "content": self.content, **thought}
+        """Return the message as JSON and templates have it; `reasoning_content` only if there is any."""
+        reasoning = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        return {"role": self.role, "content": self.content, **reasoning}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The turns of a chat, and what the model's chat template is to make of them.
+    """The turns of a chat, with the options of the chat template.
 
     Raises:
-        InvalidRequest: no message, or more than MAX_CHAT_MESSAGES; or the last is to be continued and
-            answered as well.
+        InvalidRequest: no message, or more than MAX_CHAT_MESSAGES; or both `continue_final_message` and
+            `add_generation_prompt`.
     """
 
     messages: tuple[Message, ...]
     add_generation_prompt: bool | None = None   # begin the assistant's turn; None: unless one is continued
-    continue_final_message: bool = False        # leave the last turn open, for the model to go on with it
+    continue_final_message: bool = False        # leave the last turn open, for the model to continue
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)    # variables of the template
 
     def __post_init__(self) -> None:
@@ -89,16 +90,15 @@ Messages: TypeAlias = str | Sequence[Message | Mapping[str, str]] | Chat
 
 
 def read_chat(messages: Messages) -> Chat:
-    """Make a chat from loose messages. Raises what `read_messages` raises."""
+    """Return the chat of some messages; raises what `read_messages` raises."""
     return messages if isinstance(messages, Chat) else Chat(messages=read_messages(messages))
 
 
 def read_messages(messages: str | Sequence[Message | Mapping[str, str]]) -> tuple[Message, ...]:
-    """Make messages from loose ones: a text alone is one turn of the user.
+    """Validate messages; a text alone is one turn of the user.
 
     Raises:
-        InvalidRequest: none at all, more than MAX_CHAT_MESSAGES, or one whose keys are not role and
-            content, or are wrong; `field` has its index.
+        InvalidRequest: no message, more than MAX_CHAT_MESSAGES, or an invalid one; `field` has its index.
     """
     if isinstance(messages, str):
         return (Message(role="user", content=messages),)
@@ -124,32 +124,32 @@ def _read_message(message: Message | Mapping[str, str], index: int) -> Message:
         raise InvalidRequest(f"{place}.{error.message}", field=f"{place}.{error.field}") from None
 
 
-# What `/v1/completions` and `complete` take: one prompt or several, as texts or as token ids.
+# One prompt or several, as texts or as token ids, for `/v1/completions` and `complete`.
 Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
-# How many tokens these make at the most where nothing is said.
+# Their default of `max_tokens`.
 COMPLETION_TOKENS = 16
 
 
 def read_prompts(prompts: Prompts) -> list[str] | list[list[int]]:
-    """Return the prompts one by one.
+    """Return the prompts as a list of texts or of lists of token ids.
 
     Raises:
-        InvalidRequest: none at all, or no such things; `field` is `prompt`.
+        InvalidRequest: there is no prompt, or one of another type; `field` is `prompt`.
     """
-    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if several and all(_is_id(part) for part in several):
-        several = [several]
-    _require(bool(several), "prompt", "is empty")
-    if all(isinstance(part, str) for part in several):
-        return several
-    lists = all(isinstance(part, Sequence) and all(_is_id(i) for i in part) for part in several)
-    _require(lists, "prompt", "must be text, token ids, or a list of texts or of lists of token ids")
-    return [list(part) for part in several]
+    items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if items and all(_is_id(item) for item in items):
+        items = [items]
+    _require(bool(items), "prompt", "is empty")
+    if all(isinstance(item, str) for item in items):
+        return items
+    are_ids = all(isinstance(item, Sequence) and all(map(_is_id, item)) for item in items)
+    _require(are_ids, "prompt", "must be text, token ids, or a list of texts or of lists of token ids")
+    return [list(item) for item in items]
 
 
-def _is_id(part: object) -> bool:
-    return isinstance(part, int) and not isinstance(part, bool)
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 def _require(holds: bool, field: str, rule: str) -> None:  # noqa: FBT001  # reads as a sentence

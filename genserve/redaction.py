@@ -20,25 +20,24 @@ from genserve.errors import GenserveError
 
 __all__ = ["redact_repositories", "redacted_error", "redacted_text"]
 
-
 logger = logging.getLogger(__name__)
 
 _Error = TypeVar("_Error", bound=GenserveError)
 
 _BEFORE = r"(?<![\w.~/-])(?:file://)?"  # not in the middle of another path, or of a URL
-# Where systems keep files: what lies below is a path, whoever wrote it. `/v2/models` is none.
+# The folders of operating systems: a text that begins with one is a path, `/v2/models` is not.
 _TOP_FOLDERS = (
     "Applications|Library|System|Users|Volumes|app|bin|boot|data|dev|etc|home|lib|lib64|media|mnt|nix|opt|"
     "private|proc|root|run|sbin|snap|srv|sys|tmp|usr|var"
 )
-# As Python and TorchScript print it; the exception itself is told on the line behind it.
+# As Python and TorchScript print it; the exception itself is on the line after it, and stays.
 _TRACEBACK = re.compile(r"Traceback (?:[^\n]* )?\(most recent call last\):(?:\n|$)(?:(?:[ \t][^\n]*)?\n)*")
 
 _repositories: set[str] = set()
 
 
 def redact_repositories(roots: Iterable[Path]) -> None:
-    """Tell paths below these folders as from there: `m/config.pbtxt:3:1`. For the whole process."""
+    """Shorten paths below these folders to relative ones (`m/config.pbtxt:3:1`), in the whole process."""
     for root in roots:
         _repositories.update(map(str, (root, root.absolute(), root.resolve())))
     _patterns.cache_clear()
@@ -47,8 +46,8 @@ def redact_repositories(roots: Iterable[Path]) -> None:
 def redacted_text(text: str) -> str:
     """Return a text without tracebacks and without the paths of this machine.
 
-    A path in a model repository is told as from there, one of an installed package as from where packages
-    are; of any other the last part is left.
+    A path below a model repository or a package folder becomes relative to it; of any other path, the last
+    part remains.
     """
     below, quoted, others = _patterns()
     text = below.sub(_without_folder, _TRACEBACK.sub("", text))
@@ -57,18 +56,18 @@ def redacted_text(text: str) -> str:
 
 
 def redacted_error(error: _Error) -> _Error:
-    """Return an error as clients are told of it, by `redacted_text`.
+    """Return an error with `redacted_text` applied to its message and remedy.
 
-    What they are not told goes to the log, at a verbose level: it may quote the request.
+    The full text is logged at debug level only, since it may quote the request.
     """
     message, remedy = redacted_text(error.message), redacted_text(error.remedy)
     if (message, remedy) == (error.message, error.remedy):
         return error
-    # Quoted, as it may hold what a client sent: no line of the log is a client's.
-    logger.debug("clients are told of this error without paths: %r", str(error))
-    told = type(error).__new__(type(error), message)    # `copy` would call `__init__`, each of another form
-    vars(told).update(vars(error), message=message, remedy=remedy)
-    return told
+    # Quoted with %r: it may hold text of a client, which must not begin a line of the log.
+    logger.debug("the client sees this error without its paths: %r", str(error))
+    redacted = type(error).__new__(type(error), message)    # `__init__` has another signature in each class
+    vars(redacted).update(vars(error), message=message, remedy=remedy)
+    return redacted
 
 
 def _without_folder(found: re.Match[str]) -> str:
@@ -81,7 +80,7 @@ def _without_folder(found: re.Match[str]) -> str:
 
 @cache
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """Return what finds the folders that paths are told as from, and all other paths: in quotes, and not."""
+    """Return the patterns of the known folders, of other paths in quotes, and of other paths without."""
     packages = {*sysconfig.get_paths().values(), str(Path(__file__).parents[1])}
     temporary = tempfile.gettempdir()
     folders = {path for path in (*_repositories, *packages) if path.strip("./")}

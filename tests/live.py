@@ -9,8 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from genserve.server.api_server import Server
-from genserve.server.api_server import ServerInfo
+from genserve.server.api_server import Server, ServerInfo
 from genserve.settings import ServerSettings
 from genserve.textmodel.text_model import TextModel
 

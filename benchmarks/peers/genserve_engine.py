@@ -19,7 +19,7 @@ from genserve.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from genserve.generation.engine_request import TokenSequence
-    from genserve.generation.engine_thread import RequestOutput
+    from genserve.generation.request_inbox import RequestOutput
 
 
 class GenserveEngine:
@@ -40,7 +40,7 @@ class GenserveEngine:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         sequence = self._model.prepare(prompt, params)
         self._numbers[sequence] = number
-        self._model.engine.submit(sequence, outbox=self)
+        self._model.engine.submit(sequence, sink=self)
         return sequence.num_prompt_tokens
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-
 _HEADINGS = ("at once", "tokens/s", "first token, ms: p50", "p95", "between tokens, ms: p50", "p95")
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "write_text",
 ]
 
-
 # All controls but tab and line feed; those of U+0080 to U+009F drive some terminals too.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

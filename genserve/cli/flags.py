@@ -30,7 +30,6 @@ __all__ = [
     "with_assignments",
 ]
 
-
 DEFAULT_REPOSITORY = Path("model_repository")
 
 ModelRepository = Annotated[

@@ -25,7 +25,6 @@ from genserve.errors import StreamBroken, Unreachable
 
 __all__ = ["APIS", "Load", "LoadResult", "percentile", "random_prompts", "run"]
 
-
 # An event that brings text to the reader: not the first one, which has a role only, nor the last.
 _TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.MULTILINE)
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')

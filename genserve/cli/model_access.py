@@ -29,7 +29,6 @@ __all__ = [
     "open_model",
 ]
 
-
 _DEFAULT_MODEL = "smollm2"
 
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-
-_QUIET = 0.1    # if others have more of a core, what is measured says more of them than of the model
+_MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs than on the model
 
 
 def tune(
@@ -68,7 +67,7 @@ def tune(
     Ctrl-C ends the measuring: what is known by then is shown, and nothing is written.
     """
     from genserve.cli.model_access import choose_model
-    from genserve.tuning.best_setting import Goal, Objective, choose, usable
+    from genserve.tuning.best_setting import Goal, Objective
     from genserve.tuning.plot import check_plot, draw
     from genserve.tuning.search_space import make_search_space
     from genserve.tuning.tuned_model import find_model
@@ -77,57 +76,63 @@ def tune(
         check_plot(plot)
     name = model or choose_model(None, repository=model_repository)
     tuned = find_model(name, repository=model_repository)
-    plan = make_search_space(
+    space = make_search_space(
         tuned.logits, batch_sizes=batch_size or (), threads=threads or (), contexts=context or ()
     )
     goal = Goal(objective=Objective(objective), max_inter_token_s=max_inter_token_ms / 1e3)
-    samples, is_interrupted = _measure(tuned, plan, goal=goal, budget_s=budget_seconds)
-    measurements, agreements = samples.measurements(), tuned.agreements(plan.graphs)
-    candidates = usable(measurements, agreements=agreements, least=min_top1_agreement, now=tuned.now)
-    choice = choose(candidates, goal=goal, now=tuned.now) if candidates else None
-    _print_measurements(measurements, choice=choice, now=tuned.now, agreements=agreements)
-    if samples.lost_share > _QUIET:
-        print(f"other programs had {samples.lost_share:.0%} of the time: tune again when they rest")
-    if choice is not None:
-        _print_choice(choice, goal=goal, measurements=measurements, now=tuned.now)
+    samples, is_interrupted = _measure(tuned, space, goal=goal, budget_s=budget_seconds)
+    choice = _choose(tuned, samples, space=space, goal=goal, min_agreement=min_top1_agreement)
     if choice is not None and plot is not None:
-        draw(measurements, choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
+        draw(samples.measurements(), choice=choice, goal=goal, title=f"genserve tune {name}", path=plot)
     if is_interrupted:
         print("interrupted: nothing was written")
         raise typer.Exit(130)
-    if choice is None:
-        raise RepositoryError(
-            f"no setting of {tuned.logits.name!r} has room in its KV cache for the contexts of the others",
-            remedy="a smaller --context, or more `kv_cache_bytes` in its config",
-        )
     _write(tuned, choice, dry_run=dry_run)
 
 
-def _measure(
-    tuned: TunedModel, plan: SearchSpace, *, goal: Goal, budget_s: float
-) -> tuple[Samples, bool]:
-    """Return what was measured, and whether Ctrl-C ended it."""
-    from genserve.cli.console import ConsoleProgress
-    from genserve.tuning.measurement import Samples, samples
+def _choose(
+    tuned: TunedModel, samples: Samples, *, space: SearchSpace, goal: Goal, min_agreement: float
+) -> BestSetting | None:
+    """Return the best setting, and print it with the measurements; None: nothing was measured."""
+    from genserve.tuning.best_setting import choose, eligible
 
-    taken, stage_name = Samples(), f"measuring {tuned.logits.name}"
-    too_long_s = 2 * goal.max_inter_token_s     # so far from the bound that no noise explains it
+    current = tuned.current
+    measurements, agreements = samples.measurements(), tuned.agreements(space.graphs)
+    candidates = eligible(measurements, agreements=agreements, least=min_agreement, current=current)
+    choice = choose(candidates, goal=goal, current=current) if candidates else None
+    _print_measurements(measurements, choice=choice, current=current, agreements=agreements)
+    if samples.stolen_share > _MAX_STOLEN_SHARE:
+        print(f"other programs had {samples.stolen_share:.0%} of the time: tune again when they rest")
+    if choice is not None:
+        _print_choice(choice, goal=goal, measurements=measurements, current=current)
+    return choice
+
+
+def _measure(
+    tuned: TunedModel, space: SearchSpace, *, goal: Goal, budget_s: float
+) -> tuple[Samples, bool]:
+    """Return the samples, and whether Ctrl-C ended the measurement."""
+    from genserve.cli.console import ConsoleProgress
+    from genserve.tuning.measurement import Samples, take_samples
+
+    samples, stage_name = Samples(), f"measuring {tuned.logits.name}"
+    max_step_s = 2 * goal.max_inter_token_s     # further from the bound than noise explains
     try:
-        with _quiet(), ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
+        with _without_warnings(), ConsoleProgress().stage(stage_name, total=round(budget_s * 1e3)) as advance:
             last_s = time.monotonic()
-            for sample in samples(tuned.logits, plan, budget_s=budget_s, too_long_s=too_long_s):
-                taken.add(sample)
+            for sample in take_samples(tuned.logits, space, budget_s=budget_s, max_step_s=max_step_s):
+                samples.add(sample)
                 now_s = time.monotonic()
                 advance(round((now_s - last_s) * 1e3))
                 last_s = now_s
     except KeyboardInterrupt:
-        return taken, True
-    return taken, False
+        return samples, True
+    return samples, False
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Log no warnings: a stage that is loaded again and again would have the same ones again and again."""
+def _without_warnings() -> Iterator[None]:
+    """Log no warnings: each load of the stage would repeat them."""
     logger = logging.getLogger("genserve")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -141,7 +146,7 @@ def _print_measurements(
     measurements: Sequence[Measurement],
     *,
     choice: BestSetting | None,
-    now: Setting,
+    current: Setting,
     agreements: Mapping[str, float],
 ) -> None:
     from rich.table import Table
@@ -157,7 +162,7 @@ def _print_measurements(
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for m in measurements:
-        remarks = ["now"] * (m.setting == now) + ["best"] * (m is best)
+        remarks = ["now"] * (m.setting == current) + ["best"] * (m is best)
         table.add_row(
             m.setting.graph,
             f"{agreements[m.setting.graph]:.1%}" if m.setting.graph in agreements else "",
@@ -173,13 +178,13 @@ def _print_measurements(
 
 
 def _print_choice(
-    choice: BestSetting, *, goal: Goal, measurements: Sequence[Measurement], now: Setting
+    choice: BestSetting, *, goal: Goal, measurements: Sequence[Measurement], current: Setting
 ) -> None:
     if not choice.meets_bound:
         bound = f"{goal.max_inter_token_s * 1e3:g} ms"
         print(f"no setting keeps {bound} between tokens; best is the one that comes nearest")
     for m in measurements:
-        if m.setting == now:
+        if m.setting == current:
             print(f"now:  {_line(m)}")
     print(f"best: {_line(choice.best)}")
 
@@ -189,9 +194,19 @@ def _line(m: Measurement) -> str:
     return f"{setting}: {m.tokens_per_s:.0f} tokens/s, at most {m.inter_token_s * 1e3:.0f} ms between tokens"
 
 
-def _write(tuned: TunedModel, choice: BestSetting, *, dry_run: bool) -> None:
+def _write(tuned: TunedModel, choice: BestSetting | None, *, dry_run: bool) -> None:
+    """Write the chosen setting into the configs.
+
+    Raises:
+        RepositoryError: nothing could be measured, or a config cannot be written.
+    """
     from genserve.tuning.tuned_model import write_edits
 
+    if choice is None:
+        raise RepositoryError(
+            f"no setting of {tuned.logits.name!r} has room in its KV cache for the contexts of the others",
+            remedy="a smaller --context, or more `kv_cache_bytes` in its config",
+        )
     edits = tuned.edits(choice.best.setting)
     for edit in edits:
         print(edit.diff(), end="")

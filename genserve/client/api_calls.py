@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from genserve.client import openai_dialect, tgi_dialect
-from genserve.client.reply_errors import not_understood
+from genserve.client.reply_errors import unknown_reply
 from genserve.client.sse_decoder import DeltaDecoder
 from genserve.completion import Completion
 from genserve.errors import InvalidRequest
@@ -27,22 +27,21 @@ __all__ = [
     "models",
 ]
 
-
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiRequest:
-    """What goes out."""
+    """An HTTP request of the API."""
 
     method: Literal["GET", "POST"]
     path: str                   # begins with /
-    body: bytes = b""           # JSON, or nothing
+    body: bytes = b""           # JSON, or empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCall(Generic[Answer]):
-    """One exchange: `read` takes the headers, looked up in lower case, and the body of a good reply."""
+    """A request, and how to read its reply from the headers, looked up in lower case, and the body."""
 
     request: ApiRequest
     read: Callable[[Mapping[str, str], bytes], Answer]
@@ -50,7 +49,7 @@ class ApiCall(Generic[Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingApiCall:
-    """One request that is answered by events; `decoder` makes what turns their bytes into deltas."""
+    """A request with a streamed reply; `decoder` returns a new decoder of its bytes."""
 
     request: ApiRequest
     decoder: Callable[[], DeltaDecoder]
@@ -66,7 +65,7 @@ def generate(prompt: str, *, model: str | None, options: Mapping[str, Any]) -> A
     body = tgi_dialect.request_body(prompt, model=model, params=params)
 
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
-        with not_understood():
+        with unknown_reply():
             return tgi_dialect.read_completion(
                 json.loads(reply),
                 prompt_tokens=int(headers["x-prompt-tokens"]),
@@ -98,7 +97,7 @@ def chat(
     params, body = _chat_body(messages, model=model, options=options)
 
     def read(headers: Mapping[str, str], reply: bytes) -> Completion:
-        with not_understood():
+        with unknown_reply():
             return openai_dialect.read_completion(json.loads(reply), params=params)
 
     return ApiCall(request=_post("/v1/chat/completions", body), read=read)
@@ -122,23 +121,23 @@ def complete(
     """Complete prompts, `n` times each.
 
     Raises:
-        InvalidRequest: a prompt is none, or an option is unknown or out of range.
+        InvalidRequest: a prompt is not valid, or an option is unknown or out of range.
     """
     params = sampling_params(options)
     body = openai_dialect.completions_body(read_prompts(prompts), n=n, model=model, params=params)
 
     def read(headers: Mapping[str, str], reply: bytes) -> tuple[Completion, ...]:
-        with not_understood():
+        with unknown_reply():
             return openai_dialect.read_completions(json.loads(reply), params=params)
 
     return ApiCall(request=_post("/v1/completions", body), read=read)
 
 
 def models() -> ApiCall[list[str]]:
-    """List the names of the models that answer."""
+    """List the names of the loaded models."""
 
     def read(headers: Mapping[str, str], reply: bytes) -> list[str]:
-        with not_understood():
+        with unknown_reply():
             return [str(row["id"]) for row in json.loads(reply)["data"]]
 
     return ApiCall(request=ApiRequest(method="GET", path="/v1/models"), read=read)
@@ -152,14 +151,16 @@ def _chat_body(
 
 
 def _generate_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Read the options; TGI's dialect has no answer to these."""
+    """Validate the options; two of them have no field in the replies of TGI's dialect."""
     params = sampling_params(options)
-    for name, asked in (
+    for name, is_set in (
         ("logprob_token_ids", bool(params.logprob_token_ids)),
         ("prompt_logprobs", params.prompt_logprobs is not None),
     ):
-        if asked:
-            raise InvalidRequest(f"{name} is not for generate", field=name, remedy="use complete, or LLM")
+        if is_set:
+            raise InvalidRequest(
+                f"{name} is not supported by generate", field=name, remedy="use complete, or LLM"
+            )
     return params
 
 

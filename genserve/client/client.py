@@ -22,21 +22,21 @@ __all__ = ["AsyncClient", "AsyncStream", "Client", "OpeningStream"]
 
 
 class AsyncStream:
-    """`Stream`, awaited. For one task."""
+    """The asynchronous `Stream`: an async iterator over the deltas of one answer, for one task."""
 
     def __init__(self, deltas: AsyncGenerator[Delta, None]) -> None:
-        # A generator that holds the connection in a `with` block lets it go however it ends:
-        # at its last delta, by an error, by `close`, or when nobody refers to it any more.
+        # The generator holds the connection in a `with` block: it is released at the last delta, by an
+        # error, by `close`, and by garbage collection.
         self._deltas = deltas
         self._read: list[Delta] = []
 
     @property
     def text_stream(self) -> AsyncIterator[str]:
-        """The texts alone, as they come; empty ones are left out."""
+        """The texts of the deltas that have any."""
         return (delta.text async for delta in self if delta.text)
 
     async def final(self) -> Completion:
-        """Read what is still to come, and return the whole answer.
+        """Read the remaining deltas and return the whole answer.
 
         Raises:
             StreamBroken: the stream was closed, or broke, before its last delta.
@@ -46,7 +46,7 @@ class AsyncStream:
         return join_deltas(self._read)
 
     async def close(self) -> None:
-        """Stop the answer: the server frees what it holds. A second call does nothing."""
+        """Stop the answer, on the server too. A second call does nothing."""
         await self._deltas.aclose()
 
     def __aiter__(self) -> Self:
@@ -65,9 +65,9 @@ class AsyncStream:
 
 
 class OpeningStream(Coroutine[Any, Any, AsyncStream]):
-    """A stream that is asked for: await it, or enter it by `async with`, which closes it behind the block.
+    """A stream that is being opened: `await` it, or enter it with `async with`, which closes it at the end.
 
-    Either once; both raise what the server refused.
+    Do either once. Both raise the error that the server refused the request with.
     """
 
     def __init__(self, opening: Coroutine[Any, Any, AsyncStream]) -> None:
@@ -77,15 +77,15 @@ class OpeningStream(Coroutine[Any, Any, AsyncStream]):
         return self._opening.__await__()
 
     def send(self, value: Any) -> Any:
-        """Go on, as a coroutine does."""
+        """Resume it, by the protocol of coroutines."""
         return self._opening.send(value)
 
     def throw(self, *raised: Any) -> Any:
-        """Raise where it waits, as a coroutine does."""
+        """Raise an exception where it waits, by the protocol of coroutines."""
         return self._opening.throw(*raised)
 
     def close(self) -> None:
-        """Give up, as a coroutine does: also one that was never awaited."""
+        """Cancel it, even if it was never awaited, by the protocol of coroutines."""
         self._opening.close()
 
     async def __aenter__(self) -> AsyncStream:
@@ -105,14 +105,14 @@ class Client:
         with Client("http://127.0.0.1:8000") as client:
             print(client.chat("What is a triton?", max_tokens=64).text)
 
-    Safe to use from several threads at once. Options are the fields of `SamplingParams`.
+    Thread-safe. Options are the fields of `SamplingParams`.
 
     Every call raises:
-        InvalidRequest: the request is wrong; `field` says where.
-        ModelNotFound, ModelNotReady: the server has no such model, or not now.
-        Overloaded: the server has no room, and had none at the retries.
-        ModelFailed: the model could not go on.
-        Unreachable: no answer came.
+        InvalidRequest: the request is invalid; `field` names the place.
+        ModelNotFound, ModelNotReady: the server does not have the model, or it is not loaded.
+        Overloaded: the server has no room, nor had any at the retries.
+        ModelFailed: the model failed.
+        Unreachable: the server did not answer.
         Closed: this client was closed.
     """
 
@@ -125,14 +125,14 @@ class Client:
         max_retries: int = 2,
         http_client: httpx2.Client | None = None,
     ) -> None:
-        """Connect to nothing yet.
+        """Configure the client; the first call connects.
 
         Args:
             base_url: None: GENSERVE_BASE_URL, or http://127.0.0.1:8000.
             api_key: None: GENSERVE_API_KEY, or no key.
-            timeout_s: the longest silence of the server that is waited for.
-            max_retries: how often a request that was refused for the moment is sent again.
-            http_client: the transport, if it is to be a special one; it stays open.
+            timeout_s: raise Unreachable after this time without a byte from the server.
+            max_retries: how often to repeat a request that is refused because of load, or cannot connect.
+            http_client: another transport; `close` does not close it.
         """
         self._connection = connection(
             base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
@@ -144,11 +144,11 @@ class Client:
     def generate(
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
-        """Complete a prompt. Without a model, the server's only one is asked."""
+        """Complete a prompt. Without `model`, the server must have exactly one."""
         return self._call(api_calls.generate(prompt, model=model, options=options))
 
     def stream(self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]) -> Stream:
-        """Complete a prompt, delta by delta; a refusal is raised here, before the first."""
+        """Complete a prompt, delta by delta. An error before the first delta is raised here."""
         return self._stream(api_calls.generate_stream(prompt, model=model, options=options))
 
     def chat(
@@ -168,7 +168,7 @@ class Client:
         model: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Stream:
-        """Answer a chat, delta by delta; a refusal is raised here, before the first."""
+        """Answer a chat, delta by delta. An error before the first delta is raised here."""
         return self._stream(api_calls.chat_stream(messages, model=model, options=options))
 
     def complete(
@@ -179,17 +179,17 @@ class Client:
         model: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> tuple[Completion, ...]:
-        """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else."""
+        """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return self._call(api_calls.complete(prompts, n=n, model=model, options=options))
 
     def models(self) -> list[str]:
-        """Return the names of the models that answer."""
+        """Return the names of the loaded models."""
         return self._call(api_calls.models())
 
     def close(self) -> None:
-        """Let go of the connections; a second call does nothing.
+        """Close the connections; a second call does nothing.
 
-        What another thread waits for ends with Closed, at the latest after `timeout_s`.
+        Calls of other threads raise Closed, after `timeout_s` at the latest.
         """
         self._closed = True
         if self._owns_http:
@@ -203,8 +203,8 @@ class Client:
         self.close()
 
     def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
-        with reply_errors.telling_if_closed(self._is_closed), closing(self._send(call.request)) as response:
-            with reply_errors.reaching(self._connection.url(call.request)):
+        with reply_errors.closed_if(self._is_closed), closing(self._send(call.request)) as response:
+            with reply_errors.unreachable_at(self._connection.url(call.request)):
                 body = response.read()
             return call.read(response.headers, body)
 
@@ -215,9 +215,9 @@ class Client:
 
     def _deltas(self, call: api_calls.StreamingApiCall) -> Generator[Delta, None, None]:
         decoder = call.decoder()
-        told = reply_errors.telling_if_closed(self._is_closed)
-        with told, closing(self._send(call.request)) as response, reply_errors.reading_stream():
-            yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
+        closed = reply_errors.closed_if(self._is_closed)
+        with closed, closing(self._send(call.request)) as response, reply_errors.broken_stream():
+            yield Delta(text="", token_ids=())      # the server accepted the request; for `_stream`
             for chunk in response.iter_bytes():
                 yield from decoder.feed(chunk)
             decoder.end()
@@ -227,12 +227,12 @@ class Client:
         while True:
             try:
                 return self._send_once(request)
-            except GenserveError as failure:
+            except GenserveError as error:
                 wait_s = retry_wait_s(
-                    failure,
+                    error,
                     attempt=attempt,
                     max_retries=self._connection.max_retries,
-                    chance=random.random(),
+                    jitter=random.random(),
                 )
                 if wait_s is None:
                     raise
@@ -242,7 +242,7 @@ class Client:
     def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
         self._refuse_if_closed()
         url = self._connection.url(request)
-        with reply_errors.reaching(url):
+        with reply_errors.unreachable_at(url):
             response = self._http.send(self._connection.build(self._http, request), stream=True)
             if response.is_success:
                 return response
@@ -264,7 +264,7 @@ class Client:
 
 
 class AsyncClient:
-    """`Client`, awaited: the same methods, which raise the same.
+    """The asynchronous `Client`, with the same methods and errors.
 
         async with AsyncClient("http://127.0.0.1:8000") as client:
             async with client.chat_stream("What is a triton?", max_tokens=64) as stream:
@@ -283,7 +283,7 @@ class AsyncClient:
         max_retries: int = 2,
         http_client: httpx2.AsyncClient | None = None,
     ) -> None:
-        """Connect to nothing yet; the arguments are those of `Client`."""
+        """Configure the client, with the arguments of `Client`; the first call connects."""
         self._connection = connection(
             base_url, api_key=api_key, timeout_s=timeout_s, max_retries=max_retries
         )
@@ -294,13 +294,13 @@ class AsyncClient:
     async def generate(
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> Completion:
-        """Complete a prompt. Without a model, the server's only one is asked."""
+        """Complete a prompt. Without `model`, the server must have exactly one."""
         return await self._call(api_calls.generate(prompt, model=model, options=options))
 
     def stream(
         self, prompt: str, *, model: str | None = None, **options: Unpack[SamplingOptions]
     ) -> OpeningStream:
-        """Complete a prompt, delta by delta; a refusal is raised before the first of them."""
+        """Complete a prompt, delta by delta. An error before the first delta is raised when it opens."""
         return OpeningStream(self._stream(api_calls.generate_stream(prompt, model=model, options=options)))
 
     async def chat(
@@ -320,7 +320,7 @@ class AsyncClient:
         model: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> OpeningStream:
-        """Answer a chat, delta by delta; a refusal is raised before the first of them."""
+        """Answer a chat, delta by delta. An error before the first delta is raised when it opens."""
         return OpeningStream(self._stream(api_calls.chat_stream(messages, model=model, options=options)))
 
     async def complete(
@@ -331,15 +331,15 @@ class AsyncClient:
         model: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> tuple[Completion, ...]:
-        """Complete prompts as they are, `n` times each, with 16 tokens if `max_tokens` says nothing else."""
+        """Complete prompts `n` times each; the default of `max_tokens` is 16."""
         return await self._call(api_calls.complete(prompts, n=n, model=model, options=options))
 
     async def models(self) -> list[str]:
-        """Return the names of the models that answer."""
+        """Return the names of the loaded models."""
         return await self._call(api_calls.models())
 
     async def close(self) -> None:
-        """Let go of the connections; a second call does nothing."""
+        """Close the connections; a second call does nothing."""
         self._closed = True
         if self._owns_http:
             await self._http.aclose()
@@ -352,9 +352,9 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, call: api_calls.ApiCall[Answer]) -> Answer:
-        with reply_errors.telling_if_closed(self._is_closed):
+        with reply_errors.closed_if(self._is_closed):
             async with aclosing(await self._send(call.request)) as response:
-                with reply_errors.reaching(self._connection.url(call.request)):
+                with reply_errors.unreachable_at(self._connection.url(call.request)):
                     body = await response.aread()
                 return call.read(response.headers, body)
 
@@ -365,10 +365,10 @@ class AsyncClient:
 
     async def _deltas(self, call: api_calls.StreamingApiCall) -> AsyncGenerator[Delta, None]:
         decoder = call.decoder()
-        with reply_errors.telling_if_closed(self._is_closed):
+        with reply_errors.closed_if(self._is_closed):
             async with aclosing(await self._send(call.request)) as response:
-                with reply_errors.reading_stream():
-                    yield Delta(text="", token_ids=())      # the server has accepted; for `_stream`
+                with reply_errors.broken_stream():
+                    yield Delta(text="", token_ids=())      # the server accepted the request; for `_stream`
                     async for chunk in response.aiter_bytes():
                         for delta in decoder.feed(chunk):
                             yield delta
@@ -379,12 +379,12 @@ class AsyncClient:
         while True:
             try:
                 return await self._send_once(request)
-            except GenserveError as failure:
+            except GenserveError as error:
                 wait_s = retry_wait_s(
-                    failure,
+                    error,
                     attempt=attempt,
                     max_retries=self._connection.max_retries,
-                    chance=random.random(),
+                    jitter=random.random(),
                 )
                 if wait_s is None:
                     raise
@@ -394,7 +394,7 @@ class AsyncClient:
     async def _send_once(self, request: api_calls.ApiRequest) -> httpx2.Response:
         self._refuse_if_closed()
         url = self._connection.url(request)
-        with reply_errors.reaching(url):
+        with reply_errors.unreachable_at(url):
             response = await self._http.send(self._connection.build(self._http, request), stream=True)
             if response.is_success:
                 return response

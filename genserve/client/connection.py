@@ -14,42 +14,41 @@ from genserve.version import __version__
 
 __all__ = ["LIMITS", "Connection", "connection", "retry_wait_s"]
 
-
 _FIRST_WAIT_S = 0.5
-_LONGEST_WAIT_S = 60.0      # a server that asks for more is not waited for
+_LONGEST_WAIT_S = 60.0      # for a longer Retry-After the client gives up
 _NEVER_ARRIVED = (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout)
 
 
-def retry_wait_s(failure: GenserveError, *, attempt: int, max_retries: int, chance: float) -> float | None:
-    """Return the seconds to wait before the next try, or None to give up.
+def retry_wait_s(error: GenserveError, *, attempt: int, max_retries: int, jitter: float) -> float | None:
+    """Return the seconds to wait before the next attempt, or None to give up.
 
-    Tried again are refusals for the moment (statuses 429 and 503) and connections that failed, not
-    answers that took too long: the server may still be at work on those. The wait doubles from try to
-    try, and is never shorter than the server asks for.
+    Refusals because of load (statuses 429 and 503) and failed connections are retried. Timeouts are not: the
+    server may still work on the request. The wait doubles with each attempt, and is at least the server's
+    Retry-After.
 
     Args:
-        failure: what became of this try; raised by `failures`.
-        attempt: tries before this one.
-        max_retries: tries allowed after the first.
-        chance: a random number in [0, 1), which spreads the clients of a server that has come back.
+        error: the error of this attempt.
+        attempt: the number of attempts before this one.
+        max_retries: the number of attempts after the first.
+        jitter: a random number in [0, 1), which spreads the retries of many clients.
     """
-    if attempt >= max_retries or not _may_pass(failure):
+    if attempt >= max_retries or not _is_temporary(error):
         return None
-    backoff_s = _FIRST_WAIT_S * (1 << attempt) * (0.5 + chance / 2)
-    asked_s = failure.retry_after_s if isinstance(failure, (Overloaded, ModelNotReady)) else 0
-    if asked_s > _LONGEST_WAIT_S:
+    backoff_s = _FIRST_WAIT_S * (1 << attempt) * (0.5 + jitter / 2)
+    retry_after_s = error.retry_after_s if isinstance(error, (Overloaded, ModelNotReady)) else 0
+    if retry_after_s > _LONGEST_WAIT_S:
         return None
-    return max(backoff_s, asked_s + chance / 2)
+    return max(backoff_s, retry_after_s + jitter / 2)
 
 
-def _may_pass(failure: GenserveError) -> bool:
-    if isinstance(failure, Unreachable):
-        return isinstance(failure.__cause__, _NEVER_ARRIVED)
-    return isinstance(failure, (Overloaded, ModelNotReady))
+def _is_temporary(error: GenserveError) -> bool:
+    if isinstance(error, Unreachable):
+        return isinstance(error.__cause__, _NEVER_ARRIVED)
+    return isinstance(error, (Overloaded, ModelNotReady))
 
 
 _CONNECT_S = 5.0
-# The transport's own limit of 100 connections would queue streams in the client, unseen.
+# With httpx2's default of 100 connections, further streams would wait in the client unnoticed.
 LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 
 
@@ -57,17 +56,17 @@ LIMITS = httpx2.Limits(max_connections=1000, max_keepalive_connections=100)
 class Connection:
     """The settings of a client."""
 
-    base_url: str                                       # without a slash at its end
+    base_url: str                                       # without a trailing slash
     max_retries: int
     headers: dict[str, str] = field(repr=False)         # holds the key
     timeout: httpx2.Timeout
 
     def url(self, request: ApiRequest) -> str:
-        """Return where the request goes."""
+        """Return the URL of a request."""
         return self.base_url + request.path
 
     def build(self, http: httpx2.Client | httpx2.AsyncClient, request: ApiRequest) -> httpx2.Request:
-        """Return the transport's form of the request."""
+        """Return the httpx2 request with URL, headers and timeout."""
         return http.build_request(
             request.method,
             self.url(request),
@@ -80,11 +79,11 @@ class Connection:
 def connection(
     base_url: str | None, *, api_key: str | None, timeout_s: float, max_retries: int
 ) -> Connection:
-    """Fill in what is None from GENSERVE_BASE_URL and GENSERVE_API_KEY, or their defaults.
+    """Return the settings of a client; GENSERVE_BASE_URL and GENSERVE_API_KEY stand in for None.
 
     Raises:
-        InvalidRequest: the URL is not an HTTP one, or has a /v1, or no header can hold the key; `field` is
-            "base_url" or "api_key".
+        InvalidRequest: the URL is not an HTTP URL, or ends with /v1, or the key is not a valid header value;
+            `field` is "base_url" or "api_key".
     """
     base_url = base_url or os.environ.get("GENSERVE_BASE_URL") or "http://127.0.0.1:8000"
     if not base_url.startswith(("http://", "https://")):
@@ -96,7 +95,7 @@ def connection(
     base_url = base_url.rstrip("/")
     if base_url.endswith("/v1"):
         raise InvalidRequest(
-            f"base_url {base_url!r} ends with /v1, which OpenAI's clients want and this one adds by itself",
+            f"base_url {base_url!r} ends with /v1, which this client adds itself",
             remedy=f"write {base_url.removesuffix('/v1')}",
             field="base_url",
         )

@@ -27,24 +27,23 @@ __all__ = [
     "token_id_of",
 ]
 
-
 _PREFIX = "token_id:"
 
 
 def token_id_of(name: str) -> int:
-    """Return the id in a name that `return_tokens_as_token_ids` makes; raises ValueError."""
+    """Return ID from `token_id:ID`, a token's name with `return_tokens_as_token_ids`; raises ValueError."""
     return int(name.removeprefix(_PREFIX))
 
 
 def read_logprob(value: float | None) -> float:
-    """Read one; null stands for that of a token that a decoding loop picked by itself: JSON has no nan."""
+    """Read a log-probability. null means nan: a decoding loop picked the token without logits."""
     return math.nan if value is None else value
 
 
 def read_prompt_logprobs(
     prompt_ids: Sequence[int], entries: Sequence[Mapping[str, Mapping[str, Any]] | None]
 ) -> tuple[TokenLogprob, ...]:
-    """Read what `prompt_logprobs` answers; nothing, where it was not asked for. The first token has no score.
+    """Read the reply to `prompt_logprobs`, empty if not requested. The first token has no log-probability.
 
     Raises:
         LookupError, TypeError, ValueError: the reply has another shape.
@@ -57,28 +56,28 @@ def read_prompt_logprobs(
 
 
 def _token_logprob(token_id: int, entry: Mapping[str, Mapping[str, Any]]) -> TokenLogprob:
-    ranked = sorted((one["rank"], int(i), one["logprob"]) for i, one in entry.items() if one["rank"])
+    ranked = sorted((token["rank"], int(i), token["logprob"]) for i, token in entry.items() if token["rank"])
     return TokenLogprob(
-        logprob=entry[str(token_id)]["logprob"], top=tuple((i, level) for _, i, level in ranked)
+        logprob=entry[str(token_id)]["logprob"], top=tuple((i, logprob) for _, i, logprob in ranked)
     )
 
 
 def chat_body(chat: Chat, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
-    """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
+    """Return the body of /v1/chat/completions, always with a temperature: the dialect's default is 1."""
     return {
         **({} if model is None else {"model": model}),
         "messages": [message.as_dict() for message in chat.messages],
         **_template_fields(chat),
         **params.changed(),
-        **({"return_tokens_as_token_ids": True} if _wants_others(params) else {}),
+        **({"return_tokens_as_token_ids": True} if _wants_alternatives(params) else {}),
         "temperature": params.temperature,
         "return_token_ids": True,
-        "separate_reasoning": False,    # the text is the whole answer, as that of `LLM` is
+        "separate_reasoning": False,    # the text is the whole answer, as with `LLM`
     }
 
 
 def _template_fields(chat: Chat) -> dict[str, Any]:
-    """Return what the chat says to its template, if anything."""
+    """Return the fields for the chat template that are set."""
     fields = {
         "add_generation_prompt": chat.add_generation_prompt,
         "continue_final_message": chat.continue_final_message or None,
@@ -88,14 +87,14 @@ def _template_fields(chat: Chat) -> dict[str, Any]:
 
 
 def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Completion:
-    """Read a reply that is not streamed.
+    """Read the reply of /v1/chat/completions, not streamed.
 
     Raises:
         LookupError, TypeError, ValueError: the reply has another shape.
     """
     choice = reply["choices"][0]
     token_ids, usage = _token_ids(choice), _usage(reply["usage"])
-    if params.best_of > 1:  # the reply counts the answers that it leaves out, too
+    if params.best_of > 1:  # the usage of the reply includes the discarded answers
         usage = replace(usage, completion_tokens=len(token_ids))
     return Completion(
         text=choice["message"]["content"],
@@ -112,9 +111,9 @@ def read_completion(reply: Mapping[str, Any], *, params: SamplingParams) -> Comp
 
 
 class ChatChunks:
-    """Reads the chunks of one streamed answer, in their order.
+    """Reads the chunks of one streamed answer, in order.
 
-    The reason of the end comes in one chunk and the usage in a later one; the last delta has both.
+    The finish reason comes in one chunk and the usage in a later one; the last delta has both.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -123,7 +122,7 @@ class ChatChunks:
         self._stop_reason: StopReason | None = None
 
     def read(self, chunk: Mapping[str, Any]) -> Delta | None:
-        """Return what the chunk adds, None if nothing. Raises what `read_completion` raises."""
+        """Return the delta of a chunk; None: it adds nothing. Raises what `read_completion` raises."""
         # The chunk with the usage has no choice.
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         if choice.get("finish_reason"):
@@ -155,25 +154,27 @@ def _logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[float,
     return tuple(read_logprob(entry["logprob"]) for entry in found["content"])
 
 
-def _wants_others(params: SamplingParams) -> bool:
+def _wants_alternatives(params: SamplingParams) -> bool:
     return bool(params.top_logprobs or params.logprob_token_ids)
 
 
 def _top_logprobs(choice: Mapping[str, Any], params: SamplingParams) -> tuple[TopTokens, ...]:
     found = choice.get("logprobs")
-    if not _wants_others(params) or not found:
+    if not _wants_alternatives(params) or not found:
         return ()
     tops = (entry["top_logprobs"] for entry in found["content"])
-    return tuple(tuple((token_id_of(one["token"]), one["logprob"]) for one in top) for top in tops)
+    return tuple(
+        tuple((token_id_of(token["token"]), token["logprob"]) for token in top) for top in tops
+    )
 
 
 def finish_reason_of(choice: Mapping[str, Any]) -> FinishReason:
-    """Return why a choice ended, which `stop_reason` tells more of."""
+    """Return the finish reason of a choice."""
     if choice["finish_reason"] in ("length", "repetition"):
         return FinishReason(choice["finish_reason"])
-    # The string, or the id of the token, that ended the text; null after the end of the sequence.
-    stopped_by = choice.get("stop_reason")
-    return FinishReason.STOP_STRING if isinstance(stopped_by, str) else FinishReason.END_OF_SEQUENCE
+    # The stop string or the id of the stop token; null after an end-of-sequence token.
+    stop_reason = choice.get("stop_reason")
+    return FinishReason.STOP_STRING if isinstance(stop_reason, str) else FinishReason.END_OF_SEQUENCE
 
 
 def _usage(usage: Mapping[str, Any]) -> Usage:
@@ -187,7 +188,7 @@ def _usage(usage: Mapping[str, Any]) -> Usage:
 def completions_body(
     prompts: Sequence[str] | Sequence[Sequence[int]], *, n: int, model: str | None, params: SamplingParams
 ) -> dict[str, Any]:
-    """Return the body; the temperature is always sent, for its default is 1 in this dialect."""
+    """Return the body of /v1/completions, always with a temperature: the dialect's default is 1."""
     changed = params.changed()
     changed.pop("top_logprobs", None)
     if changed.pop("logprobs", False):
@@ -203,7 +204,7 @@ def completions_body(
 
 
 def read_completions(reply: Mapping[str, Any], *, params: SamplingParams) -> tuple[Completion, ...]:
-    """Read a reply: the answers in the order of the prompts.
+    """Read the reply of /v1/completions: the answers in the order of the prompts.
 
     Raises:
         LookupError, TypeError, ValueError: the reply has another shape.
@@ -213,15 +214,15 @@ def read_completions(reply: Mapping[str, Any], *, params: SamplingParams) -> tup
 
 def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion:
     prompt_ids, token_ids = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
-    told = choice["logprobs"] or {}
+    scores = choice["logprobs"] or {}
     tops: tuple[TopTokens, ...] = ()
-    if params.top_logprobs or params.logprob_token_ids:
-        tops = tuple(_completion_top(levels or {}, params) for levels in told["top_logprobs"])
+    if _wants_alternatives(params):
+        tops = tuple(_completion_top(logprobs or {}, params) for logprobs in scores["top_logprobs"])
     return Completion(
         text=choice["text"],
         prompt_token_ids=prompt_ids,
         token_ids=token_ids,
-        logprobs=tuple(map(read_logprob, told.get("token_logprobs", ()))),
+        logprobs=tuple(map(read_logprob, scores.get("token_logprobs", ()))),
         top_logprobs=tops,
         prompt_logprobs=read_prompt_logprobs(prompt_ids, choice.get("prompt_logprobs") or ()),
         finish_reason=finish_reason_of(choice),
@@ -230,9 +231,9 @@ def _completion(choice: Mapping[str, Any], params: SamplingParams) -> Completion
     )
 
 
-def _completion_top(levels: Mapping[str, float], params: SamplingParams) -> TopTokens:
-    """Read the others that were asked for; the token itself is beside them."""
-    pairs = ((token_id_of(name), level) for name, level in levels.items())
+def _completion_top(logprobs: Mapping[str, float], params: SamplingParams) -> TopTokens:
+    """Read the requested alternatives; the reply has the chosen token as well."""
+    pairs = ((token_id_of(name), logprob) for name, logprob in logprobs.items())
     top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
     if params.logprob_token_ids:
         return tuple(pair for pair in top if pair[0] in params.logprob_token_ids)

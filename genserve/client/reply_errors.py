@@ -23,21 +23,19 @@ from genserve.errors import (
 )
 
 __all__ = [
+    "broken_stream",
     "closed",
+    "closed_if",
     "error_of_event",
     "error_of_reply",
-    "not_understood",
-    "reaching",
-    "reading_stream",
-    "telling_if_closed",
+    "unknown_reply",
+    "unreachable_at",
 ]
-
 
 _KINDS: tuple[type[GenserveError], ...] = (
     InvalidRequest, ContextLengthExceeded, ModelNotFound, ModelNotReady, Overloaded, ModelFailed,
 )
-# What a reply calls the failure, most telling first: genserve's codes, OpenAI's codes, the types of
-# OpenAI and of TGI.
+# By the codes of genserve and of OpenAI, and by the error types of OpenAI and of TGI.
 _BY_WORD: Mapping[str, type[GenserveError]] = {kind.code: kind for kind in _KINDS} | {
     "slow_down": Overloaded,
     "server_is_overloaded": Overloaded,
@@ -61,13 +59,13 @@ _REMEDIES: Mapping[int, str] = {
 
 
 def error_of_reply(*, status: int, headers: Mapping[str, str], body: bytes, url: str) -> GenserveError:
-    """Return what an error reply of either dialect, or of a proxy on the way, means.
+    """Return the exception for an error reply of either dialect, or of a proxy.
 
     Args:
         status: 300 or above.
-        headers: looked up in lower case; `retry-after-ms` and `retry-after` in seconds are honoured.
-        body: JSON in TGI's or OpenAI's shape, or anything else.
-        url: named in the message if the body does not say what is wrong.
+        headers: looked up in lower case; `retry-after-ms` and `retry-after` in seconds are read.
+        body: JSON in the shape of TGI or OpenAI, or anything else.
+        url: named in the message if the body has none.
     """
     try:
         payload = json.loads(body)
@@ -78,12 +76,12 @@ def error_of_reply(*, status: int, headers: Mapping[str, str], body: bytes, url:
 
 
 def error_of_event(payload: Mapping[str, Any]) -> GenserveError:
-    """Return what an event with the key `error`, in the middle of a stream, means."""
+    """Return the exception for an event with the key `error`."""
     return _error(payload, status=500, retry_after_s=0, url="the stream")
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return what the server asks for, by OpenAI's exact header before HTTP's; 0 if it says nothing."""
+    """Return the wait that the server requests; OpenAI's header in milliseconds comes first; 0: none."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         text = headers.get(name, "")
         if text.isascii() and text.isdigit():
@@ -93,29 +91,29 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
 
 def _error(payload: Mapping[str, Any], *, status: int, retry_after_s: float, url: str) -> GenserveError:
     inner = payload.get("error")
-    said = inner if isinstance(inner, dict) else {**payload, "message": inner}
-    kind = _kind(said, status=status)
-    message = str(said.get("message") or f"{url} answered with status {status}")
-    remedy = str(said.get("remedy") or _REMEDIES.get(status, ""))
+    details = inner if isinstance(inner, dict) else {**payload, "message": inner}
+    kind = _kind(details, status=status)
+    message = str(details.get("message") or f"{url} answered with status {status}")
+    remedy = str(details.get("remedy") or _REMEDIES.get(status, ""))
     if kind is Overloaded:
         return Overloaded(message, retry_after_s=retry_after_s or 1, remedy=remedy)
     if kind is ModelNotReady:
         return ModelNotReady(message, retry_after_s=retry_after_s, remedy=remedy)
-    return kind(message, remedy=remedy, field=said.get("field") or said.get("param"))
+    return kind(message, remedy=remedy, field=details.get("field") or details.get("param"))
 
 
-def _kind(said: Mapping[str, Any], *, status: int) -> type[GenserveError]:
-    for word in (said.get("code"), said.get("error_type"), said.get("type")):
+def _kind(details: Mapping[str, Any], *, status: int) -> type[GenserveError]:
+    for word in (details.get("code"), details.get("error_type"), details.get("type")):
         if isinstance(word, str) and word in _BY_WORD:
             return _BY_WORD[word]
     if status < 400:
-        return Unreachable  # a redirection: what answers is not the server itself
+        return Unreachable  # a redirection does not come from a genserve server
     return _BY_STATUS.get(status, InvalidRequest if status < 500 else ModelFailed)
 
 
 @contextmanager
-def reaching(url: str) -> Iterator[None]:
-    """Turn what the transport raises before a reply is complete into Unreachable, with its cause."""
+def unreachable_at(url: str) -> Iterator[None]:
+    """Raise Unreachable for an error of the transport before the reply is complete; it is the `__cause__`."""
     try:
         yield
     except httpx2.ConnectError as error:
@@ -124,28 +122,28 @@ def reaching(url: str) -> Iterator[None]:
         ) from error
     except httpx2.TimeoutException as error:
         raise Unreachable(
-            f"{url} did not answer in time", remedy="give the client a longer timeout_s, or ask for less"
+            f"{url} did not answer in time", remedy="increase timeout_s of the client, or lower max_tokens"
         ) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise Unreachable(
-            f"no answer came from {url}: {error}", remedy="see the server's log, or check the URL"
+            f"{url} did not answer: {error}", remedy="see the server's log, or check the URL"
         ) from error
 
 
 @contextmanager
-def reading_stream() -> Iterator[None]:
-    """Turn what the transport raises in the middle of a stream into StreamBroken, with its cause."""
+def broken_stream() -> Iterator[None]:
+    """Raise StreamBroken for an error of the transport within a stream; it is the `__cause__`."""
     try:
         yield
     except httpx2.HTTPError as error:
         raise StreamBroken(
-            f"the stream broke off: {error or type(error).__name__}", remedy="see the server's log; ask again"
+            f"the stream broke off: {error or type(error).__name__}", remedy="see the server's log, and retry"
         ) from error
 
 
 @contextmanager
-def telling_if_closed(is_closed: Callable[[], bool]) -> Iterator[None]:
-    """Raise Closed where a call broke off because its client was closed meanwhile."""
+def closed_if(is_closed: Callable[[], bool]) -> Iterator[None]:
+    """Raise Closed for a broken connection if the client has been closed."""
     try:
         yield
     except (Unreachable, StreamBroken) as error:
@@ -155,17 +153,17 @@ def telling_if_closed(is_closed: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def not_understood() -> Iterator[None]:
-    """Turn the errors of looking into a reply of an unknown shape into Unreachable."""
+def unknown_reply() -> Iterator[None]:
+    """Raise Unreachable for the errors of reading a reply of another shape."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Unreachable(
-            "the server's answer is not one that genserve knows",
+            "the reply is not that of a genserve server",
             remedy="check that the base URL is that of a genserve server",
         ) from error
 
 
 def closed() -> Closed:
-    """Return the error of a client that is used after its end."""
-    return Closed("the client was closed", remedy="make another one")
+    """Return the error of a client that is used after `close`."""
+    return Closed("the client was closed", remedy="create another one")

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from genserve.client.reply_errors import error_of_event, not_understood
+from genserve.client.reply_errors import error_of_event, unknown_reply
 from genserve.completion import Delta
 from genserve.errors import StreamBroken
 
 __all__ = ["DeltaDecoder", "Event", "EventDecoder"]
 
-
-# Only these three end a line: `str.splitlines` would also break at U+2028, which JSON may hold raw.
+# Not `str.splitlines`, which also splits at U+2028, a character that JSON strings may contain.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -33,24 +32,24 @@ class Event:
 
 
 class EventDecoder:
-    """Decodes one stream, whatever the borders of its chunks. Linear in the bytes given."""
+    """Decodes the events of one stream; chunks may end anywhere. Linear in the number of bytes."""
 
     def __init__(self) -> None:
         self._line = bytearray()
-        self._after_cr = False      # a line feed that comes next belongs to the line end before it
+        self._after_cr = False      # a following line feed belongs to the same line end
         self._at_start = True
         self._data: list[str] = []
         self._name = ""
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Take the next bytes; return the events that they complete."""
+        """Return the events that the next bytes complete."""
         if not chunk:
             return []
         lines = _LINE_END.split(chunk[1:] if self._after_cr and chunk.startswith(b"\n") else chunk)
         self._after_cr = chunk.endswith(b"\r")
         events = []
-        for ended in lines[:-1]:
-            event = self._end_line(ended)
+        for line_end in lines[:-1]:
+            event = self._end_line(line_end)
             if event is not None:
                 events.append(event)
         self._line += lines[-1]
@@ -83,13 +82,13 @@ class EventDecoder:
 
 
 class _AnswerEvents(Protocol):
-    """What one dialect says in its events."""
+    """The reader of one dialect's events."""
 
     def read(self, event: Mapping[str, Any], /) -> Delta | None: ...
 
 
 class DeltaDecoder:
-    """Decodes one streamed reply, whatever the borders of its chunks."""
+    """Decodes the deltas of one streamed reply; chunks may end anywhere."""
 
     def __init__(self, answer: _AnswerEvents) -> None:
         self._events = EventDecoder()
@@ -97,10 +96,10 @@ class DeltaDecoder:
         self._finished = False
 
     def feed(self, chunk: bytes) -> Iterator[Delta]:
-        """Take the next bytes; yield the deltas that they complete. To be read to its end.
+        """Yield the deltas that the next bytes complete; the caller must exhaust the iterator.
 
         Raises:
-            GenserveError: an event says that the request failed.
+            GenserveError: an event reports that the request failed.
             Unreachable: an event has another shape.
         """
         for event in self._events.feed(chunk):
@@ -112,18 +111,18 @@ class DeltaDecoder:
                 yield delta
 
     def end(self) -> None:
-        """Say that no more bytes come.
+        """Check that the answer is complete, after the last byte.
 
         Raises:
             StreamBroken: the last delta is missing.
         """
         if not self._finished:
             raise StreamBroken(
-                "the stream ended before its last event", remedy="see the server's log; ask again"
+                "the stream ended before its last event", remedy="see the server's log, and retry"
             )
 
     def _read(self, data: str) -> Delta | None:
-        with not_understood():
+        with unknown_reply():
             payload = json.loads(data)
             if payload.get("error") is None:
                 return self._answer.read(payload)

@@ -18,14 +18,14 @@ __all__ = ["GenerateEvents", "read_completion", "request_body"]
 
 
 def request_body(prompt: str, *, model: str | None, params: SamplingParams) -> dict[str, Any]:
-    """Return the body of either route. What is off is not sent, for TGI has no value that means off."""
+    """Return the body of either route, without disabled parameters: TGI has no value for "disabled"."""
     changed = params.changed()
-    changed.pop("logprobs", None)  # the details have them
+    changed.pop("logprobs", None)  # the details always have them
     if "max_tokens" in changed:
         changed["max_new_tokens"] = changed.pop("max_tokens")
     if "top_logprobs" in changed:
         changed["top_n_tokens"] = changed.pop("top_logprobs")
-    if params.temperature == 0:  # TGI draws as soon as one of these is there, whatever do_sample says
+    if params.temperature == 0:  # TGI samples as soon as one of these is set, even without do_sample
         changed = {name: value for name, value in changed.items() if name not in DRAWING}
     parameters = {"details": True, "do_sample": params.temperature > 0, **changed}
     body = {"inputs": prompt, "parameters": parameters}
@@ -39,9 +39,9 @@ def read_completion(
 
     Args:
         reply: with `details`.
-        prompt_tokens: from the header x-prompt-tokens; the body has no such figure.
-        cached_tokens: of these, from the header x-cached-tokens.
-        params: what was asked for.
+        prompt_tokens: from the header x-prompt-tokens; the body does not have it.
+        cached_tokens: from the header x-cached-tokens.
+        params: those of the request.
 
     Raises:
         LookupError, TypeError, ValueError: the reply has another shape.
@@ -63,21 +63,21 @@ def read_completion(
 
 
 class GenerateEvents:
-    """Reads the events of one answer of /generate_stream, in their order."""
+    """Reads the events of one answer of /generate_stream, in order."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._num_chars = 0
 
     def read(self, event: Mapping[str, Any]) -> Delta | None:
-        """Return what the event adds. Raises what `read_completion` raises."""
+        """Return the delta of an event. Raises what `read_completion` raises."""
         token = event["token"]
         whole_text = event["generated_text"]
         finish_reason, stop_reason, usage = None, None, None
         if whole_text is None:
             text = token["text"]
         else:
-            # Not the token's own text: that may be the end-of-sequence token's, which is none of the answer.
+            # Not the text of the last token: that may be the end-of-sequence token.
             text = whole_text[self._num_chars :]
             finish_reason = _finish_reason(event["details"])
             stop_reason = event["details"].get("stop_reason")
@@ -99,7 +99,7 @@ class GenerateEvents:
 
 
 def _finish_reason(details: Mapping[str, Any]) -> FinishReason:
-    # TGI has no word of its own for it.
+    # TGI has no finish reason for it.
     if details.get("stop_reason") == "repetition_detected":
         return FinishReason.REPETITION
     return FinishReason(details["finish_reason"])

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from genserve.config.backends import BUILT_IN
-from genserve.config.diagnostics import Diagnostic, SourceMap, ValidationContext, nearest
+from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.model_config import FIRST_RESPONSE
 from genserve.config.parameter_rules import parameters
 from genserve.config.schema import enum_name
@@ -79,28 +79,8 @@ _MEANT = {
 }
 
 
-def config_diagnostics(
-    message: Any,
-    *,
-    places: SourceMap | None,
-    source: Path,
-    folder: Path,
-    backends: tuple[str, ...],
-    completed: bool = False,
-) -> tuple[Diagnostic, ...]:
-    """Return all diagnostics of one config.
-
-    Args:
-        message: the `inference.ModelConfig`, with its backend.
-        places: of the fields of its text; None: there is no text.
-        source: the file that faults name.
-        folder: of the model; its name is the model's.
-        backends: the names that `backend` may have.
-        completed: whether what a backend knows from the model's file has been filled in.
-    """
-    config = ValidationContext(
-        message=message, places=places, source=source, folder=folder, backends=backends, completed=completed
-    )
+def config_diagnostics(config: ValidationContext) -> tuple[Diagnostic, ...]:
+    """Return all diagnostics of one config whose file names are valid."""
     rules = (
         _name,
         _backend,
@@ -347,4 +327,4 @@ def _accelerators(config: ValidationContext) -> Iterator[Diagnostic]:
 
 def _unsupported(config: ValidationContext) -> Iterator[Diagnostic]:
     for field in unsupported_fields(config.message):
-        yield config.diagnostic(field.severity, field.path, field.message, remedy="leave it out")
+        yield config.source.diagnostic(field.severity, field.path, field.message, remedy="leave it out")

@@ -1,7 +1,6 @@
 """Diagnostics: what is wrong with a model of a repository, where in its files, and what to write instead.
 
-protobuf reports positions for syntax errors only. A text that it has accepted is therefore read a second time
-here, for the positions of its fields.
+protobuf reports positions for syntax errors only: `SourceMap` reads an accepted text again for the others.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +18,100 @@ from google.protobuf import text_format
 
 from genserve.errors import ConfigError, Status
 
-__all__ = ["Diagnostic", "Severity", "SourceMap", "ValidationContext", "first_error", "nearest"]
+__all__ = [
+    "ConfigSource",
+    "Diagnostic",
+    "Severity",
+    "SourceMap",
+    "ValidationContext",
+    "first_error",
+    "nearest",
+]
 
 
 _CLOSING = {"{": "}", "<": ">"}
+_MAX_LISTED = 12    # names in a remedy
+
+
+class Severity(StrEnum):
+    """Whether a model can be served in spite of a diagnostic."""
+
+    ERROR = "error"         # no: it would not run, or would answer wrongly
+    WARNING = "warning"     # yes, but not everything happens that its files ask for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnostic:
+    """One thing that is wrong with a model, where, and what to write instead."""
+
+    severity: Severity
+    path: Path                      # the file, or the folder in which a file is missing
+    position: str = ""              # line:column, counted from 1; empty: the whole file
+    message: str
+    remedy: str
+    status: Status = Status.INVALID_ARG     # of the load that fails by it
+    at_load: bool = False                   # Triton reports it while it loads the model, not before
+
+    @property
+    def line(self) -> int | None:
+        """The line, counted from 1."""
+        return int(self.position.partition(":")[0]) if self.position else None
+
+    @property
+    def column(self) -> int | None:
+        """The column, counted from 1."""
+        return int(self.position.partition(":")[2]) if self.position else None
+
+    @property
+    def where(self) -> str:
+        """`path:line:column`, or the path alone."""
+        return f"{self.path}:{self.position}" if self.position else str(self.path)
+
+
+def first_error(diagnostics: Iterable[Diagnostic]) -> ConfigError | None:
+    """Return the first error among the diagnostics, to be raised; None: there are only warnings."""
+    for each in diagnostics:
+        if each.severity is Severity.ERROR:
+            return ConfigError(each.message, where=each.where, status=each.status, remedy=each.remedy)
+    return None
+
+
+def nearest(name: str, *, known: Iterable[str]) -> str:
+    """Return the remedy for an unknown name: the nearest known one, or the list of them."""
+    names = list(known)
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"known there: {', '.join(names[:_MAX_LISTED]) or 'none'}{more}"
 
 
 class SourceMap:
-    """The line:column of each field of a text, by its path: `input[1].dims`; `[0]` may be left out."""
+    """The line:column of each field of a text, by its path: `input[1].dims`; `[0]` may be left out.
+
+    The text is read at the first question: most configs have no diagnostics.
+    """
 
     def __init__(self, text: str) -> None:
-        """Read a text that `text_format.Parse` accepts."""
-        self._places: dict[str, str] = {}
+        """Keep a text that `text_format.Parse` accepts."""
+        self._text = text
         self._values: dict[str, str] = {}
         self._strings: dict[str, str] = {}
-        tokens = text_format.Tokenizer(text.split("\n"))
-        self._message(tokens, path="", end="")
 
     def of(self, path: str) -> str:
-        """Return the place of a field, or of the nearest one around it that is written; at last 1:1."""
+        """Return the position of a field, or of the nearest written one around it; without one, 1:1."""
         path = path.replace("[0]", "")
-        while path not in self._places and path:
+        while path not in self._fields and path:
             path = path.rpartition(".")[0]
-        return self._places.get(path, "1:1")
+        return self._fields.get(path, "1:1")
 
     def of_key(self, path: str, key: str) -> str:
-        """Return the place of the entry of a map that has this key."""
+        """Return the position of the entry of a map that has this key."""
         return self.of(self.entry(path, key) or path)
 
     def entry(self, path: str, key: str) -> str | None:
         """Return the path of the entry of a map that has this key, the last one if there are several."""
-        for index in reversed(range(len(self._strings))):
+        for index in reversed(range(len(self._fields))):
             entry = _indexed(path, index=index)
             if self._strings.get(f"{entry}.key".replace("[0]", "")) == key:
                 return entry
@@ -56,44 +119,53 @@ class SourceMap:
 
     def of_value(self, path: str) -> str | None:
         """Return where the value of a field begins; None: the field is not written."""
-        return self._values.get(path.replace("[0]", ""))
+        return self._values.get(path.replace("[0]", "")) if self._fields else None
 
-    def _message(self, tokens: Any, *, path: str, end: str) -> None:
-        """Read fields up to `end`; with an empty one, to the end of the text."""
+    @cached_property
+    def _fields(self) -> dict[str, str]:
+        """The positions by path; reading them fills `_values` and `_strings` too."""
+        positions: dict[str, str] = {}
+        self._message(text_format.Tokenizer(self._text.split("\n")), positions, path="", end="")
+        return positions
+
+    def _message(self, tokens: Any, positions: dict[str, str], *, path: str, end: str) -> None:
+        """Read fields up to `end`; with an empty `end`, to the end of the text."""
         counts: Counter[str] = Counter()
         while not tokens.AtEnd() and tokens.token != end:
-            name, place = tokens.token, _here(tokens)
+            name, position = tokens.token, _here(tokens)
             tokens.NextToken()
             if name in ",;":
                 continue
             _skip(tokens, ":")
-            self._field(tokens, path=f"{path}{name}", counts=counts, place=place)
+            self._field(tokens, positions, path=f"{path}{name}", counts=counts, position=position)
 
-    def _field(self, tokens: Any, *, path: str, counts: Counter[str], place: str) -> None:
-        """Read what follows a name: a value, or a list of them, of which each message has its own place."""
+    def _field(
+        self, tokens: Any, positions: dict[str, str], *, path: str, counts: Counter[str], position: str
+    ) -> None:
+        """Read the value of a field, or a list of values; a message in a list has its own position."""
         if tokens.token != "[":
-            self._value(tokens, path=_next(path, counts=counts), place=place)
+            self._value(tokens, positions, path=_next(path, counts=counts), position=position)
             return
         tokens.NextToken()
         while tokens.token != "]":
             if tokens.token in _CLOSING:
-                place = _here(tokens)
-            self._value(tokens, path=_next(path, counts=counts), place=place)
+                position = _here(tokens)
+            self._value(tokens, positions, path=_next(path, counts=counts), position=position)
             _skip(tokens, ",")
         tokens.NextToken()
 
-    def _value(self, tokens: Any, *, path: str, place: str) -> None:
-        self._places[path] = place
+    def _value(self, tokens: Any, positions: dict[str, str], *, path: str, position: str) -> None:
+        positions[path] = position
         self._values[path] = _here(tokens)
         first = tokens.token
         self._strings[path] = first.strip("\"'")
         tokens.NextToken()
         if first in _CLOSING:
-            self._message(tokens, path=f"{path}.", end=_CLOSING[first])
+            self._message(tokens, positions, path=f"{path}.", end=_CLOSING[first])
             tokens.NextToken()
         elif first == "-":
             tokens.NextToken()
-        while first[0] in "\"'" and tokens.token[:1] in ("'", '"'):  # strings side by side are one
+        while first[0] in "\"'" and tokens.token[:1] in ("'", '"'):  # adjacent strings are one
             tokens.NextToken()
 
 
@@ -116,102 +188,72 @@ def _indexed(path: str, *, index: int) -> str:
     return f"{path}[{index}]" if index else path
 
 
-_LISTED = 12    # names that a remedy lists
-
-
-class Severity(StrEnum):
-    """Whether a model can be served in spite of a diagnostic."""
-
-    ERROR = "error"         # no: it would not run, or would answer wrongly
-    WARNING = "warning"     # yes, but something that its files say does not happen
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnostic:
-    """One diagnostic."""
+class ConfigSource:
+    """The file of a config, and the positions of its fields.
 
-    severity: Severity
-    path: Path                      # the file, or the folder in which something is missing
-    place: str = ""                 # line:column, counted from 1; empty where no line is at fault
-    message: str
-    remedy: str
-    status: Status = Status.INVALID_ARG     # of a load that fails by it
-    at_load: bool = False                   # Triton finds it as it loads the model, not before
+    Attributes:
+        path: of the file; it may be missing, or the config may come from a client instead.
+        source_map: None: there is no text, and diagnostics have no position.
+    """
 
-    @property
-    def line(self) -> int | None:
-        """Counted from 1."""
-        return int(self.place.partition(":")[0]) if self.place else None
+    path: Path
+    source_map: SourceMap | None = None
 
-    @property
-    def column(self) -> int | None:
-        """Counted from 1."""
-        return int(self.place.partition(":")[2]) if self.place else None
+    def position(self, field: str, *, key: str | None = None) -> str:
+        """Return where a field is, or the entry of a map that has this key; empty: there is no text."""
+        if self.source_map is None:
+            return ""
+        return self.source_map.of(field) if key is None else self.source_map.of_key(field, key)
 
-    @property
-    def where(self) -> str:
-        """`path:line:column`, or the path alone."""
-        return f"{self.path}:{self.place}" if self.place else str(self.path)
-
-
-def first_error(diagnostics: Iterable[Diagnostic]) -> ConfigError | None:
-    """Return the first diagnostic that is not a mere warning, as the error to raise; None: there is none."""
-    for diagnostic in diagnostics:
-        if diagnostic.severity is Severity.ERROR:
-            return ConfigError(
-                diagnostic.message, where=diagnostic.where, status=diagnostic.status, remedy=diagnostic.remedy
-            )
-    return None
-
-
-def nearest(name: str, *, known: Iterable[str]) -> str:
-    """Return the remedy for a name that is not known: the nearest that is, or those that there are."""
-    names = list(known)
-    close = get_close_matches(name, names, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"known there: {', '.join(names[:_LISTED]) or 'none'}{more}"
+    def diagnostic(
+        self,
+        severity: Severity,
+        field: str,
+        message: str,
+        *,
+        remedy: str,
+        key: str | None = None,
+        at_load: bool = False,
+    ) -> Diagnostic:
+        """Make a diagnostic at a field, or at the entry of a map that has this key."""
+        return Diagnostic(
+            severity=severity,
+            path=self.path,
+            position=self.position(field, key=key),
+            message=message,
+            remedy=remedy,
+            at_load=at_load,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationContext:
-    """One config with all that rules may ask for.
+    """One config, with the facts that rules need.
 
     Attributes:
         message: the `inference.ModelConfig`, with its backend.
-        places: of the fields in the text; None: there is no text.
-        source: the file that faults name.
+        source: of its diagnostics.
         folder: of the model.
         backends: the names that `backend` may have.
-        completed: whether what a backend knows from the model's file has been filled in.
+        completed: whether the backend has filled in what it read from the model's file.
     """
 
     message: Any
-    places: SourceMap | None
-    source: Path
+    source: ConfigSource
     folder: Path
     backends: tuple[str, ...]
     completed: bool
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The name of the model."""
         return self.folder.name
 
-    def error(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
+    def error(self, field: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
         """Make an error at a field, or at the entry of a map that has this key."""
-        return self.diagnostic(Severity.ERROR, path, message, remedy=remedy, key=key)
+        return self.source.diagnostic(Severity.ERROR, field, message, remedy=remedy, key=key)
 
-    def warning(self, path: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
+    def warning(self, field: str, message: str, *, remedy: str, key: str | None = None) -> Diagnostic:
         """Make a warning at a field, or at the entry of a map that has this key."""
-        return self.diagnostic(Severity.WARNING, path, message, remedy=remedy, key=key)
-
-    def diagnostic(
-        self, severity: Severity, path: str, message: str, *, remedy: str, key: str | None = None
-    ) -> Diagnostic:
-        """Make a diagnostic at a field, or at the entry of a map that has this key."""
-        place = ""
-        if self.places is not None:
-            place = self.places.of(path) if key is None else self.places.of_key(path, key)
-        return Diagnostic(severity=severity, path=self.source, place=place, message=message, remedy=remedy)
+        return self.source.diagnostic(Severity.WARNING, field, message, remedy=remedy, key=key)

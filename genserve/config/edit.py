@@ -95,16 +95,16 @@ def _quoted(value: str) -> str:
 
 
 def _set_field(text: str, path: str, literal: str) -> str:
-    place = SourceMap(text).of_value(path)
-    return _replaced(text, place, literal) if place else _appended(text, f"{path}: {literal}")
+    position = SourceMap(text).of_value(path)
+    return _replaced(text, position, literal) if position else _appended(text, f"{path}: {literal}")
 
 
 def _set_parameter(text: str, key: str, literal: str) -> str:
-    places = SourceMap(text)
-    entry = places.entry("parameters", key)
-    place = places.of_value(f"{entry}.value.string_value") if entry is not None else None
-    if place:
-        return _replaced(text, place, literal)
+    source_map = SourceMap(text)
+    entry = source_map.entry("parameters", key)
+    position = source_map.of_value(f"{entry}.value.string_value") if entry is not None else None
+    if position:
+        return _replaced(text, position, literal)
     line = f'parameters [ {{ key: "{key}" value: {{ string_value: {literal} }} }} ]'
     in_comment = re.compile(
         rf'^# parameters \[ \{{ key: "{re.escape(key)}" value: \{{ string_value: "[^"\n]*" \}} \}} \]',
@@ -114,9 +114,9 @@ def _set_parameter(text: str, key: str, literal: str) -> str:
     return edited if count else _appended(text, line)
 
 
-def _replaced(text: str, place: str, literal: str) -> str:
-    """Put a scalar in place of the one that begins at line:column."""
-    line, _, column = place.partition(":")
+def _replaced(text: str, position: str, literal: str) -> str:
+    """Replace the scalar that begins at line:column."""
+    line, _, column = position.partition(":")
     start = sum(len(before) + 1 for before in text.split("\n")[: int(line) - 1]) + int(column) - 1
     old = _VALUE.match(text, start)
     return text[:start] + literal + text[old.end() if old else start :]

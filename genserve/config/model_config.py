@@ -49,6 +49,11 @@ class TensorSpec:
     allow_ragged_batch: bool = False            # inputs only: requests of different shapes share a batch
     label_filename: str = ""                    # outputs only: in the folder of the model
 
+    @property
+    def model_dims(self) -> tuple[int, ...]:
+        """The shape at the model, without the batch dimension: `reshape`, or else `dims`."""
+        return self.dims if self.reshape is None else self.reshape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInput:
@@ -264,6 +269,10 @@ class ModelConfig:
     first_response_buckets_ms: tuple[float, ...] = FIRST_RESPONSE_BUCKETS_MS    # of a histogram
     parameters: Mapping[str, str] = field(default_factory=dict)
     message: Any = field(default=None, repr=False, compare=False)
+
+    def with_batch(self, dims: tuple[int, ...]) -> tuple[int, ...]:
+        """Return `dims` with the batch dimension, -1, in front if the model batches."""
+        return (-1, *dims) if self.max_batch_size > 0 else dims
 
     def input(self, name: str) -> TensorSpec | None:
         """Return the input of this name; None: there is none."""

@@ -5,11 +5,14 @@ The schema comes from the `tritonclient` package.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from genserve.config.model_config import (
     FIRST_RESPONSE,
@@ -41,6 +44,8 @@ from genserve.errors import MissingDependency
 
 __all__ = ["enum_name", "model_config", "new_model_config"]
 
+_T = TypeVar("_T")
+
 
 def _model_config_pb2() -> ModuleType:
     # The generated file alone: importing the package around it loads gRPC too, 0.2 s and 240 modules more.
@@ -60,99 +65,91 @@ _PB2 = _model_config_pb2()
 
 
 def new_model_config() -> Any:
-    """An empty `inference.ModelConfig` message."""
+    """Return an empty `inference.ModelConfig` message."""
     return _PB2.ModelConfig()
 
 
+def enum_name(message: Any, field: str) -> str:
+    """Return the name of an enum field's value; the number, if the schema lacks the value."""
+    value = getattr(message, field)
+    known = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number.get(value)
+    return known.name if known else str(value)
+
+
 def model_config(message: Any, *, name: str) -> ModelConfig:
-    """Return what an `inference.ModelConfig` says.
+    """Return the values of an `inference.ModelConfig`.
 
     Args:
-        message: kept as it is, and to be left so. Before `normalise`, defaults that depend on other fields
-            are not in it.
+        message: kept by the result, and not to be changed. Before `normalise`, it lacks the defaults that
+            depend on other fields.
         name: of the model, which is that of its folder.
     """
-    return ModelConfig(
+    return _read(
+        ModelConfig,
+        message,
         name=name,
-        platform=message.platform,
-        backend=message.backend,
-        max_batch_size=message.max_batch_size,
-        inputs=tuple(map(_input, message.input)),
-        outputs=tuple(map(_output, message.output)),
-        batch_inputs=tuple(map(_batch_input, message.batch_input)),
-        batch_outputs=tuple(map(_batch_output, message.batch_output)),
         version_policy=_version_policy(message),
-        default_model_filename=message.default_model_filename,
-        instance_groups=tuple(map(_instance_group, message.instance_group)),
-        dynamic_batching=_dynamic_batching(message),
-        sequence_batching=_sequence_batching(message),
         decoupled=message.model_transaction_policy.decoupled,
-        ensemble_steps=tuple(map(_ensemble_step, message.ensemble_scheduling.step)),
+        ensemble_steps=tuple(_read(EnsembleStep, step) for step in message.ensemble_scheduling.step),
         max_inflight_requests=message.ensemble_scheduling.max_inflight_requests,
-        warmups=tuple(map(_warmup, message.model_warmup)),
         response_cache=message.response_cache.enable,
-        metric_tags=MappingProxyType(dict(message.metric_tags)),
         first_response_buckets_ms=_first_response_buckets(message),
         parameters=MappingProxyType({key: value.string_value for key, value in message.parameters.items()}),
         message=message,
     )
 
 
-def _first_response_buckets(message: Any) -> tuple[float, ...]:
-    buckets = FIRST_RESPONSE_BUCKETS_MS
-    for control in message.model_metrics.metric_control:
-        if control.metric_identifier.family == FIRST_RESPONSE:
-            buckets = tuple(control.histogram_options.buckets)
-    return buckets
+# The schema's names of the fields of our dataclasses, where they differ.
+_SCHEMA_NAMES = {
+    "inputs": "input",
+    "outputs": "output",
+    "batch_inputs": "batch_input",
+    "batch_outputs": "batch_output",
+    "instance_groups": "instance_group",
+    "warmups": "model_warmup",
+    "target_names": "target_name",
+    "source_inputs": "source_input",
+    "preferred_batch_sizes": "preferred_batch_size",
+    "max_queue_delay_us": "max_queue_delay_microseconds",
+    "default_timeout_us": "default_timeout_microseconds",
+    "max_sequence_idle_us": "max_sequence_idle_microseconds",
+    "is_global": "global",
+    "states": "state",
+    "iterative": "iterative_sequence",
+    "same_buffer": "use_same_buffer_for_input_output",
+}
 
 
-def enum_name(message: Any, field: str) -> str:
-    """Return the name of an enum field's value; of a value that the schema lacks, its number."""
-    value = getattr(message, field)
-    known = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number.get(value)
-    return known.name if known else str(value)
+def _read(kind: type[_T], message: Any, /, **computed: Any) -> _T:
+    """Return a dataclass with the values of a message; a field that is not set has the dataclass's default.
+
+    Args:
+        kind: the dataclass. Each of its fields is read from the schema's field of that name, if there is one.
+        message: of the schema.
+        computed: the fields that are not copied.
+    """
+    known = message.DESCRIPTOR.fields_by_name
+    for field in fields(kind):  # type: ignore[arg-type]
+        schema = known.get(_SCHEMA_NAMES.get(field.name, field.name))
+        if field.name in computed or schema is None:
+            continue
+        if not schema.has_presence or message.HasField(schema.name):
+            computed[field.name] = _value(message, schema)
+    return kind(**computed)
 
 
-def _input(message: Any) -> TensorSpec:
-    return TensorSpec(
-        name=message.name,
-        data_type=enum_name(message, "data_type"),
-        dims=tuple(message.dims),
-        reshape=_reshape(message),
-        optional=message.optional,
-        allow_ragged_batch=message.allow_ragged_batch,
-    )
+def _value(message: Any, field: Any) -> Any:
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_values = field.message_type.fields_by_name["value"]
+        return MappingProxyType({key: _item(item, of_values) for key, item in value.items()})
+    if field.is_repeated:
+        return tuple(_item(item, field) for item in value)
+    return enum_name(message, field.name) if field.enum_type is not None else _item(value, field)
 
 
-def _output(message: Any) -> TensorSpec:
-    return TensorSpec(
-        name=message.name,
-        data_type=enum_name(message, "data_type"),
-        dims=tuple(message.dims),
-        reshape=_reshape(message),
-        label_filename=message.label_filename,
-    )
-
-
-def _reshape(message: Any) -> tuple[int, ...] | None:
-    return tuple(message.reshape.shape) if message.HasField("reshape") else None
-
-
-def _batch_input(message: Any) -> BatchInput:
-    return BatchInput(
-        kind=enum_name(message, "kind"),
-        target_names=tuple(message.target_name),
-        source_inputs=tuple(message.source_input),
-        data_type=enum_name(message, "data_type"),
-    )
-
-
-def _batch_output(message: Any) -> BatchOutput:
-    return BatchOutput(
-        kind=enum_name(message, "kind"),
-        target_names=tuple(message.target_name),
-        source_inputs=tuple(message.source_input),
-    )
+def _item(value: Any, field: Any) -> Any:
+    return value if field.message_type is None else _READERS[field.message_type.name](value)
 
 
 def _version_policy(message: Any) -> VersionPolicy:
@@ -168,139 +165,74 @@ def _version_policy(message: Any) -> VersionPolicy:
             return AllVersions()
 
 
-def _instance_group(message: Any) -> InstanceGroup:
-    return InstanceGroup(
-        name=message.name,
-        kind=enum_name(message, "kind"),
-        count=max(1, message.count),
-        gpus=tuple(message.gpus),
-        rate_limiter=_rate_limiter(message.rate_limiter),
+def _first_response_buckets(message: Any) -> tuple[float, ...]:
+    buckets = FIRST_RESPONSE_BUCKETS_MS
+    for control in message.model_metrics.metric_control:
+        if control.metric_identifier.family == FIRST_RESPONSE:
+            buckets = tuple(control.histogram_options.buckets)
+    return buckets
+
+
+def _sequence_batching(message: Any) -> SequenceBatching:
+    strategy = _read(OldestStrategy, message.oldest) if message.HasField("oldest") else None
+    return _read(
+        SequenceBatching,
+        message,
+        strategy=strategy or _read(DirectStrategy, message.direct),
+        max_sequence_idle_us=message.max_sequence_idle_microseconds or 1_000_000,
+        controls=tuple(_controls(message)),
     )
 
 
-def _rate_limiter(message: Any) -> ResourceClaim:
-    resources = (
-        # `global` is a word of Python, so the field cannot be read as an attribute
-        Resource(name=resource.name, count=resource.count, is_global=getattr(resource, "global"))
-        for resource in message.resources
-    )
-    return ResourceClaim(resources=tuple(resources), priority=max(1, message.priority))
+def _controls(message: Any) -> Iterator[Control]:
+    for tensor in message.control_input:
+        for control in tensor.control:
+            yield _read(Control, control, name=tensor.name, **_control_values(control))
 
 
-def _dynamic_batching(message: Any) -> DynamicBatching | None:
-    if not message.HasField("dynamic_batching"):
-        return None
-    batching = message.dynamic_batching
-    policies = {level: _queue_policy(policy) for level, policy in batching.priority_queue_policy.items()}
-    return DynamicBatching(
-        preferred_batch_sizes=tuple(batching.preferred_batch_size),
-        max_queue_delay_us=batching.max_queue_delay_microseconds,
-        preserve_ordering=batching.preserve_ordering,
-        priority_levels=batching.priority_levels,
-        default_priority_level=batching.default_priority_level,
-        default_queue_policy=_queue_policy(batching.default_queue_policy),
-        priority_queue_policy=MappingProxyType(policies),
-    )
-
-
-def _queue_policy(message: Any) -> QueuePolicy:
-    return QueuePolicy(
-        delays=enum_name(message, "timeout_action") == "DELAY",
-        default_timeout_us=message.default_timeout_microseconds,
-        allow_timeout_override=message.allow_timeout_override,
-        max_queue_size=message.max_queue_size,
-    )
-
-
-def _sequence_batching(message: Any) -> SequenceBatching | None:
-    if not message.HasField("sequence_batching"):
-        return None
-    batching = message.sequence_batching
-    return SequenceBatching(
-        strategy=_strategy(batching),
-        max_sequence_idle_us=batching.max_sequence_idle_microseconds or 1_000_000,
-        controls=tuple(
-            _control(control, name=tensor.name)
-            for tensor in batching.control_input
-            for control in tensor.control
-        ),
-        states=tuple(map(_state, batching.state)),
-        iterative=batching.iterative_sequence,
-    )
-
-
-def _strategy(batching: Any) -> DirectStrategy | OldestStrategy:
-    if batching.HasField("oldest"):
-        return OldestStrategy(
-            max_candidate_sequences=batching.oldest.max_candidate_sequences,
-            preferred_batch_sizes=tuple(batching.oldest.preferred_batch_size),
-            max_queue_delay_us=batching.oldest.max_queue_delay_microseconds,
-            preserve_ordering=batching.oldest.preserve_ordering,
-        )
-    return DirectStrategy(
-        max_queue_delay_us=batching.direct.max_queue_delay_microseconds,
-        minimum_slot_utilization=batching.direct.minimum_slot_utilization,
-    )
-
-
-def _control(message: Any, *, name: str) -> Control:
-    """A control says its values in the field of its data type; one of a correlation id has no values."""
+def _control_values(message: Any) -> Mapping[str, Any]:
+    """The data type and values of a control, from the field of its data type; a CORRID has no values."""
     for data_type in ("int32", "fp32", "bool"):
         values = getattr(message, f"{data_type}_false_true")
         if len(values) == 2:
-            return Control(
-                name=name,
-                kind=enum_name(message, "kind"),
-                data_type=f"TYPE_{data_type.upper()}",
-                false_true=(values[0], values[1]),
-            )
-    return Control(
-        name=name, kind=enum_name(message, "kind"), data_type=enum_name(message, "data_type")
-    )
+            return {"data_type": f"TYPE_{data_type.upper()}", "false_true": tuple(values)}
+    return {}
 
 
 def _state(message: Any) -> StateSpec:
-    return StateSpec(
-        input_name=message.input_name,
-        output_name=message.output_name,
-        data_type=enum_name(message, "data_type"),
-        dims=tuple(message.dims),
-        initial_state=_initial_state(message.initial_state[0]) if message.initial_state else None,
-        same_buffer=message.use_same_buffer_for_input_output,
-    )
-
-
-def _initial_state(message: Any) -> InitialState:
-    return InitialState(
-        data_type=enum_name(message, "data_type"),
-        dims=tuple(message.dims),
-        data_file=message.data_file,
-    )
-
-
-def _ensemble_step(message: Any) -> EnsembleStep:
-    return EnsembleStep(
-        model_name=message.model_name,
-        model_version=message.model_version,
-        input_map=MappingProxyType(dict(message.input_map)),
-        output_map=MappingProxyType(dict(message.output_map)),
-    )
+    initial = [_read(InitialState, each) for each in message.initial_state[:1]]
+    return _read(StateSpec, message, initial_state=initial[0] if initial else None)
 
 
 def _warmup(message: Any) -> WarmupSample:
-    return WarmupSample(
-        name=message.name,
-        batch_size=message.batch_size,
-        count=max(1, message.count),
-        inputs=tuple(_warmup_input(value, name=name) for name, value in message.inputs.items()),
+    inputs = (
+        _read(
+            WarmupInput,
+            value,
+            name=name,
+            source=value.WhichOneof("input_data_type") or "",
+            data_file=value.input_data_file,
+        )
+        for name, value in message.inputs.items()
     )
+    return _read(WarmupSample, message, count=max(1, message.count), inputs=tuple(inputs))
 
 
-def _warmup_input(message: Any, *, name: str) -> WarmupInput:
-    return WarmupInput(
-        name=name,
-        data_type=enum_name(message, "data_type"),
-        dims=tuple(message.dims),
-        source=message.WhichOneof("input_data_type") or "",
-        data_file=message.input_data_file,
-    )
+# How each message of the schema is read, by its name there.
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "ModelInput": partial(_read, TensorSpec),
+    "ModelOutput": partial(_read, TensorSpec),
+    "ModelTensorReshape": lambda message: tuple(message.shape),
+    "BatchInput": partial(_read, BatchInput),
+    "BatchOutput": partial(_read, BatchOutput),
+    "ModelInstanceGroup": lambda message: _read(InstanceGroup, message, count=max(1, message.count)),
+    "ModelRateLimiter": lambda message: _read(ResourceClaim, message, priority=max(1, message.priority)),
+    "Resource": partial(_read, Resource),
+    "ModelDynamicBatching": partial(_read, DynamicBatching),
+    "ModelQueuePolicy": lambda message: _read(
+        QueuePolicy, message, delays=enum_name(message, "timeout_action") == "DELAY"
+    ),
+    "ModelSequenceBatching": _sequence_batching,
+    "State": _state,
+    "ModelWarmup": _warmup,
+}

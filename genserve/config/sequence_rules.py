@@ -70,20 +70,20 @@ def _controls(config: ValidationContext) -> Iterator[Diagnostic]:
                 remedy="give each control a tensor of its own",
             )
         names.add(tensor.name)
-        for position, control in enumerate(tensor.control):
+        for number, control in enumerate(tensor.control):
             kind = enum_name(control, "kind")
-            place = f"{path}.control[{position}]"
+            field = f"{path}.control[{number}]"
             if kind in kinds:
                 yield config.error(
-                    place,
+                    field,
                     f"sequence batching specifies multiple {kind} tensors for {config.name}",
                     remedy="leave all but one out",
                 )
             kinds.add(kind)
             if kind == _CORRID:
-                yield from _corrid(config, control, path=place)
+                yield from _corrid(config, control, path=field)
             else:
-                yield from _flag(config, control, kind=kind, path=place)
+                yield from _flag(config, control, kind=kind, path=field)
 
 
 def _flag(config: ValidationContext, control: Any, *, kind: str, path: str) -> Iterator[Diagnostic]:
@@ -138,27 +138,27 @@ def _initial_state(config: ValidationContext, state: Any, *, path: str) -> Itera
             remedy="leave all but one out",
         )
     for initial in state.initial_state[:1]:
-        place = f"{path}.initial_state"
+        field = f"{path}.initial_state"
         if not initial.name:
             yield config.error(
-                place,
+                field,
                 f"Field 'name' must be set when using initial_state for state input '{name}'.",
                 remedy='add `name: "..."`, any word',
             )
         if initial.data_type != state.data_type:
             yield config.error(
-                f"{place}.data_type",
+                f"{field}.data_type",
                 f"The data type used for 'initial_state' field of state '{name}' does not match the state "
                 "data type.",
                 remedy=f"write `data_type: {enum_name(state, 'data_type')}`",
             )
         if any(dim < 0 for dim in initial.dims):
             yield config.error(
-                f"{place}.dims",
+                f"{field}.dims",
                 f"'initial_state' field for state input name '{name}' contains variable dimensions.",
                 remedy="write the size that the state has at the start of a sequence",
             )
-        yield from _initial_data(config, initial, name=name, path=place)
+        yield from _initial_data(config, initial, name=name, path=field)
 
 
 def _initial_data(config: ValidationContext, initial: Any, *, name: str, path: str) -> Iterator[Diagnostic]:

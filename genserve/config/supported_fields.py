@@ -178,12 +178,12 @@ def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
 def _written(message: Any, *, schema: str = "", path: str = "") -> Iterator[tuple[Any, str, str]]:
     """Yield the message, the name in the schema and the path of each written field, at any depth."""
     for field, value in message.ListFields():
-        name, place = f"{schema}.{field.name}".lstrip("."), f"{path}{field.name}"
-        yield message, name, place
+        name, written = f"{schema}.{field.name}".lstrip("."), f"{path}{field.name}"
+        yield message, name, written
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             members = [value] if isinstance(value, Message) else value
             for index, member in enumerate(members):
-                yield from _written(member, schema=name, path=f"{place}[{index}].")
+                yield from _written(member, schema=name, path=f"{written}[{index}].")
 
 
 def _text(owner: Any, name: str) -> str:

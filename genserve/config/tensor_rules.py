@@ -9,6 +9,7 @@ from typing import Any
 from genserve.config.backends import BUILT_IN, version_folders
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.schema import enum_name
+from genserve.shapes import compatible, shape_text
 
 __all__ = ["batch_tensors", "tensors", "warmups"]
 
@@ -252,12 +253,11 @@ def _agrees(config: ValidationContext, value: Any, tensor: Any, *, path: str) ->
             remedy=f"write `data_type: TYPE_{expected}`",
             key=tensor.name,
         )
-    sizes = zip(value.dims, tensor.dims, strict=False)
-    if len(value.dims) != len(tensor.dims) or any(b not in (-1, a) and a != -1 for a, b in sizes):
+    if not compatible(value.dims, tensor.dims):
         yield config.error(
             path,
             f"unexpected shape for input '{tensor.name}' for model '{config.name}'. "
-            f"Expected {_shape_text(tensor.dims)}, got {_shape_text(value.dims)}.",
+            f"Expected {shape_text(tensor.dims)}, got {shape_text(value.dims)}.",
             remedy="write the dims of the input, without the batch dimension",
             key=tensor.name,
         )
@@ -273,7 +273,3 @@ def _missing_inputs(
                 f"missing required input(s) ['{name}']",
                 remedy=f'add `inputs {{ key: "{name}" value: {{ ... }} }}` to the sample {sample.name!r}',
             )
-
-
-def _shape_text(dims: Any) -> str:
-    return f"[{','.join(map(str, dims))}]"

@@ -9,7 +9,7 @@ from enum import StrEnum
 from genserve.errors import Overloaded
 from genserve.generation_metrics import GenerationMetrics
 
-__all__ = ["AdmissionControl", "QueueLimits", "Reason"]
+__all__ = ["AdmissionControl", "QueueLimits", "RejectionReason"]
 
 _LONGEST_RETRY_AFTER_S = 60.0       # more than that the official clients do not wait
 _SHORTEST_RETRY_AFTER_S = 0.1
@@ -28,7 +28,7 @@ class QueueLimits:
     max_wait_s: float | None = None     # for the first step; None: for ever
 
 
-class Reason(StrEnum):
+class RejectionReason(StrEnum):
     """Why a request was refused; the label of `genserve_admission_rejections_total`."""
 
     MAX_QUEUE = "max_queue"
@@ -66,7 +66,7 @@ class AdmissionControl:
         self._full_s = 0.0                          # total time the engine has been full
         self._last_full_s = 0.0                     # when it was last
         # `_full_s` at each start. Answers of one length end together, so one round of them is too few.
-        self._begun_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
+        self._started_s: deque[float] = deque([0.0], maxlen=4 * max_num_seqs + 1)
         self._promised_s = 0.0                      # when the last one that was refused should be back
 
     @property
@@ -90,8 +90,8 @@ class AdmissionControl:
         self.check_count(count, now_s=now_s)
         limit = self.limits.max_tokens
         if limit is not None and self.num_tokens and self.num_tokens + num_tokens > limit:
-            raise self.refusal(
-                Reason.MAX_QUEUE_TOKENS,
+            raise self.rejection(
+                RejectionReason.MAX_QUEUE_TOKENS,
                 f"prompts of {self.num_tokens} tokens are waiting; with {num_tokens} more there would be "
                 f"more than the limit, {limit}",
                 remedy="try again later, or raise --max-queue-tokens",
@@ -99,8 +99,8 @@ class AdmissionControl:
             )
         wait_s = self._predicted_wait_s(priority, now_s=now_s)
         if self.limits.max_wait_s is not None and wait_s > self.limits.max_wait_s:
-            raise self.refusal(
-                Reason.PREDICTED_WAIT,
+            raise self.rejection(
+                RejectionReason.PREDICTED_WAIT,
                 f"a request would wait about {wait_s:.0f} s now; the limit is {self.limits.max_wait_s:g} s",
                 remedy="try again later, or raise --max-queue-wait-s",
                 now_s=now_s,
@@ -111,14 +111,14 @@ class AdmissionControl:
         taken = self.num_accepted + self.num_preparing
         if taken + count > self.capacity:
             requests = "1 request is" if taken == 1 else f"{taken} requests are"
-            raise self.refusal(
-                Reason.MAX_QUEUE,
+            raise self.rejection(
+                RejectionReason.MAX_QUEUE,
                 f"{requests} running or waiting; the limit is {self.capacity}",
                 remedy="try again later, or raise --max-queue",
                 now_s=now_s,
             )
 
-    def refusal(self, reason: Reason, message: str, *, remedy: str, now_s: float) -> Overloaded:
+    def rejection(self, reason: RejectionReason, message: str, *, remedy: str, now_s: float) -> Overloaded:
         """Return the error of a request that is refused, and count it.
 
         Those that are refused are told to come back one after the other, twice as fast as places become free,
@@ -152,7 +152,7 @@ class AdmissionControl:
         self.num_tokens += num_tokens
         self._waiting[priority] += num_seqs
 
-    def begin(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
+    def start(self, num_seqs: int, *, num_tokens: int, priority: int) -> None:
         """Take back what `wait` counted: it has begun, or it ended before."""
         self.num_tokens -= num_tokens
         _subtract(self._waiting, priority, num_seqs)
@@ -160,13 +160,13 @@ class AdmissionControl:
             self._full = False  # all may have left, and then there is no step to say so
 
     def note_step(
-        self, seconds: float, *, num_begun: int, full: bool, num_waiting: int, now_s: float
+        self, seconds: float, *, num_started: int, full: bool, num_waiting: int, now_s: float
     ) -> None:
         """Note how long a step took, what began with it, and how many waited then.
 
         Args:
             seconds: that it took.
-            num_begun: places of those that had their first step, as `wait` counted them.
+            num_started: places of those that had their first step, as `wait` counted them.
             full: the first of those that waited found no place, or too few blocks.
             num_waiting: how many waited.
             now_s: when it ended.
@@ -177,7 +177,7 @@ class AdmissionControl:
             self._forget_if_outdated(now_s - seconds)
             self._full_s += seconds
             self._last_full_s = now_s
-            self._begun_s.extend([self._full_s] * num_begun)
+            self._started_s.extend([self._full_s] * num_started)
 
     def _predicted_wait_s(self, priority: int, *, now_s: float) -> float:
         seconds = self._seconds_per_place(now_s)
@@ -192,15 +192,15 @@ class AdmissionControl:
 
     def _seconds_per_place(self, now_s: float) -> float | None:
         """Return how long the line of a full engine takes to get on by one; None: not known now."""
-        num_begun = len(self._begun_s) - 1
-        if num_begun < self._max_num_seqs or self._is_outdated(now_s):
+        num_started = len(self._started_s) - 1
+        if num_started < self._max_num_seqs or self._is_outdated(now_s):
             return None
-        return (self._full_s - self._begun_s[0]) / num_begun
+        return (self._full_s - self._started_s[0]) / num_started
 
     def _forget_if_outdated(self, now_s: float) -> None:
         if self._is_outdated(now_s):
-            self._begun_s.clear()
-            self._begun_s.append(self._full_s)
+            self._started_s.clear()
+            self._started_s.append(self._full_s)
 
     def _is_outdated(self, now_s: float) -> bool:
         return now_s - self._last_full_s > _MEASUREMENT_LASTS_S

@@ -1,6 +1,6 @@
-"""Beam rules: which answers are the likeliest, token by token; pure.
+"""Beam rules: which continuations of the beams are the likeliest, token by token; pure.
 
-The rules, and the order in which they are applied, are those of `transformers.generate(num_beams=...)`.
+The rules, and the order in which they apply, are those of `transformers.generate(num_beams=...)`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from genserve.sampling.staged_sampler import best_ids, exponentials
 
 __all__ = [
     "BeamRules",
+    "BeamState",
     "Candidate",
     "EarlyStopping",
-    "Finished",
     "Hypothesis",
-    "Standings",
+    "ScoredHypothesis",
     "advance",
-    "best",
+    "best_candidates",
     "log_softmax",
 ]
 
@@ -33,72 +33,72 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamRules:
-    """What a search looks for."""
+    """Parameters of a search."""
 
-    width: int                          # beams that go on, and answers that are kept
-    length_penalty: float               # a score is divided by the number of tokens to the power of this
+    width: int                          # beams that continue, and hypotheses that are kept
+    length_penalty: float               # a score is divided by the number of tokens to this power
     early_stopping: EarlyStopping
-    max_new_tokens: int                 # an answer of so many is complete
+    max_new_tokens: int                 # a hypothesis of this length is complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One more token behind one of the beams."""
 
-    beam: int                           # index of the row that it goes on from
+    beam: int                           # index of the row that it continues
     token_id: int
     score: float                        # sum of the log-probabilities of its tokens, this one included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """An answer that is complete."""
+    """A complete answer."""
 
     token_ids: tuple[int, ...]
-    likelihoods: tuple[TokenLogprob, ...]   # of its tokens, before any rule; empty if not asked for
+    logprobs: tuple[TokenLogprob, ...]  # of its tokens, before any logits processor; empty if not asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A hypothesis and the score by which it is compared with others."""
+class ScoredHypothesis:
+    """A hypothesis, and the score by which it is compared with others."""
 
     hypothesis: Hypothesis
     score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standings:
-    """The state behind one step.
+class BeamState:
+    """The state of a search after a step.
 
     Attributes:
-        live: the beams that go on, the best first; not more than the width.
-        finished: the best complete answers so far, the best first; not more than the width.
-        done: no beam needs to go on.
+        live: the beams that continue, the best first; at most the width.
+        finished: the best hypotheses so far, the best first; at most the width.
+        done: no beam needs to continue.
     """
 
     live: tuple[Candidate, ...] = ()
-    finished: tuple[Finished, ...] = ()
+    finished: tuple[ScoredHypothesis, ...] = ()
     done: bool = False
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:
-    """Return the natural logs of the probabilities of each row: [R, V] float32, a new array.
+    """Return the natural logarithms of the probabilities of each row: [R, V] float32, a new array.
 
-    A row with a NaN or +inf, or with no finite number, becomes NaN.
+    A row with a NaN or +inf, or without a finite number, becomes NaN.
     """
     with np.errstate(invalid="ignore"):
-        levels: FloatArray = logits - logits.max(axis=1, keepdims=True)
-        for row in levels:
+        log_probs: FloatArray = logits - logits.max(axis=1, keepdims=True)
+        for row in log_probs:
             row -= np.float32(np.log(exponentials(row).sum(dtype=np.float64)))
-    return levels
+    return log_probs
 
 
-def best(log_probs: FloatArray, *, scores: Sequence[float], count: int) -> list[Candidate]:
-    """Return the best `count` candidates, or all that are possible, the best first.
+def best_candidates(log_probs: FloatArray, *, scores: Sequence[float], count: int) -> list[Candidate]:
+    """Return the best `count` candidates, or all possible ones if there are fewer, the best first.
 
     Args:
         log_probs: [R, V] float32, of the token behind each of R beams; -inf: not possible.
-        scores: of these beams, R of them; -inf: it is a spare one, behind which nothing is looked for.
+        scores: R of them, of the beams; -inf: a spare beam, which gets no candidates.
         count: at least 1.
     """
     found = [
@@ -111,45 +111,45 @@ def best(log_probs: FloatArray, *, scores: Sequence[float], count: int) -> list[
 
 
 def advance(
-    standings: Standings,
+    state: BeamState,
     candidates: Sequence[Candidate],
     *,
     complete: Callable[[Candidate], Hypothesis | None],
     num_tokens: int,
     rules: BeamRules,
-) -> Standings:
+) -> BeamState:
     """Return the state one token later.
 
     Args:
-        standings: the state.
-        candidates: the best first; so many that `rules.width` do not end, if there are so many at all.
-        complete: returns the answer that a candidate's token completes; None: it goes on.
-        num_tokens: of the answers, the candidate's token included.
+        state: before the token.
+        candidates: the best first; enough of them that `rules.width` do not end, if that many exist.
+        complete: returns the hypothesis that a candidate's token completes; None: it continues.
+        num_tokens: length of the candidates' answers, this token included.
         rules: of the search.
 
     Source: `GenerationMixin._beam_search` of transformers 5; with `length_penalty` as in Wu et al., "Google's
-    Neural Machine Translation System" (2016), without the 5 that these add to the length.
+    Neural Machine Translation System" (2016), without the 5 that they add to the length.
     """
-    answers = [(candidate, complete(candidate)) for candidate in candidates]
-    live = [candidate for candidate, answer in answers if answer is None][: rules.width]
+    completed = [(candidate, complete(candidate)) for candidate in candidates]
+    live = [candidate for candidate, hypothesis in completed if hypothesis is None][: rules.width]
     length: float = num_tokens**rules.length_penalty
-    # One that ends counts only if it is among the best: a worse one was looked at as a substitute.
+    # Only the best `width` may end: the others are candidates in case some of these end.
     new = [
-        Finished(hypothesis=answer, score=candidate.score / length)
-        for candidate, answer in answers[: rules.width]
-        if answer is not None
+        ScoredHypothesis(hypothesis=hypothesis, score=candidate.score / length)
+        for candidate, hypothesis in completed[: rules.width]
+        if hypothesis is not None
     ]
-    finished = sorted([*standings.finished, *new], key=lambda f: -f.score)[: rules.width]
+    finished = sorted([*state.finished, *new], key=lambda f: -f.score)[: rules.width]
     is_full = len(finished) == rules.width
-    done = not live or (is_full and not _may_improve(live[0].score, finished[-1].score, num_tokens, rules))
-    return Standings(live=tuple(live), finished=tuple(finished), done=done)
+    done = not live or (is_full and not _can_improve(live[0].score, finished[-1].score, num_tokens, rules))
+    return BeamState(live=tuple(live), finished=tuple(finished), done=done)
 
 
-def _may_improve(best_live: float, worst_finished: float, num_tokens: int, rules: BeamRules) -> bool:
-    """Whether a live beam may still become better than the worst of as many answers as are kept.
+def _can_improve(best_live: float, worst_finished: float, num_tokens: int, rules: BeamRules) -> bool:
+    """Whether a live beam may still become better than the worst of the kept hypotheses.
 
-    With `early_stopping` false it is judged as if it ended now, which is a guess where longer answers
-    have an advantage; "never" waits for the longest.
+    With `early_stopping` false it is judged as if it ended now, which is a heuristic where longer answers
+    have an advantage; "never" assumes the longest answer.
     """
     if rules.early_stopping is True:
         return False

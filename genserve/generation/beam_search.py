@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, takewhile
 from typing import Protocol, TypeAlias
@@ -14,48 +14,53 @@ import numpy as np
 from genserve.completion import TokenLogprob
 from genserve.generation.beam_rules import (
     BeamRules,
+    BeamState,
     Candidate,
-    Finished,
     Hypothesis,
-    Standings,
+    ScoredHypothesis,
     advance,
-    best,
+    best_candidates,
     log_softmax,
 )
-from genserve.generation.engine_request import LogitsConsumer, Request, TokenSequence
+from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.logits_edits import apply_edits, join_edits
 from genserve.sampling.sampler import likelihood
 
-__all__ = ["Beam", "BeamGroup", "BeamSearch", "BeamText", "Copy", "Reorder", "Tell"]
+__all__ = ["Beam", "BeamSearch", "BeamText"]
+
+# Score of a beam that takes the place of a missing one, if the logits processors leave too few candidates.
+_SPARE = -np.inf
+# (row, token id) -> the token's log-probability in that row; empty if the request does not ask for it.
+_LogprobsOf: TypeAlias = Callable[[int, int], list[TokenLogprob]]
+# (source, target): beam `target` continues beam `source`.
+_Copy: TypeAlias = tuple["Beam", "Beam"]
 
 
 class BeamText(Protocol):
-    """The text of a beam, as far as it tells where it has to end."""
+    """The text of a beam, read only for its stop strings."""
 
     @property
     def stop(self) -> str | None:
-        """The stop string that has ended the text; None as long as it goes on."""
+        """The stop string that has ended the text; None while it continues."""
 
     def push(self, token_id: int) -> str:
-        """Take one more token."""
+        """Add a token."""
 
     def fork(self) -> BeamText:
-        """Return one with the same tokens, which goes on by itself."""
+        """Return an independent copy."""
 
 
 class Beam(Request):
-    """One of the answers that a search follows: tokens in the KV cache; a `Request`.
-
-    Belongs to the engine's thread.
+    """One of the candidate answers of a search. Belongs to the engine's thread.
 
     Attributes:
-        search: that follows it.
-        likelihoods: of its answer's tokens, if the request asks for them.
-        text: of its answer; None: no stop string ends it.
+        search: that it belongs to.
+        logprobs: of its answer's tokens, if the request asks for them.
+        text: of its answer; None: there are no stop strings.
     """
 
-    __slots__ = ("likelihoods", "logit_rules", "search", "text")
+    __slots__ = ("logit_rules", "logprobs", "search", "text")
 
     def __init__(
         self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
@@ -63,7 +68,7 @@ class Beam(Request):
         super().__init__(prompt_token_ids)
         self.search = search
         self.text = text
-        self.likelihoods: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob] = []
         self.logit_rules = search.answers[0].fresh_rules()
 
     @property
@@ -83,71 +88,59 @@ class Beam(Request):
 
     @property
     def lead(self) -> Beam:
-        """See `Request`."""
+        """The beam that computes the prompt."""
         return self.search.lead
 
     @property
     def group(self) -> Sequence[Beam]:
-        """See `Request`: all that are followed, or the lead, as long as it computes the prompt."""
-        return self.search.beams if self.search.begun else (self,)
+        """All beams of the search, or the lead alone while it computes the prompt."""
+        return self.search.beams if self.search.started else (self,)
 
     @property
     def num_seqs(self) -> int:
-        """See `Request`."""
+        """How many beams the search has."""
         return len(self.search.beams)
 
     @property
     def answers(self) -> Sequence[Request]:
-        """See `Request`."""
+        """The answers of the search."""
         return self.search.answers
 
-    def take_logits(self, taker: LogitsConsumer, row: int) -> None:
-        """See `Request`: its search goes on."""
-        taker.search(self, row)
+    def give_logits(self, consumer: LogitsConsumer, row: int) -> None:
+        """Advance the search."""
+        consumer.search(self.search, self, row)
 
     def stops_with(self, token_id: int) -> bool:
-        """Whether a stop string would be there, if this token came next."""
+        """Whether this token would complete a stop string."""
         if self.text is None:
             return False
         text = self.text.fork()
         text.push(token_id)
         return text.stop is not None
 
-    def append(self, token_id: int, likelihoods: Sequence[TokenLogprob]) -> None:
-        """Add a token to the answer, and how likely it was, if the request asks for that."""
+    def append(self, token_id: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Add a token to the answer, and its log-probability if the request asks for it."""
         self.token_ids.append(token_id)
-        self.likelihoods += likelihoods
+        self.logprobs += logprobs
         if self.text is not None:
             self.text.push(token_id)
 
-    def follow(self, other: Beam) -> None:
-        """Become a copy of another beam."""
+    def copy_from(self, other: Beam) -> None:
+        """Take over the answer of another beam."""
         self.token_ids = other.token_ids.copy()
         self.text = other.text.fork() if other.text is not None else None
-        self.likelihoods = other.likelihoods.copy()
+        self.logprobs = other.logprobs.copy()
         self.logit_rules = self.search.answers[0].fresh_rules()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """Beam `target` goes on from what beam `source` has computed."""
-
-    source: Beam
-    target: Beam
-
-
-# Of a beam that takes the place of one that is missing, because the rules leave too few.
-_SPARE = -np.inf
-# Tells how likely a token is behind a row of logits; nothing if that is not asked for.
-Tell: TypeAlias = Callable[[int, int], list[TokenLogprob]]
-
-
 class BeamGroup:
-    """The search over some beams. Belongs to the engine's thread.
+    """Beams that compete with each other; `num_beam_groups` of them make a search.
+
+    Belongs to the engine's thread.
 
     Attributes:
-        beams: those that are followed, the best first.
-        standings: what is known.
+        beams: the beams, the best first.
+        state: of the search over them.
     """
 
     def __init__(
@@ -155,122 +148,117 @@ class BeamGroup:
         beams: Sequence[Beam],
         *,
         rules: BeamRules,
-        num_endings: int,
+        num_ending_ids: int,
         ends: Callable[[Beam, int], bool],
     ) -> None:
-        """Begin before the first token.
+        """Start before the first token.
 
         Args:
             beams: `rules.width` of them.
             rules: of the search.
-            num_endings: how many tokens end an answer.
-            ends: whether this token, behind a beam's, completes its answer.
+            num_ending_ids: how many tokens end an answer.
+            ends: whether this token completes the answer of this beam.
         """
         self.beams = list(beams)
-        self.standings = Standings()
+        self.state = BeamState()
         self._rules = rules
         self._ends = ends
-        # So many that, whatever ends, as many beams as before can go on.
-        self._num_candidates = rules.width * max(2, 1 + num_endings)
+        # Enough that all beams can continue whichever candidates end.
+        self._num_candidates = rules.width * max(2, 1 + num_ending_ids)
         self._scores = [0.0]
 
-    def step(self, log_probs: FloatArray, *, tell: Tell) -> list[Copy] | None:
+    def step(self, log_probs: FloatArray, *, logprobs_of: _LogprobsOf) -> list[_Copy] | None:
         """Add a token to each beam.
 
         Args:
-            log_probs: [R, V] float32, after the last tokens of the beams, R = 1 behind the prompt.
-            tell: asked about the tokens that are taken.
+            log_probs: [R, V] float32, behind the last tokens of the beams; R = 1 behind the prompt.
+            logprobs_of: called for the tokens that are appended.
 
         Returns:
-            Which beams go on from others, none if the search is done; None: the rules leave no token.
+            Which beams continue others, none if the search is done; None: no token is possible.
         """
-        candidates = best(log_probs, scores=self._scores, count=self._num_candidates)
+        candidates = best_candidates(log_probs, scores=self._scores, count=self._num_candidates)
         if not candidates:
             return None
-        self.standings = advance(
-            self.standings,
+        self.state = advance(
+            self.state,
             candidates,
-            complete=lambda candidate: self._complete(candidate, tell),
+            complete=lambda candidate: self._complete(candidate, logprobs_of),
             num_tokens=len(self.beams[0].answer) + 1,
             rules=self._rules,
         )
-        return [] if self.standings.done else self._go_on(tell)
+        return [] if self.state.done else self._continue(logprobs_of)
 
-    def best_so_far(self) -> list[Finished]:
-        """Return the best there are, complete or not; needs a token."""
-        if self.standings.done:
-            return list(self.standings.finished)
+    def best_so_far(self) -> list[ScoredHypothesis]:
+        """Return the best hypotheses, complete or not; needs at least one token."""
+        if self.state.done:
+            return list(self.state.finished)
         length = len(self.beams[0].answer) ** self._rules.length_penalty
-        begun = [
-            Finished(
-                hypothesis=Hypothesis(token_ids=tuple(beam.answer), likelihoods=tuple(beam.likelihoods)),
+        incomplete = [
+            ScoredHypothesis(
+                hypothesis=Hypothesis(token_ids=tuple(beam.answer), logprobs=tuple(beam.logprobs)),
                 score=score / length,
             )
             for beam, score in zip(self.beams, self._scores, strict=True)
         ]
-        return [*self.standings.finished, *begun]
+        return [*self.state.finished, *incomplete]
 
-    def _complete(self, candidate: Candidate, tell: Tell) -> Hypothesis | None:
-        """Return the answer that a candidate's token completes, if it does."""
+    def _complete(self, candidate: Candidate, logprobs_of: _LogprobsOf) -> Hypothesis | None:
+        """Return the hypothesis that a candidate's token completes, if it does."""
         beam = self.beams[candidate.beam]
         if not self._ends(beam, candidate.token_id):
             return None
-        likelihoods = (*beam.likelihoods, *tell(candidate.beam, candidate.token_id))
-        return Hypothesis(token_ids=(*beam.answer, candidate.token_id), likelihoods=likelihoods)
+        logprobs = (*beam.logprobs, *logprobs_of(candidate.beam, candidate.token_id))
+        return Hypothesis(token_ids=(*beam.answer, candidate.token_id), logprobs=logprobs)
 
-    def _go_on(self, tell: Tell) -> list[Copy]:
-        """Make the beams those that the search goes on with; returns which go on from others."""
-        live = self.standings.live
+    def _continue(self, logprobs_of: _LogprobsOf) -> list[_Copy]:
+        """Reorder the beams by the live candidates and append their tokens; return which continue others.
+
+        If two candidates continue one beam, the second takes the place of a beam that has ended.
+        """
+        live = self.state.live
         spare = [replace(live[0], score=_SPARE)] * (len(self.beams) - len(live))
         following = [*live, *spare]
         parents = [self.beams[candidate.beam] for candidate in following]
         free = [beam for beam in self.beams if beam not in parents]
-        copies: list[Copy] = []
+        copies: list[_Copy] = []
         beams: list[Beam] = []
         for parent in parents:
             if parent in beams:
-                copies.append(Copy(source=parent, target=free.pop()))
-                beams.append(copies[-1].target)
+                copies.append((parent, free.pop()))
+                beams.append(copies[-1][1])
             else:
                 beams.append(parent)
-        for copy in copies:
-            copy.target.follow(copy.source)
+        for source, target in copies:
+            target.copy_from(source)
         for beam, candidate in zip(beams, following, strict=True):
-            beam.append(candidate.token_id, tell(candidate.beam, candidate.token_id))
+            beam.append(candidate.token_id, logprobs_of(candidate.beam, candidate.token_id))
         self.beams, self._scores = beams, [candidate.score for candidate in following]
         return copies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reorder:
-    """What a step makes of the beams' blocks."""
-
-    copies: tuple[Copy, ...]        # in this order
-    leaving: tuple[Beam, ...]       # they need theirs no more
-
-
 class BeamSearch:
-    """One beam search. Belongs to the engine's thread.
+    """One beam search; a `SequenceSearch`. Belongs to the engine's thread.
 
-    Its beams run together and wait together. The first computes the prompt, and the others begin with its
-    blocks. Where a step makes two beams of one, the worse takes the place of a beam that has ended.
+    Its beams run together and wait together. The first one computes the prompt, and the others start from
+    its blocks.
 
     Attributes:
         answers: what the caller reads: as many of the best as it asks for, the best first. A token is
-            appended to them when all that may still become one of them have it: none is ever taken back.
-        lead: the beam that computes the prompt, and stands for all in the queue.
-        beams: those that are followed, the best first.
-        begun: all beams have tokens of their own.
+            appended to them when every hypothesis that may still win has it, so none is ever taken back.
+        lead: the beam that computes the prompt, and is scheduled for all.
+        beams: the live beams, the best first.
+        started: all beams have tokens of their own.
         done: the answers are complete.
     """
 
     def __init__(self, answers: Sequence[TokenSequence], *, width: int, text: BeamText) -> None:
-        """Begin before the prompt; from here on the answers belong to the search.
+        """Start before the prompt; from now on the answers belong to the search.
 
         Args:
-            answers: with the same prompt and parameters; `width` at the most.
+            answers: with the same prompt and parameters; at most `width`.
             width: how many beams; at least 2.
-            text: of an answer before its first token; used where there are stop strings.
+            text: of an answer before its first token; used if there are stop strings.
         """
         first = answers[0]
         params = first.params
@@ -279,11 +267,11 @@ class BeamSearch:
             Beam(self, first.token_ids, text=text.fork() if params.stop else None) for _ in range(width)
         ]
         self.lead = self.beams[0]
-        self.begun = False
+        self.started = False
         self.done = False
         self._max_new_tokens = first.max_new_tokens
         self._ending_ids = first.ending_ids
-        self._num_sure = 0
+        self._num_common = 0    # tokens that have been appended to all answers
         rules = BeamRules(
             width=width // params.num_beam_groups,
             length_penalty=params.length_penalty,
@@ -294,55 +282,55 @@ class BeamSearch:
             BeamGroup(
                 self.beams[start : start + rules.width],
                 rules=rules,
-                num_endings=len(self._ending_ids),
+                num_ending_ids=len(self._ending_ids),
                 ends=self._ends,
             )
             for start in range(0, width, rules.width)
         ]
         for answer in answers:
-            answer.beams = self
+            answer.search = self
 
-    def step(self, logits: FloatArray) -> Reorder | None:
-        """Add a token to each beam, and to the answers those that are sure now.
+    def step(self, logits: FloatArray) -> BeamReorder | None:
+        """Add a token to each beam, and append to the answers the tokens that are certain now.
 
         Args:
-            logits: [R, V] float32, after the last tokens of the beams; of the lead alone, R = 1, where
-                nothing follows the prompt yet. Not modified.
+            logits: [R, V] float32, behind the last tokens of the beams; of the lead alone, R = 1, behind the
+                prompt. Not modified.
 
         Returns:
-            What is to be done with the blocks; None: the logits are not finite, or the rules leave no token.
+            How the blocks change; None: the logits are not finite, or the processors leave no token.
         """
-        is_first = not self.begun
+        is_first = not self.started
         if is_first:
             for answer in self.answers:
                 answer.num_cached_tokens = self.lead.num_cached_tokens
         log_probs = log_softmax(logits)
         if not np.isfinite(log_probs.max(axis=1)).all():
             return None
-        groups = [group for group in self._groups if not group.standings.done]
+        groups = [group for group in self._groups if not group.state.done]
         ends = list(accumulate(len(group.beams) for group in groups))
-        copies: list[Copy] = []
+        copies: list[_Copy] = []
         taken: Counter[int] = Counter()
         for group, end in zip(groups, ends, strict=True):
             rows = slice(0, 1) if is_first else slice(end - len(group.beams), end)
-            levels = self._edited(log_probs[rows], group.beams, taken=taken)
-            made = group.step(levels, tell=partial(self._likelihood, logits[rows]))
-            if made is None:
+            edited = self._edited(log_probs[rows], group.beams, taken=taken)
+            moved = group.step(edited, logprobs_of=partial(self._logprobs_of, logits[rows]))
+            if moved is None:
                 return None
-            copies += made
-            taken.update(candidate.token_id for candidate in group.standings.live)
-        self.begun = True
-        if is_first:    # all go on from the prompt, whichever of them it is
-            copies = [Copy(source=self.lead, target=beam) for beam in self.beams if beam is not self.lead]
-        return self._reordered(groups, copies)
+            copies += moved
+            taken.update(candidate.token_id for candidate in group.state.live)
+        self.started = True
+        if is_first:    # every beam continues the prompt, in whatever order they are now
+            copies = [(self.lead, beam) for beam in self.beams if beam is not self.lead]
+        return self._reorder(groups, copies)
 
     def _edited(
         self, log_probs: FloatArray, beams: Sequence[Beam], *, taken: Mapping[int, int]
     ) -> FloatArray:
-        """Return the log-probabilities with what the request changes of them, as transformers does it.
+        """Return the log-probabilities as the request's processors change them, like transformers.
 
-        What the groups before this one have taken at this step is worth less: Vijayakumar et al.,
-        "Diverse Beam Search" (2016), with the Hamming diversity.
+        Tokens that earlier groups took at this step are penalised: Vijayakumar et al., "Diverse Beam
+        Search" (2016), with the Hamming diversity.
         """
         penalty = self.answers[0].params.diversity_penalty
         if penalty:
@@ -355,69 +343,69 @@ class BeamSearch:
             apply_edits(log_probs, join_edits(edits))
         return log_probs
 
-    def _reordered(self, groups: Sequence[BeamGroup], copies: Sequence[Copy]) -> Reorder | None:
-        """Go on with the groups that are not done, and append to the answers what is sure, or the best."""
-        going = [group for group in groups if not group.standings.done]
-        if not going:
+    def _reorder(self, groups: Sequence[BeamGroup], copies: Sequence[_Copy]) -> BeamReorder | None:
+        """Continue with the groups that are not done; append to the answers what is certain, or the best."""
+        live = [group for group in groups if not group.state.done]
+        if not live:
             return self._end()
-        leaving = [beam for group in groups if group.standings.done for beam in group.beams]
-        self.beams = [beam for group in going for beam in group.beams]
-        self._append_sure()
-        return Reorder(copies=tuple(copies), leaving=tuple(leaving))
+        leaving = [beam for group in groups if group.state.done for beam in group.beams]
+        self.beams = [beam for group in live for beam in group.beams]
+        self._append_common()
+        return BeamReorder(copies=tuple(copies), leaving=tuple(leaving))
 
-    def _likelihood(self, logits: FloatArray, row: int, token_id: int) -> list[TokenLogprob]:
-        """Return how likely a token is, before any rule; nothing if that is not asked for."""
+    def _logprobs_of(self, logits: FloatArray, row: int, token_id: int) -> list[TokenLogprob]:
+        """Return the token's log-probability before any processor; empty if it is not asked for."""
         params = self.answers[0].params
         if not params.logprobs:
             return []
         return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
 
     def _ends(self, beam: Beam, token_id: int) -> bool:
-        """Whether a beam's answer is complete with this token."""
+        """Whether this token completes the answer of this beam."""
         return (
             token_id in self._ending_ids
             or len(beam.token_ids) + 1 - beam.num_prompt_tokens == self._max_new_tokens
             or beam.stops_with(token_id)
         )
 
-    def _append_sure(self) -> None:
-        """Append to all answers what the beams, and the complete ones that are among the best, agree on."""
-        kept = self._ranked(group.standings.finished for group in self._groups)
-        rivals = [b.token_ids[b.num_prompt_tokens + self._num_sure :] for b in self.beams]
-        rivals += [[*f.hypothesis.token_ids[self._num_sure :]] for f in kept]
+    def _append_common(self) -> None:
+        """Append to all answers the tokens that all beams and all hypotheses that may win have in common."""
+        kept = self._ranked(group.state.finished for group in self._groups)
+        rivals = [b.token_ids[b.num_prompt_tokens + self._num_common :] for b in self.beams]
+        rivals += [[*f.hypothesis.token_ids[self._num_common :]] for f in kept]
         columns = zip(*rivals, strict=False)
         common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-        end = self._num_sure + len(common)
+        end = self._num_common + len(common)
         for answer in self.answers:
-            _append(answer, common, self.beams[0].likelihoods[self._num_sure : end])
-        self._num_sure = end
+            _append(answer, common, self.beams[0].logprobs[self._num_common : end])
+        self._num_common = end
 
     def settle(self) -> None:
-        """Append the rest of the best there are, complete or not; for those whose time is over."""
-        if self.begun and not self.done:
+        """Append the rest of the best hypotheses, complete or not; once the deadline has passed."""
+        if self.started and not self.done:
             self.done = True
             self._append_best(self._ranked(group.best_so_far() for group in self._groups))
 
-    def _end(self) -> Reorder | None:
-        """Append the rest of the best; None if the rules have not left as many as are asked for."""
+    def _end(self) -> BeamReorder | None:
+        """Append the rest of the best hypotheses; None if there are fewer than answers."""
         self.done = True
-        ranked = self._ranked(group.standings.finished for group in self._groups)
+        ranked = self._ranked(group.state.finished for group in self._groups)
         if len(ranked) < len(self.answers):
             return None
         self._append_best(ranked)
-        return Reorder(copies=(), leaving=())
+        return BeamReorder(copies=(), leaving=())
 
-    def _ranked(self, found: Iterable[Sequence[Finished]]) -> list[Finished]:
-        """Return those that may be answers, the best first; there are not more than answers."""
+    def _ranked(self, found: Iterable[Sequence[ScoredHypothesis]]) -> list[ScoredHypothesis]:
+        """Return the best hypotheses, the best first; at most one for each answer."""
         return sorted(chain(*found), key=lambda finished: -finished.score)[: len(self.answers)]
 
-    def _append_best(self, ranked: Sequence[Finished]) -> None:
+    def _append_best(self, ranked: Sequence[ScoredHypothesis]) -> None:
         for answer, finished in zip(self.answers, ranked, strict=False):
             rest = finished.hypothesis
-            _append(answer, rest.token_ids[self._num_sure :], rest.likelihoods[self._num_sure :])
+            _append(answer, rest.token_ids[self._num_common :], rest.logprobs[self._num_common :])
 
 
-def _append(answer: TokenSequence, token_ids: Sequence[int], likelihoods: Sequence[TokenLogprob]) -> None:
+def _append(answer: TokenSequence, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
     for index, token_id in enumerate(token_ids):
-        answer.take_logprob(likelihoods[index] if likelihoods else None)
+        answer.take_logprob(logprobs[index] if logprobs else None)
         answer.append(token_id)

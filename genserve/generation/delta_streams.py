@@ -15,28 +15,28 @@ from typing import Self
 from genserve.completion import Delta
 from genserve.errors import GenserveError
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import EngineThread, RequestOutput, Reservation
+from genserve.generation.request_inbox import RequestInbox, RequestOutput, Reservation
 
-__all__ = ["AsyncStream", "DeltaStream", "EventLoopOutbox"]
+__all__ = ["AsyncDeltaStream", "DeltaStream", "EventLoopSink"]
 
 
 class DeltaStream:
     """An iterator over the deltas of one request, for one ordinary thread.
 
-    Close it, or use it as a context manager: a stream left early goes on occupying its blocks.
+    Close it, or use it as a context manager: a request whose stream is abandoned keeps its blocks.
     """
 
-    def __init__(self, engine: EngineThread, sequence: TokenSequence) -> None:
-        """Submit the sequence; raises what `EngineThread.submit` raises."""
+    def __init__(self, engine: RequestInbox, sequence: TokenSequence) -> None:
+        """Submit the sequence; raises what `RequestInbox.submit` raises."""
         self._engine = engine
         self._sequence = sequence
-        # Bounded by the longest answer: one delta per token at the most.
+        # Bounded by the longest answer: at most one delta per token.
         self._arrived: SimpleQueue[Delta | GenserveError] = SimpleQueue()
         self._ended = False
-        engine.submit(sequence, outbox=self)
+        engine.submit(sequence, sink=self)
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take over outputs; the `Outbox` protocol."""
+        """Take over outputs; see `OutputSink`."""
         for _, content in outputs:
             self._arrived.put(content)
 
@@ -54,7 +54,7 @@ class DeltaStream:
         return content
 
     def close(self) -> None:
-        """Stop the request if it still runs; a second call does nothing."""
+        """Cancel the request if it has not ended; a second call does nothing."""
         if not self._ended:
             self._ended = True
             self._engine.cancel(self._sequence)
@@ -66,28 +66,28 @@ class DeltaStream:
         self.close()
 
 
-class EventLoopOutbox:
-    """Hands outputs to the streams of one event loop: one wake-up of that loop per step."""
+class EventLoopSink:
+    """Hands outputs to the streams of one event loop, which it wakes once per step; an `OutputSink`."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
-        self._streams: dict[TokenSequence, AsyncStream] = {}
+        self._streams: dict[TokenSequence, AsyncDeltaStream] = {}
 
     def open(
-        self, engine: EngineThread, *sequences: TokenSequence, reservation: Reservation | None = None
-    ) -> AsyncStream:
-        """Submit the choices of a request and return their stream; see `EngineThread.submit`."""
-        engine.submit(*sequences, outbox=self, reservation=reservation)
-        stream = AsyncStream(engine, sequences, outbox=self)
+        self, engine: RequestInbox, *sequences: TokenSequence, reservation: Reservation | None = None
+    ) -> AsyncDeltaStream:
+        """Submit the choices of a request and return their stream; see `RequestInbox.submit`."""
+        engine.submit(*sequences, sink=self, reservation=reservation)
+        stream = AsyncDeltaStream(engine, sequences, sink=self)
         self._streams.update(dict.fromkeys(sequences, stream))
         return stream
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take over outputs; the `Outbox` protocol. RuntimeError once the event loop is closed."""
+        """Take over outputs; see `OutputSink`. RuntimeError once the event loop is closed."""
         self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drop what still arrives for a sequence; for the stream."""
+        """Drop later outputs of a sequence; for the stream."""
         self._streams.pop(sequence, None)
 
     def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
@@ -97,35 +97,35 @@ class EventLoopOutbox:
                 stream.put((sequence, content))
 
 
-class AsyncStream:
-    """An asynchronous iterator over the deltas of one request; made by `EventLoopOutbox.open`.
+class AsyncDeltaStream:
+    """An asynchronous iterator over the deltas of one request; made by `EventLoopSink.open`.
 
-    Each turn gives all that have arrived, at least one: the deltas of its choices in the order in which
-    they were made, and each says whose it is. If one choice fails, the error is raised behind what came
-    before it, and none goes on.
+    Each iteration returns all deltas that have arrived, at least one, in the order in which they were made.
+    Each has the number of its choice. If a choice fails, the error is raised after the deltas before it, and
+    the other choices are cancelled.
 
-    Close it, or use it as a context manager: a stream left early goes on occupying its blocks.
+    Close it, or use it as a context manager: a request whose stream is abandoned keeps its blocks.
     """
 
     def __init__(
-        self, engine: EngineThread, sequences: Sequence[TokenSequence], *, outbox: EventLoopOutbox
+        self, engine: RequestInbox, sequences: Sequence[TokenSequence], *, sink: EventLoopSink
     ) -> None:
         self._engine = engine
-        self._outbox = outbox
-        # Those that have not ended, and their numbers.
+        self._sink = sink
+        # The choices that have not ended, and their numbers.
         self._choices = {sequence: choice for choice, sequence in enumerate(sequences)}
-        # Bounded by the longest answers: one delta per token at the most.
+        # Bounded by the longest answers: at most one delta per token.
         self._arrived: deque[RequestOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Add what arrived; for the outbox, on the event loop."""
+        """Add an output; for the sink, on the event loop."""
         self._arrived.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def first(self) -> None:
-        """Wait for the first delta, which is still there to be read.
+        """Wait for the first delta without consuming it.
 
         Raises:
             GenserveError: the request ended before it had one.
@@ -167,12 +167,12 @@ class AsyncStream:
 
     def _end(self, sequence: TokenSequence) -> None:
         del self._choices[sequence]
-        self._outbox.forget(sequence)
+        self._sink.forget(sequence)
 
     def close(self) -> None:
-        """Stop what still runs of the request; a second call does nothing."""
+        """Cancel the choices that have not ended; a second call does nothing."""
         for sequence in self._choices:
-            self._outbox.forget(sequence)
+            self._sink.forget(sequence)
             self._engine.cancel(sequence)
         self._choices.clear()
 

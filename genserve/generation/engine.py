@@ -5,60 +5,62 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
 from genserve.generation.batch_sampler import RowPicker
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, LogitsModel
 from genserve.generation.model_runner import ModelRunner
-from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, Outputs
+from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, StepOutputs
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
 from genserve.sampling.sampler import sample_rows
 
-__all__ = ["Engine", "ReturningLoops", "StepResult"]
+__all__ = ["Engine", "PausedLoops", "StepResult"]
 
+logger = logging.getLogger(__name__)
 
-# A loop that is away keeps its place in the forward, as a running sequence does, for so long and a few times
-# its last pause.
+# A paused loop keeps its place in the forward, as a running sequence does, for this time and a few pauses.
 _HOLD_S = 0.02
 _NUM_PAUSES = 4
-_LONGEST_PAUSE_S = 1.0      # one that was away for longer is like one that has not come back yet
-_NUM_REMEMBERED = 256
+_MAX_PAUSE_S = 1.0          # a loop that paused for longer is treated like one that has not come back yet
+_MAX_PAUSED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _ReturningLoop:
-    arrival: int        # its number in the queue
+class _PausedLoop:
+    arrival: int        # its arrival number in the queue
     since_s: float
     held_until_s: float
-    pause_s: float      # how long its caller was away the last time; infinite: it has not come back yet
+    pause_s: float      # how long its last pause was; infinite: it has not come back yet
 
 
-class ReturningLoops:
-    """The loops that are away, by the tokens that they were answered for. Belongs to the engine's thread."""
+class PausedLoops:
+    """Loops over logits that were answered and may come back with one more token.
+
+    They are found by the tokens for which they were answered. Belongs to the engine's thread.
+    """
 
     def __init__(self) -> None:
-        self._loops: OrderedDict[tuple[int, ...], _ReturningLoop] = OrderedDict()
+        self._loops: OrderedDict[tuple[int, ...], _PausedLoop] = OrderedDict()
 
-    def leave(self, request: LogitsRequest, *, arrival: int, now_s: float, step_s: float) -> None:
+    def pause(self, request: LogitsRequest, *, arrival: int, now_s: float, step_s: float) -> None:
         """Note that a request was answered.
 
-        Who has not come back yet may never do so: to hold its place for half the time of a step costs less
-        than to have it wait for one.
+        A loop that has not come back yet may never do so. To hold its place for half a step costs less than
+        to have it wait for a step.
         """
         pause_s = request.pause_s
-        held_s = _HOLD_S + _NUM_PAUSES * pause_s if pause_s < _LONGEST_PAUSE_S else min(_HOLD_S, step_s / 2)
-        self._loops[tuple(request.token_ids)] = _ReturningLoop(arrival, now_s, now_s + held_s, pause_s)
-        if len(self._loops) > _NUM_REMEMBERED:
+        held_s = _HOLD_S + _NUM_PAUSES * pause_s if pause_s < _MAX_PAUSE_S else min(_HOLD_S, step_s / 2)
+        self._loops[tuple(request.token_ids)] = _PausedLoop(arrival, now_s, now_s + held_s, pause_s)
+        if len(self._loops) > _MAX_PAUSED:
             self._loops.popitem(last=False)
 
-    def come_back(self, request: LogitsRequest) -> int | None:
-        """Return the number that its loop has in the queue, and note its pause; None: it is a new one."""
+    def resume(self, request: LogitsRequest) -> int | None:
+        """Return the arrival number of the request's loop, and note its pause; None: it is a new loop."""
         loop = self._loops.pop(tuple(request.token_ids[:-1]), None) or self._loops.pop(
             tuple(request.token_ids), None
         )
@@ -68,15 +70,16 @@ class ReturningLoops:
         return loop.arrival
 
     def num_held(self, now_s: float) -> int:
-        """Return for how many a place is kept."""
-        return sum(1 for _ in self._held(now_s))
+        """Return how many places are held."""
+        return sum(now_s < loop.held_until_s for loop in self._loops.values())
 
     def held_s(self, now_s: float) -> float:
-        """Return for how long no place that is kept now becomes free; 0: none is kept."""
-        return min((loop.held_until_s - now_s for loop in self._held(now_s)), default=0.0)
+        """Return how long it takes until one of the held places becomes free; 0: none is held."""
+        held = (loop.held_until_s - now_s for loop in self._loops.values() if now_s < loop.held_until_s)
+        return min(held, default=0.0)
 
     def expected(self, now_s: float, *, within_s: float) -> tuple[int, float]:
-        """Return how many should be back within `within_s` of their leaving, and for how long to wait."""
+        """Return how many loops always come back within `within_s`, and how long to wait for these."""
         since_s = [
             loop.since_s
             for loop in self._loops.values()
@@ -84,36 +87,30 @@ class ReturningLoops:
         ]
         return len(since_s), max(since_s, default=now_s) + within_s - now_s
 
-    def _held(self, now_s: float) -> Iterator[_ReturningLoop]:
-        return (loop for loop in self._loops.values() if now_s < loop.held_until_s)
-
-
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did."""
+    """The results of one step."""
 
     advanced: tuple[TokenSequence, ...]                 # each has a delta to take; some have finished
-    answered: tuple[tuple[LogitsRequest, LogitsArray], ...]   # a row each, the receiver's own
+    answered: tuple[tuple[LogitsRequest, LogitsArray], ...]   # and their rows, which belong to the receivers
     failed: dict[Request, GenserveError]                # these have left without finishing
-    begun: tuple[Request, ...]                          # these have left the queue
-    full: bool                                          # somebody waited without a place or blocks
-    num_prompt_tokens: int                              # computed of prompts; 0: it was decodes only
-    num_preempted: int                                  # so many had to give back their blocks and wait
-    num_drafted: int                                    # tokens that a draft proposed
-    num_accepted: int                                   # so many of them were right
+    started: tuple[Request, ...]                        # these have left the queue
+    full: bool                                          # a request found no place or too few blocks
+    num_prompt_tokens: int                              # 0: the step only decoded
+    num_preempted: int                                  # requests that went back to the queue
+    num_drafted: int                                    # drafted tokens
+    num_accepted: int                                   # of these
 
 
 class Engine:
     """Continuous batching over the paged KV cache of one logits model. One thread owns it.
 
-    What a request has computed stays cached when it leaves, and whoever begins with the same tokens goes on
-    there. When blocks run out, the youngest has to wait again; its stream pauses, and its text is the same.
+    The computed tokens of a request stay cached when it leaves, and a request that starts with them continues
+    there. When blocks run out, the youngest request is preempted: its stream pauses, its text stays the same.
 
     Attributes:
-        clock: seconds; by it a logits request says when it was submitted. Safe from any thread.
+        clock: seconds; used for the submission times of logits requests. Safe from any thread.
     """
 
     def __init__(
@@ -127,15 +124,15 @@ class Engine:
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with nothing to do.
+        """Start without requests.
 
         Args:
             model: computes the logits.
             decode: the decoding loop of each token sequence.
             max_num_batched_tokens: of a step.
-            picker: of the model's logits.
-            prefix_cache: whether token sequences share what they begin with; logits requests always do.
-            speculation: several tokens of a sequence in one step; None: never.
+            picker: samples the model's logits.
+            prefix_cache: whether token sequences share prefixes; logits requests always do.
+            speculation: drafts several tokens of a sequence for one step; None: no speculation.
             clock: seconds.
         """
         self.clock = clock
@@ -155,26 +152,26 @@ class Engine:
         self._loops = DecodingLoops(decode)
         self._processor = OutputProcessor(self._kv, self._loops, picker=picker, speculation=speculation)
         self._speculation = speculation
-        self._returning = ReturningLoops()
-        self._timed: set[TokenSequence] = set()     # those that have a deadline
+        self._paused = PausedLoops()
+        self._timed: set[TokenSequence] = set()     # the sequences with a deadline
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for a place."""
+        """How many requests wait for a place."""
         return self._scheduler.num_waiting
 
     @property
     def num_running(self) -> int:
-        """How many hold blocks of the KV cache."""
+        """How many requests hold blocks of the KV cache."""
         return self._scheduler.num_running
 
     @property
     def cache_usage(self) -> float:
-        """The share of the cache's blocks that those hold that run."""
+        """The share of the KV cache's blocks that requests hold, 0 to 1."""
         return self._kv.usage
 
     def add(self, sequence: TokenSequence) -> None:
-        """Put a token sequence into the queue; of the answers of a beam search the first brings its beams."""
+        """Put a token sequence into the queue; the first answer of a beam search brings its beams."""
         if sequence is sequence.answers[0]:
             self._scheduler.add(sequence.lead)
         if sequence.deadline_s is not None:
@@ -182,12 +179,12 @@ class Engine:
 
     def add_logits(self, request: LogitsRequest) -> None:
         """Put a logits request into the queue."""
-        self._scheduler.add(request, arrival=self._returning.come_back(request))
+        self._scheduler.add(request, arrival=self._paused.resume(request))
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Drop requests, wherever they are; their blocks are free at once.
+        """Drop waiting or running requests and free their blocks.
 
-        A beam search leaves with the first of its answers that does.
+        A beam search is dropped with any of its answers.
         """
         for request in requests:
             self._scheduler.remove(request.lead)
@@ -198,26 +195,26 @@ class Engine:
             self._timed.difference_update(request.answers)
 
     def expected_back(self, *, within_s: float) -> tuple[int, float]:
-        """Return how many loops over the logits should ask again soon, and for how long to expect them.
+        """Return how many paused loops over logits always come back within a time, and how long to wait.
 
         Args:
-            within_s: they come back in less than this, or are not expected.
+            within_s: the time since they were answered.
         """
-        return self._returning.expected(self.clock(), within_s=within_s)
+        return self._paused.expected(self.clock(), within_s=within_s)
 
     @property
     def held_s(self) -> float:
-        """For how long no place in the forward becomes free, if each is kept for a loop that is away."""
-        return self._returning.held_s(self.clock())
+        """How long it takes until a place that is held for a paused loop becomes free; 0: none is held."""
+        return self._paused.held_s(self.clock())
 
-    def longest(self, num_sequences: int) -> int:
-        """Return how many tokens each of so many sequences that need each other may have; from any thread."""
-        return self._kv.longest(num_sequences, max_length=self._max_length)
+    def max_tokens_per_sequence(self, num_sequences: int) -> int:
+        """Return up to which length `num_sequences` sequences always fit together; from any thread."""
+        return self._kv.max_tokens_per_sequence(num_sequences, max_length=self._max_length)
 
     def step(self) -> StepResult | None:
-        """Run one forward and process what it gives; None if nothing can be done now."""
+        """Run one forward and process its logits; None if nothing can be computed now."""
         started_s = self.clock()
-        scheduled = self._scheduler.schedule(num_held=self._returning.num_held(started_s))
+        scheduled = self._scheduler.schedule(num_held=self._paused.num_held(started_s))
         if scheduled is None:
             return None
         try:
@@ -225,7 +222,7 @@ class Engine:
         except Exception:
             logger.exception("forward failed")
             failure = ModelFailed("the model's forward failed", remedy=SEE_LOG)
-            outputs = Outputs()
+            outputs = StepOutputs()
             outputs.failed.update((a, failure) for r in scheduled.requests for a in r.answers)
         else:
             self._scheduler.note_step(scheduled, self.clock() - started_s)
@@ -233,26 +230,27 @@ class Engine:
         return self._result(scheduled, outputs, started_s=started_s)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where requests, blocks and loops disagree; for tests."""
+        """Raise AssertionError if requests, blocks and loops disagree; for tests."""
         self._scheduler.check_integrity()
         assert len(self._loops) <= self.num_running + self.num_waiting, "a loop outlived its sequence"
 
-    def _result(self, scheduled: SchedulerOutput, outputs: Outputs, *, started_s: float) -> StepResult:
-        """Let go of those that failed, finished, or are answered."""
+    def _result(self, scheduled: SchedulerOutput, outputs: StepOutputs, *, started_s: float) -> StepResult:
+        """Remove the requests that failed, finished, expired or were answered; return the step's results."""
         failed, now_s = outputs.failed, self.clock()
-        late = self._end_late(now_s, failed) if self._timed else []
-        advanced = [*(s for s in outputs.generated if s not in failed)] if failed else [*outputs.generated]
+        expired = self._expire(now_s, failed) if self._timed else []
+        advanced = [s for s in outputs.generated if s not in failed] if failed else [*outputs.generated]
         for request, _ in outputs.answered:
             arrival = self._scheduler.arrival(request)
-            self._returning.leave(request, arrival=arrival, now_s=now_s, step_s=now_s - started_s)
-        self.remove([*failed, *(s for s in advanced if s.finished), *(r for r, _ in outputs.answered), *late])
-        if late:
-            advanced += [s for s in late if s not in outputs.generated and s not in failed]
+            self._paused.pause(request, arrival=arrival, now_s=now_s, step_s=now_s - started_s)
+        finished = [s for s in advanced if s.finished]
+        self.remove([*failed, *finished, *(r for r, _ in outputs.answered), *expired])
+        if expired:
+            advanced += [s for s in expired if s not in outputs.generated and s not in failed]
         return StepResult(
             advanced=tuple(advanced),
             answered=tuple(outputs.answered),
             failed=failed,
-            begun=tuple(answer for lead in scheduled.begun for answer in lead.answers),
+            started=tuple(answer for lead in scheduled.started for answer in lead.answers),
             full=scheduled.full,
             num_prompt_tokens=scheduled.num_prompt_tokens,
             num_preempted=scheduled.num_preempted,
@@ -260,15 +258,12 @@ class Engine:
             num_accepted=outputs.num_accepted,
         )
 
-    def _end_late(self, now_s: float, failed: dict[Request, GenserveError]) -> list[TokenSequence]:
-        """End those whose time is over, even if they still wait; returns them."""
-        late = [s for s in self._timed if s.is_late(now_s) and s not in failed]
-        for sequence in late:
+    def _expire(self, now_s: float, failed: dict[Request, GenserveError]) -> list[TokenSequence]:
+        """End the sequences whose deadline has passed, waiting ones too; return them."""
+        expired = [s for s in self._timed if s.is_expired(now_s) and s not in failed]
+        for sequence in expired:
             try:
-                if sequence.beams is not None:
-                    sequence.beams.settle()
-                if not sequence.finished:
-                    sequence.finish(FinishReason.LENGTH, stop_reason="deadline")
+                sequence.expire()
             except GenserveError as error:  # of an output parser
                 failed[sequence] = error
-        return late
+        return expired

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from types import coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
+from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob
 from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest, ModelFailed
+from genserve.generation.delta_builder import AnswerText, DeltaBuilder
 from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.logits_edits import StructuredOutputGrammar
@@ -22,37 +24,41 @@ from genserve.sampling.sampler import likelihood
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.sampling.staged_sampler import Truncation, stages_of
 
-if TYPE_CHECKING:
-    from genserve.generation.beam_search import Beam, BeamSearch
-    from genserve.generation.speculation import Speculation
-
-__all__ = ["AnswerText", "LogitsConsumer", "LogitsRequest", "Request", "TokenSequence", "Want"]
+__all__ = [
+    "Awaited",
+    "BeamReorder",
+    "LogitsConsumer",
+    "LogitsRequest",
+    "Request",
+    "SequenceSearch",
+    "TokenSequence",
+]
 
 
 class LogitsConsumer(Protocol):
-    """What becomes of the logits behind the last token of a request, by what the request is."""
+    """Receives the logits behind the last token of a request, by the kind of the request."""
 
     def generate(self, sequence: TokenSequence, row: int) -> None:
-        """Give the row, or a token picked from it, to the sequence's decoding loop."""
+        """Pass the row, or a token sampled from it, to the decoding loop of the sequence."""
 
     def answer(self, request: LogitsRequest, row: int) -> None:
         """Answer the request with the row."""
 
-    def search(self, beam: Beam, row: int) -> None:
-        """Go on with the beam's search, once it has the rows of all beams."""
+    def search(self, search: SequenceSearch, beam: Request, row: int) -> None:
+        """Advance the search once the rows of all its beams are there."""
 
 
 class Request:
-    """A list of tokens that is computed into the KV cache: a token sequence, a beam, or a logits request.
+    """Tokens to be computed into the KV cache: a token sequence, a beam, or a logits request.
 
-    What it says here holds where a request does not say otherwise. Belongs to the engine's thread.
+    The defaults here hold unless a kind of request overrides them. Belongs to the engine's thread.
 
     Attributes:
-        token_ids: all tokens that are known, the prompt first; read only for the engine.
+        token_ids: all known tokens, the prompt first; the engine only reads them.
         num_prompt_tokens: how many of them are the prompt.
         num_computed_tokens: how many of them are in the KV cache; written by the engine.
-        num_cached_tokens: how many of the prompt's were there when it was first scheduled; written likewise.
-        num_preemptions: how often it had to give its blocks back, and wait again.
+        num_cached_tokens: how many of the prompt were cached when it was first scheduled; likewise.
+        num_preemptions: how often it was preempted.
     """
 
     __slots__ = (
@@ -76,28 +82,33 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def first_logits(self) -> int:
-        """The index of the first token behind which it wants logits; it wants them behind all that follow."""
+    def logits_start(self) -> int:
+        """Index of the first token behind which it needs logits; it needs them behind all later ones too."""
         return len(self.token_ids) - 1
 
     @property
     def cache_salt(self) -> str | None:
-        """Only requests with the same salt share blocks; None: those without one."""
+        """Only requests with the same salt share blocks."""
         return None
 
     @property
-    def always_shares(self) -> bool:
-        """Whether it shares blocks though the prefix cache is off."""
+    def always_shares_blocks(self) -> bool:
+        """Whether it shares blocks even if the prefix cache is off."""
         return False
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """Whether it may begin with what is cached; not, if it wants logits behind those tokens too."""
-        return True
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether it must compute its whole prompt, because it needs logits behind those tokens too."""
+        return False
 
     @property
     def priority(self) -> int:
-        """Of those that wait, the lowest goes first."""
+        """Of waiting requests, those with the lowest value are scheduled first."""
+        return 0
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """How many drafted tokens a step can use behind the last one."""
         return 0
 
     @property
@@ -107,50 +118,46 @@ class Request:
 
     @property
     def group(self) -> Sequence[Request]:
-        """Of a lead, those that get their logits in the same step: itself, or all beams of the search."""
+        """Of a lead: the requests that are computed in the same step, itself or all beams of the search."""
         return (self,)
 
     @property
     def num_seqs(self) -> int:
-        """Of a lead, how many sequences its group adds to a forward, sooner or later."""
+        """Of a lead: how many sequences its group adds to a forward, now or later."""
         return 1
 
     @property
     def answers(self) -> Sequence[Request]:
-        """What the caller knows of it: itself, or the answers of its search."""
+        """The requests that the caller knows: itself, or the answers of its search."""
         return (self,)
 
     def preempt(self) -> None:
-        """Begin anew, since its blocks are somebody else's."""
+        """Start again, because its blocks were taken."""
         self.num_computed_tokens = 0
         self.num_preemptions += 1
 
-    def draft(self, speculation: Speculation, *, max_tokens: int, least_chance: float) -> Sequence[int]:
-        """Return tokens that may follow the last one; see `Speculation.draft`."""
-        return ()
-
-    def take_logits(self, taker: LogitsConsumer, row: int) -> None:
-        """Say what becomes of the logits behind its last token, row `row` of the step's."""
+    def give_logits(self, consumer: LogitsConsumer, row: int) -> None:
+        """Call the method of `consumer` for this kind of request, with the row behind its last token."""
         raise NotImplementedError
 
-    def score(self, logits: Any, row: int) -> None:
-        """Take the logits behind the token before `num_computed_tokens`, if it wants them for their own sake.
+    def score(self, logits: LogitsArray, row: int) -> None:
+        """Read the logits behind the token before `num_computed_tokens`, if prompt_logprobs needs them.
 
         Args:
             logits: [R, V] float32 of the step.
-            row: of them.
+            row: index of the row.
         """
 
 
 class LogitsRequest(Request):
-    """One row of a plain call of the logits model, which knows nothing of blocks and steps; a `Request`.
+    """One row of logits behind some tokens, for a caller that knows nothing of blocks and steps.
 
-    A loop that asks again with one token more is not slower for it: what was computed stays cached, and the
-    next request that begins with it goes on there. Belongs to the engine's thread.
+    A loop that calls again with one more token does not compute the others again: they stay cached, and the
+    next request that starts with them continues there. Belongs to the engine's thread.
 
     Attributes:
         submitted_s: when it was handed to the engine, by its clock.
-        pause_s: how long its caller took to come back with one token more; infinite: it is the first.
+        pause_s: how long its loop took to come back with one more token; infinite for its first request.
     """
 
     __slots__ = ("_on_logits", "pause_s", "submitted_s")
@@ -163,18 +170,18 @@ class LogitsRequest(Request):
         vocab_size: int,
         max_length: int,
     ) -> None:
-        """Check the ids.
+        """Validate the ids.
 
         Args:
             token_ids: [n] integers.
-            on_logits: called once, on the engine's thread, with the logits after the last token or with
-                what went wrong; must not block. The logits are [vocab_size] float32, where the model
-                runs, whatever it gave, NaN included, and the receiver's own.
+            on_logits: called once, on the engine's thread, with the logits behind the last token or with the
+                error; must not block. The logits are [vocab_size] float32 on the model's device, unchanged
+                even if they are NaN, and belong to the receiver.
             vocab_size: of the model.
             max_length: of a sequence.
 
         Raises:
-            InvalidRequest: there are none, they are no list of integers, or one is outside the vocabulary.
+            InvalidRequest: there are none, they are not a list of integers, or one is not in the vocabulary.
             ContextLengthExceeded: there are more than `max_length`.
         """
         ids = np.asarray(token_ids)
@@ -196,82 +203,90 @@ class LogitsRequest(Request):
         self._on_logits = on_logits
 
     @property
-    def always_shares(self) -> bool:
-        """See `Request`: a loop would compute all its tokens anew for each."""
+    def always_shares_blocks(self) -> bool:
+        """True: otherwise a loop would compute all its tokens again for each new one."""
         return True
 
-    def take_logits(self, taker: LogitsConsumer, row: int) -> None:
-        """See `Request`: it is answered."""
-        taker.answer(self, row)
+    def give_logits(self, consumer: LogitsConsumer, row: int) -> None:
+        """Answer the request."""
+        consumer.answer(self, row)
 
     def answer(self, content: LogitsArray | GenserveError) -> None:
         """Hand over the logits or the error; for the engine's thread."""
         self._on_logits(content)
 
 
-class Want(Enum):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamReorder:
+    """How one step of a search changes the blocks of its beams."""
+
+    copies: tuple[tuple[Request, Request], ...]     # (source, target): target continues source, in this order
+    leaving: tuple[Request, ...]                    # beams whose blocks are freed
+
+
+class SequenceSearch(Protocol):
+    """Several beams that compete to become the answers of one request; `BeamSearch` implements it."""
+
+    @property
+    def answers(self) -> Sequence[TokenSequence]:
+        """What the caller reads."""
+
+    @property
+    def beams(self) -> Sequence[Request]:
+        """The beams that are followed, the best first."""
+
+    @property
+    def lead(self) -> Request:
+        """The beam that computes the prompt and is scheduled for all."""
+
+    def step(self, logits: LogitsArray) -> BeamReorder | None:
+        """Add a token to each beam; see `BeamSearch.step`."""
+
+    def settle(self) -> None:
+        """Complete the answers with the best tokens found so far."""
+
+
+class Awaited(Enum):
     """What a decoding loop waits for; both come from the same forward."""
 
-    SAMPLE = auto()     # a token, picked by the vectorised sampler for everyone who waits
+    TOKEN = auto()      # a token, sampled together with those of the other sequences
     LOGITS = auto()     # the row of logits itself
 
 
-class AnswerText(Protocol):
-    """The text of an answer as it grows: whole characters, never past what ends it."""
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that has ended the text; None as long as it goes on."""
-
-    def push(self, token_id: int) -> str:
-        """Take one more token; return the text that is now safe to show."""
-
-    def flush(self) -> str:
-        """Return what was held back; called once, when the tokens ended."""
-
-
 class TokenSequence(Request):
-    """One prompt and its growing answer; what a repository's `decode(self, sequence)` is given.
+    """One prompt and its growing answer; the argument of a repository's `decode(self, sequence)`.
 
     The decoding loop may read everything here, await `sample()` or `logits()`, and call `append`.
     Belongs to the engine's thread.
 
     Attributes:
-        token_ids: prompt and answer together; read only. For the rest see `Request`.
+        token_ids: prompt and answer together; read only. For the others see `Request`.
         params: the sampling parameters of the request.
         seed: the request's own, or one drawn for it.
-        grammar: the form that the answer must have, and where it stands in it; None: any will do.
-        logit_rules: what the request changes of its logits before a token is picked; None: nothing.
-        fresh_rules: makes the same, before any token is read.
-        truncation: what a draw is made from in the usual way, if `stages` is None.
-        stages: what a draw goes through that is not made in the usual way; survives a preemption.
-        picks_plainly: no form, rule or stage has a say in its tokens, and no log-probability is told.
-        picked_logprob: of the token that `sample()` has just returned, if the request asks for it.
-        picked_top: the most likely ones beside it, or those that are named, if the request asks for them.
+        grammar: the structured output that the answer must follow; None: free text.
+        logit_rules: how the request changes its logits before a token is sampled; None: not at all.
+        fresh_rules: makes the same rules, in the state before the first token.
+        truncation: of a draw by the default order of stages, if `stages` is None.
+        stages: of a draw with a custom order or a rare stage; survives a preemption.
+        picks_plainly: no grammar, rule or stage affects its tokens, and no log-probability is returned.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
         first_token_s: when its first token was there, by the engine's clock; None: it has none.
         begins_thought: whether the answer begins within a thought, since the prompt leaves one open.
         finish_reason: None while it runs.
         stop_reason: which stop ended it, where the request has a name for it.
-        plugins: what the repository adds to its decoding.
-        beams: the search that it is an answer of; None: it runs by itself. Written by `BeamSearch`.
+        plugins: of the repository, for its decoding.
+        search: the beam search that it is an answer of; None: it is decoded by itself. Set by `BeamSearch`.
     """
 
     __slots__ = (
-        "_delta_logprobs",
-        "_delta_top",
+        "_delta",
         "_eos_token_ids",
         "_max_length",
-        "_num_delivered",
         "_num_scored",
         "_num_to_score",
-        "_prompt_logprobs",
         "_stop_token_ids",
         "_text",
-        "_text_delta",
         "_vocab_size",
-        "_wants_top",
-        "beams",
         "begins_thought",
         "deadline_s",
         "finish_reason",
@@ -280,10 +295,9 @@ class TokenSequence(Request):
         "grammar",
         "logit_rules",
         "params",
-        "picked_logprob",
-        "picked_top",
         "picks_plainly",
         "plugins",
+        "search",
         "seed",
         "stages",
         "stop_reason",
@@ -312,17 +326,15 @@ class TokenSequence(Request):
         self.params = params
         self.grammar = grammar
         self.seed = seed
-        self.picked_logprob: float | None = None
-        self.picked_top: TopTokens = ()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
         self.deadline_s = deadline_s
         self.first_token_s: float | None = None
         self.begins_thought = begins_thought
+        self.plugins = plugins or SequencePlugins()
+        self.search: SequenceSearch | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
-        self.plugins = plugins or SequencePlugins()
-        self.beams: BeamSearch | None = None
         self.fresh_rules: Callable[[], LogitRules | None] = partial(
             logit_rules,
             params,
@@ -337,14 +349,9 @@ class TokenSequence(Request):
         self.logit_rules = self.fresh_rules()
         self.picks_plainly = not (params.logprobs or grammar or self.logit_rules or self.stages)
         self._text = text
-        self._text_delta = ""
-        self._delta_logprobs: list[float] = []
-        self._delta_top: list[TopTokens] = []
-        self._prompt_logprobs: list[TokenLogprob] = []
+        self._delta = DeltaBuilder(params, num_prompt_tokens=self.num_prompt_tokens)
         self._num_scored = 0
-        self._wants_top = bool(params.top_logprobs or params.logprob_token_ids)
         self._num_to_score = 0 if params.prompt_logprobs is None else self.num_prompt_tokens - 1
-        self._num_delivered = self.num_prompt_tokens
         self._vocab_size = vocab_size
         room = max_length - self.num_prompt_tokens
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -357,68 +364,43 @@ class TokenSequence(Request):
 
     @property
     def num_pending(self) -> int:
-        """How many tokens are still to be computed; none, if the answer has ended."""
+        """How many tokens are still to be computed; 0 once the answer has ended."""
         return 0 if self.finish_reason is not None else len(self.token_ids) - self.num_computed_tokens
 
     @property
     def cache_salt(self) -> str | None:
-        """What keeps its tokens in the cache from others; None: shared with all that have no salt."""
+        """That of the request."""
         return self.params.cache_salt
 
     @property
     def priority(self) -> int:
-        """Of those that wait, the lowest goes first."""
+        """That of the request."""
         return self.params.priority
 
     @property
-    def first_logits(self) -> int:
-        """See `Request`: the last token, or the first of the prompt behind which one is to be scored."""
+    def logits_start(self) -> int:
+        """The last token, or the first one of the prompt behind which a token is to be scored."""
         return self._num_scored if self._num_scored < self._num_to_score else len(self.token_ids) - 1
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """See `Request`: not, if there is something to be scored."""
-        return self._num_scored == self._num_to_score
+    def skip_reading_prefix_cache(self) -> bool:
+        """True while tokens of the prompt are to be scored."""
+        return self._num_scored < self._num_to_score
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """As many as the answer can still have, less the one that is sampled behind them."""
+        return self._max_length - len(self.token_ids) - 1
 
     @property
     def lead(self) -> Request:
-        """See `Request`."""
-        return self if self.beams is None else self.beams.lead
+        """Itself, or the lead of its search."""
+        return self if self.search is None else self.search.lead
 
     @property
     def answers(self) -> Sequence[TokenSequence]:
-        """See `Request`."""
-        return (self,) if self.beams is None else self.beams.answers
-
-    def draft(self, speculation: Speculation, *, max_tokens: int, least_chance: float) -> Sequence[int]:
-        """See `Request`: as many as may still come, but the last, which is picked behind them."""
-        max_tokens = min(max_tokens, self._max_length - len(self.token_ids) - 1)
-        return speculation.draft(self, max_tokens=max_tokens, least_chance=least_chance)
-
-    def take_logits(self, taker: LogitsConsumer, row: int) -> None:
-        """See `Request`: its decoding loop goes on."""
-        taker.generate(self, row)
-
-    def score(self, logits: LogitsArray, row: int) -> None:
-        """See `Request`: keep how likely the token was that follows in the prompt.
-
-        After a preemption, tokens that were scored already are computed again, and not scored again.
-        """
-        if self._num_scored < self.num_computed_tokens <= self._num_to_score:
-            token_id = self.token_ids[self.num_computed_tokens]
-            num_top = self.params.prompt_logprobs or 0
-            self._prompt_logprobs.append(likelihood(logits[row], token_id, num_top=num_top))
-            self._num_scored += 1
-
-    def take_logprob(self, picked: TokenLogprob | None) -> None:
-        """Keep how likely the token is that `sample()` returns next; for the engine."""
-        if picked is not None:
-            self.picked_logprob, self.picked_top = picked.logprob, picked.top
-
-    def take_surprise(self, bits: float | None) -> None:
-        """Learn from how surprising the token is that `sample()` returns next; for the engine."""
-        if bits is not None and self.stages is not None:
-            self.stages = self.stages.after(bits)
+        """Itself, or the answers of its search."""
+        return (self,) if self.search is None else self.search.answers
 
     @property
     def ending_ids(self) -> frozenset[int]:
@@ -436,27 +418,27 @@ class TokenSequence(Request):
         return len(self.token_ids) - self.num_prompt_tokens
 
     @coroutine
-    def sample(self) -> Generator[Want, Any, int]:
-        """Wait for the next token, picked by the request's sampling parameters."""
-        token_id: int = yield Want.SAMPLE
+    def sample(self) -> Generator[Awaited, Any, int]:
+        """Wait for the next token, sampled by the request's parameters."""
+        token_id: int = yield Awaited.TOKEN
         return token_id
 
     @coroutine
-    def logits(self) -> Generator[Want, Any, LogitsArray]:
-        """Wait for the logits after the last token: [vocab_size] float32.
+    def logits(self) -> Generator[Awaited, Any, LogitsArray]:
+        """Wait for the logits behind the last token: [vocab_size] float32.
 
-        It is a view of the step's buffer: it may be changed, and is gone at the next await. A numpy array;
-        of a model that runs on a GPU, a torch tensor there, for which `int(logits.argmax())` works alike.
+        It is a view of the step's buffer: it may be changed, and is overwritten after the next await. A numpy
+        array; of a model on a GPU, a torch tensor there, for which `int(logits.argmax())` works as well.
         """
-        row: LogitsArray = yield Want.LOGITS
+        row: LogitsArray = yield Awaited.LOGITS
         return row
 
     def append(self, token_id: int) -> None:
-        """Add one token to the answer and apply the stopping rules.
+        """Add one token to the answer and apply the stop conditions.
 
         Raises:
-            ModelFailed: the sequence has ended already, its grammar or the vocabulary has no such id.
-            TypeError: the id is no integer.
+            ModelFailed: the sequence has ended, or its grammar or the vocabulary does not allow the id.
+            TypeError: the id is not an integer.
         """
         if self.finish_reason is not None:
             raise ModelFailed("the decoding loop appended to a sequence that has ended")
@@ -467,17 +449,15 @@ class TokenSequence(Request):
             raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {self.grammar.failure}")
         self.token_ids.append(token_id)
         if self.params.logprobs:
-            self._delta_logprobs.append(math.nan if self.picked_logprob is None else self.picked_logprob)
-            self._delta_top += [self.picked_top] if self._wants_top else []
-            self.picked_logprob, self.picked_top = None, ()
+            self._delta.add_logprob()
         ends = token_id in self._eos_token_ids
         if ends or token_id in self._stop_token_ids:
             if self.params.include_stop_str_in_output:
-                self._text_delta += self._text.push(token_id)
+                self._delta.text += self._text.push(token_id)
             self.finish(FinishReason.END_OF_SEQUENCE, stop_reason=None if ends else token_id)
             return
         text = self._text.push(token_id)
-        self._text_delta += text
+        self._delta.text += text
         rule = self.plugins.stopped_by(self.token_ids, text) if self.plugins.stop_rules else None
         if self._text.stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
@@ -487,55 +467,58 @@ class TokenSequence(Request):
             self.finish(FinishReason.END_OF_SEQUENCE)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
-        elif self.params.repetition_detection is not None and self._goes_in_circles():
+        elif (
+            (detection := self.params.repetition_detection) is not None
+            and self.num_new_tokens >= self.params.min_tokens
+            and detection.is_met(self.token_ids, start=self.num_prompt_tokens)
+        ):
             self.finish(FinishReason.REPETITION, stop_reason="repetition_detected")
 
     def finish(self, reason: FinishReason, *, stop_reason: StopReason | None = None) -> None:
-        """End the answer here; `stop_reason` is what the caller is told beside the reason."""
+        """End the answer here; the caller gets both reasons."""
         self.finish_reason, self.stop_reason = FinishReason(reason), stop_reason
-        self._text_delta += self._text.flush()
-        if self._text.stop is not None:  # the held-back rest completed a stop string
+        self._delta.text += self._text.flush()
+        if self._text.stop is not None:  # the text that was held back completed a stop string
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
 
+    def expire(self) -> None:
+        """End the answer because its deadline has passed."""
+        if self.search is not None:
+            self.search.settle()
+        if self.finish_reason is None:
+            self.finish(FinishReason.LENGTH, stop_reason="deadline")
+
+    def is_expired(self, now_s: float) -> bool:
+        """Whether its deadline has passed before it finished."""
+        return self.deadline_s is not None and self.deadline_s <= now_s and self.finish_reason is None
+
+    def give_logits(self, consumer: LogitsConsumer, row: int) -> None:
+        """Continue the decoding loop."""
+        consumer.generate(self, row)
+
+    def score(self, logits: LogitsArray, row: int) -> None:
+        """Add the log-probability of the prompt's next token to `prompt_logprobs`.
+
+        After a preemption, tokens that were scored are computed again, but not scored again.
+        """
+        if self._num_scored < self.num_computed_tokens <= self._num_to_score:
+            token_id = self.token_ids[self.num_computed_tokens]
+            num_top = self.params.prompt_logprobs or 0
+            self._delta.prompt_logprobs.append(likelihood(logits[row], token_id, num_top=num_top))
+            self._num_scored += 1
+
+    def take_logprob(self, sampled: TokenLogprob | None, *, surprise_bits: float | None = None) -> None:
+        """Keep the log-probability of the token to be appended next, and update mirostat; for the engine."""
+        if sampled is not None:
+            self._delta.sampled = sampled
+        if surprise_bits is not None and self.stages is not None:
+            self.stages = self.stages.after(surprise_bits)
+
     def take_delta(self) -> Delta | None:
-        """Return what came since the last call; None if it is less than `stream_interval` asks for."""
-        num_new = len(self.token_ids) - self._num_delivered
-        is_first = self._num_delivered == self.num_prompt_tokens
-        if not self.finished and num_new < (1 if is_first else self.params.stream_interval):
-            return None
-        token_ids = tuple(self.token_ids[self._num_delivered :])
-        delta = Delta(
-            text=self._text_delta,
-            token_ids=token_ids,
-            logprobs=tuple(self._delta_logprobs),
-            top_logprobs=tuple(self._delta_top),
-            prompt_logprobs=tuple(self._prompt_logprobs),
+        """Return the delta since the last call; None if it has fewer tokens than `stream_interval`."""
+        return self._delta.take(
+            self.token_ids,
+            num_cached_tokens=self.num_cached_tokens,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            usage=self._usage() if self.finished else None,
-        )
-        self._num_delivered = len(self.token_ids)
-        self._text_delta = ""
-        self._delta_logprobs.clear()
-        self._delta_top.clear()
-        self._prompt_logprobs.clear()
-        return delta
-
-    def is_late(self, now_s: float) -> bool:
-        """Whether it still runs, and should not any more."""
-        return self.deadline_s is not None and self.deadline_s <= now_s and not self.finished
-
-    def _goes_in_circles(self) -> bool:
-        detection = self.params.repetition_detection
-        return (
-            detection is not None
-            and self.num_new_tokens >= self.params.min_tokens
-            and detection.is_met(self.token_ids, start=self.num_prompt_tokens)
-        )
-
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_new_tokens,
-            cached_tokens=self.num_cached_tokens,
         )

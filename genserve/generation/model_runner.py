@@ -92,7 +92,7 @@ class ModelRunner:
             token_ids += draft
             end = first + num_tokens + len(draft)
             positions += range(first, end)
-            wanted = range(max(first, request.first_logits), end)
+            wanted = range(max(first, request.logits_start), end)
             rows += range(len(token_ids) - len(wanted), len(token_ids))
             num_rows.append(len(wanted))
             starts.append(len(token_ids))

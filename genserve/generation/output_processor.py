@@ -10,16 +10,14 @@ from typing import Any
 from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
 from genserve.generation.batch_sampler import RowPicker, pick
-from genserve.generation.beam_search import Beam, BeamSearch
-from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence, Want
+from genserve.generation.engine_request import Awaited, LogitsRequest, Request, SequenceSearch, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, on_host
 from genserve.generation.scheduler import SchedulerOutput
 from genserve.generation.speculation import Speculation
 from genserve.sampling.sampler import select_rows
 
-__all__ = ["DecodeFunction", "DecodingLoops", "OutputProcessor", "Outputs"]
-
+__all__ = ["DecodeFunction", "DecodingLoops", "OutputProcessor", "StepOutputs"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,57 +25,57 @@ DecodeFunction = Callable[[TokenSequence], Coroutine[Any, Any, None]]
 
 
 class DecodingLoops:
-    """The loops that are under way. Belongs to the engine's thread, which runs all of them.
+    """One coroutine of the repository's `decode` per token sequence. Belongs to the engine's thread.
 
-    A loop is a plain coroutine without an event loop: it can wait for the next token or for the
-    next row of logits, and the engine resumes it with just that.
+    A loop is a plain coroutine without an event loop: it can only await the next token or the next row of
+    logits, and the engine resumes it with it.
     """
 
     def __init__(self, decode: DecodeFunction) -> None:
         self._decode = decode
         self._loops: dict[Request, Coroutine[Any, Any, None]] = {}
-        self._wants: dict[Request, Want] = {}
+        self._awaited: dict[Request, Awaited] = {}
 
     def __len__(self) -> int:
         return len(self._loops)
 
-    def want(self, sequence: TokenSequence) -> Want | None:
-        """Return what the sequence's loop waits for; None if it has ended. Starts it if need be.
+    def awaited(self, sequence: TokenSequence) -> Awaited | None:
+        """Return what the sequence's loop waits for; None if it has ended. Starts the loop if necessary.
 
         Raises:
-            GenserveError: the loop failed in its first lines.
+            GenserveError: the loop failed before its first await.
         """
         if sequence not in self._loops:
             self._loops[sequence] = self._decode(sequence)
             self._advance(sequence, None)
-        return self._wants.get(sequence)
+        return self._awaited.get(sequence)
 
     def resume(self, sequence: TokenSequence, value: Any) -> None:
-        """Hand the loop what it waits for, and run it up to its next wait or its end.
+        """Send the loop the value that it waits for, and run it to its next await or its end.
 
         Raises:
-            GenserveError: the loop raised, or awaited something else, or did not append a token.
+            GenserveError: the loop raised, awaited something else, or did not append a token.
         """
         self._advance(sequence, value)
         if not sequence.finished and sequence.num_pending == 0:
             raise ModelFailed("the decoding loop waited again without appending a token")
 
     def drop(self, request: Request) -> None:
-        """Close the loop of a request that leaves; fine if it has none."""
-        self._wants.pop(request, None)
+        """Close the loop of a request that leaves; does nothing if it has none."""
+        self._awaited.pop(request, None)
         loop = self._loops.pop(request, None)
         if loop is None:
             return
         try:
             loop.close()
-        except BaseException:  # its `finally` raised, or it awaits again: nobody is left to be told
+        except BaseException:  # its `finally` raised, or it awaited again; no request can receive the error
             logger.exception("decoding loop failed while it was closed")
 
     def _advance(self, sequence: TokenSequence, value: Any) -> None:
         try:
-            want = self._loops[sequence].send(value)
+            awaited = self._loops[sequence].send(value)
         except StopIteration:
-            self._wants.pop(sequence, None)
+            self._awaited.pop(sequence, None)
             if not sequence.finished:
                 sequence.finish(FinishReason.END_OF_SEQUENCE)
             return
@@ -86,27 +84,24 @@ class DecodingLoops:
         except BaseException as error:  # sys.exit() in a model.py must not end the engine's thread
             logger.exception("decoding loop failed")
             raise ModelFailed("the decoding loop failed", remedy=SEE_LOG) from error
-        if not isinstance(want, Want):
-            logger.error("decoding loop awaited a %s", type(want).__name__)
+        if not isinstance(awaited, Awaited):
+            logger.error("decoding loop awaited a %s", type(awaited).__name__)
             raise ModelFailed(
                 "the decoding loop awaited neither a token nor logits",
                 remedy="`decode` may await sequence.sample() and sequence.logits(), nothing else",
             )
-        self._wants[sequence] = want
-
-
-
+        self._awaited[sequence] = awaited
 
 
 @dataclass(slots=True)
-class Outputs:
-    """What a step has brought.
+class StepOutputs:
+    """The outputs of one step.
 
     Attributes:
-        generated: sequences that have got a token, or ended.
-        answered: requests for logits and their rows, each the receiver's own.
-        failed: why these cannot go on.
-        num_accepted: of the drafted tokens.
+        generated: sequences that got a token, or ended.
+        answered: logits requests and their rows, which belong to the receivers.
+        failed: requests that cannot continue, and why.
+        num_accepted: how many drafted tokens were accepted.
     """
 
     generated: dict[TokenSequence, None] = field(default_factory=dict)
@@ -116,7 +111,7 @@ class Outputs:
 
 
 class OutputProcessor:
-    """Gives each request of which all tokens are computed its token or its row; a `LogitsConsumer`.
+    """Passes the logits of a step to the requests whose tokens are all computed; a `LogitsConsumer`.
 
     Belongs to the engine's thread.
     """
@@ -129,26 +124,26 @@ class OutputProcessor:
         picker: RowPicker,
         speculation: Speculation | None,
     ) -> None:
-        """Take what the engine is made of; see `Engine`."""
+        """See `Engine`."""
         self._kv = kv_cache_manager
         self._loops = loops
         self._picker = picker
         self._speculation = speculation
-        # Of the rows that are given now.
-        self._outputs = Outputs()
+        self._outputs = StepOutputs()
+        # Requests by kind, and the rows that they get; filled by the methods of `LogitsConsumer`.
         self._generating: list[tuple[TokenSequence, int]] = []
         self._answering: list[tuple[LogitsRequest, int]] = []
-        self._searching: dict[BeamSearch, dict[Beam, int]] = {}
+        self._searching: dict[SequenceSearch, dict[Request, int]] = {}
 
-    def process(self, output: SchedulerOutput, logits: LogitsArray, num_rows: Sequence[int]) -> Outputs:
-        """Count what a step has computed, and go on with all requests that have nothing left to compute.
+    def process(self, output: SchedulerOutput, logits: LogitsArray, num_rows: Sequence[int]) -> StepOutputs:
+        """Note what a step has computed, and continue every request without pending tokens.
 
         Args:
-            output: what was run.
+            output: the step.
             logits: [R, V] float32; overwritten.
-            num_rows: how many of these each request has.
+            num_rows: how many of these rows each request has.
         """
-        self._outputs = Outputs()
+        self._outputs = StepOutputs()
         ready: list[tuple[Request, int]] = []
         drafted: list[tuple[Request, int, Sequence[int]]] = []
         end = 0
@@ -167,7 +162,7 @@ class OutputProcessor:
                     drafted.append((request, row, draft))
         self._give(logits, ready)
         if drafted:
-            self._follow(logits, drafted)
+            self._verify(logits, drafted)
         return self._outputs
 
     def generate(self, sequence: TokenSequence, row: int) -> None:
@@ -178,16 +173,16 @@ class OutputProcessor:
         """See `LogitsConsumer`."""
         self._answering.append((request, row))
 
-    def search(self, beam: Beam, row: int) -> None:
+    def search(self, search: SequenceSearch, beam: Request, row: int) -> None:
         """See `LogitsConsumer`."""
-        self._searching.setdefault(beam.search, {})[beam] = row
+        self._searching.setdefault(search, {})[beam] = row
 
     def _give(self, logits: LogitsArray, ready: Sequence[tuple[Request, int]]) -> None:
         """Give each of these requests the row behind its last token."""
         for request, row in ready:
-            request.take_logits(self, row)
+            request.give_logits(self, row)
         if self._answering:
-            # To index with a list is to copy, for numpy and for torch: the buffer is the next step's.
+            # Indexing with a list copies, in numpy and in torch; the next step overwrites the buffer.
             rows = logits[[row for _, row in self._answering]]
             self._outputs.answered += [(r, row) for (r, _), row in zip(self._answering, rows, strict=True)]
             self._answering.clear()
@@ -198,24 +193,24 @@ class OutputProcessor:
             self._search(search, logits[[row_of[beam] for beam in search.beams if beam in row_of]])
         self._searching.clear()
 
-    def _follow(self, logits: LogitsArray, drafted: list[tuple[Request, int, Sequence[int]]]) -> None:
-        """Go on with each sequence as long as its tokens are those that were drafted."""
+    def _verify(self, logits: LogitsArray, drafted: list[tuple[Request, int, Sequence[int]]]) -> None:
+        """Continue each sequence as long as its tokens are the drafted ones."""
         assert self._speculation is not None
         num_accepted = {request: 0 for request, *_ in drafted}
-        following = drafted
-        for place in range(max(len(draft) for *_, draft in drafted)):
-            following = [
+        accepting = drafted
+        for index in range(max(len(draft) for *_, draft in drafted)):
+            accepting = [
                 (request, row, draft)
-                for request, row, draft in following
-                if place < len(draft)
+                for request, row, draft in accepting
+                if index < len(draft)
                 and request.num_pending
-                and request.token_ids[request.num_computed_tokens] == draft[place]
+                and request.token_ids[request.num_computed_tokens] == draft[index]
                 and request not in self._outputs.failed
             ]
-            for request, *_ in following:
+            for request, *_ in accepting:
                 request.num_computed_tokens += 1
                 num_accepted[request] += 1
-            self._give(logits, [(r, row + place + 1) for r, row, _ in following if not r.num_pending])
+            self._give(logits, [(r, row + index + 1) for r, row, _ in accepting if not r.num_pending])
         for request, _, draft in drafted:
             self._speculation.note_outcome(
                 request, num_drafted=len(draft), num_accepted=num_accepted[request]
@@ -223,20 +218,20 @@ class OutputProcessor:
         self._outputs.num_accepted = sum(num_accepted.values())
 
     def _generate(self, logits: LogitsArray, generating: Sequence[tuple[TokenSequence, int]]) -> None:
-        """Run each decoding loop on with what it waits for."""
+        """Resume each decoding loop with the value that it awaits."""
         generated, failed = self._outputs.generated, self._outputs.failed
         sampling: list[TokenSequence] = []
         rows: list[int] = []
         for sequence, row in generating:
             generated[sequence] = None
             try:
-                want = self._loops.want(sequence)
+                awaited = self._loops.awaited(sequence)
                 if sequence.num_pending:
-                    continue  # it began with tokens of its own: these logits are not what it waits for
-                if want is Want.SAMPLE:
+                    continue  # the loop appended tokens when it started, and awaits the logits behind them
+                if awaited is Awaited.TOKEN:
                     sampling.append(sequence)
                     rows.append(row)
-                elif want is Want.LOGITS:
+                elif awaited is Awaited.LOGITS:
                     self._loops.resume(sequence, logits[row])
             except GenserveError as error:
                 failed[sequence] = error
@@ -257,15 +252,14 @@ class OutputProcessor:
                 failed[sequence] = _not_finite(sequence)
                 continue
             if not sequence.picks_plainly:
-                sequence.take_logprob(picked.logprob)
-                sequence.take_surprise(picked.surprise_bits)
+                sequence.take_logprob(picked.logprob, surprise_bits=picked.surprise_bits)
             try:
                 self._loops.resume(sequence, picked.token_id)
             except GenserveError as error:
                 failed[sequence] = error
 
-    def _search(self, search: BeamSearch, rows: LogitsArray) -> None:
-        """Move a beam search by one token."""
+    def _search(self, search: SequenceSearch, rows: LogitsArray) -> None:
+        """Advance a beam search by one token, and move the blocks of its beams."""
         beams, failed = tuple(search.beams), self._outputs.failed
         try:
             reorder = search.step(on_host(rows))
@@ -276,8 +270,8 @@ class OutputProcessor:
         else:
             if reorder is None:
                 failed.update(dict.fromkeys(search.answers, _not_finite(search.answers[0])))
-        for copy in reorder.copies if reorder else ():
-            self._kv.fork(copy.source, copy.target)
+        for source, target in reorder.copies if reorder else ():
+            self._kv.fork(source, target)
         for beam in reorder.leaving if reorder else beams:
             self._kv.free(beam)
         if reorder is not None:
@@ -285,7 +279,7 @@ class OutputProcessor:
 
 
 def _score(request: Request, logits: LogitsArray, rows: range) -> None:
-    """Give a request the logits behind its last computed tokens, one after the other."""
+    """Give a request the rows behind its last computed tokens, one after the other."""
     request.num_computed_tokens -= len(rows)
     for row in rows:
         request.num_computed_tokens += 1
@@ -296,11 +290,11 @@ def _not_finite(sequence: TokenSequence) -> GenserveError:
     if sequence.plugins.failure is not None:
         return sequence.plugins.failure
     if sequence.grammar is not None and (failure := sequence.grammar.failure):
-        message = f"structured_outputs became too much to follow: {failure}"
-        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler form")
+        message = f"structured_outputs became too complex to follow: {failure}"
+        return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler grammar")
     if sequence.logit_rules is None and sequence.grammar is None:
         return ModelFailed("the model's logits are not finite")
     return ModelFailed(
-        "the model's logits are not finite, or what the request forbids leaves no token",
+        "the model's logits are not finite, or the request's parameters leave no token to sample",
         remedy="forbid less: allowed_token_ids, suppress_tokens, bad_words, min_tokens, no_repeat_ngram_size",
     )

@@ -20,96 +20,96 @@ from genserve.generation.engine_request import Request
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.speculation import Speculation
 
-__all__ = ["Scheduler", "SchedulerOutput", "StepTimes"]
+__all__ = ["Scheduler", "SchedulerOutput", "StepTimes", "divide_budget", "num_unfinished"]
 
+_NEWEST = 0.2           # weight of the last step in the moving averages of step times
+_GUESS = 15             # tokens, besides the decodes, that double a step as long as nothing is measured
+_FORGIVEN = 0.002       # share of a drafted token's time that each step without drafts takes off again,
+                        # since otherwise one slow step would end drafting
+_MEASURED_TOKENS = 8    # of prompts: fewer in a step cost little each, and say nothing about many
 
-_NEWEST = 0.2       # the weight of what was seen last
-_GUESS = 15         # more tokens than that double a step, before anything was measured
-_FORGIVEN = 0.002   # of what drafted tokens take, with each step without them: or one slow step ends drafting
-_FEW_TOKENS = 8     # of a chunk: fewer cost little each, and say nothing of what many do
+_PROMPT_SHARE = 0.9         # of the tokens that double a step, for each prompt
+_MIN_PROMPT_TOKENS = 8      # for each prompt of a step that also decodes
+_LONGEST_SHARE = 4          # the longest prompt gets at least one in so many of the prompts' tokens
+_MAX_UNFINISHED = 2         # prompts that a step leaves unfinished, before others may begin
+_MAX_SCORED_ROWS = 64       # rows of logits of a step that prompts need for prompt_logprobs
+_DRAFT_MARGIN = 1.25        # a draft must be worth this many times what it costs
 
 
 class StepTimes:
-    """Learns the seconds of steps of one token per sequence, and those of each token more.
+    """Learns how long a step takes, by the number of its decodes, and for each further token.
 
-    A few drafted tokens are cheap, since the weights are read anyway; so they are learned apart from prompts.
+    A few drafted tokens are cheap, since the weights are read anyway, so they are measured separately.
     """
 
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}   # by the number of sequences
-        # Of one token more; 0: not known.
+        # For each further token; 0: not known.
         self._prompt_token_s = 0.0
         self._drafted_token_s = 0.0
 
     def note(self, *, num_decodes: int, num_prompt_tokens: int, num_drafted: int, seconds: float) -> None:
-        """Learn from a step, which has prompts or drafted tokens, not both.
+        """Learn from a step, which has prompts or drafted tokens, but not both.
 
         Args:
             num_decodes: sequences with one token.
-            num_prompt_tokens: of prompts.
+            num_prompt_tokens: tokens of prompts.
             num_drafted: drafted tokens.
-            seconds: that it took.
+            seconds: how long it took.
         """
         if not num_decodes or seconds <= 0:
             return
         decode_s = self.decode_s(num_decodes)
         if not num_prompt_tokens and not num_drafted:
-            self._decode_s[num_decodes] = _moved(self._decode_s.get(num_decodes, 0.0), seconds)
+            self._decode_s[num_decodes] = _moving_average(self._decode_s.get(num_decodes, 0.0), seconds)
             self._drafted_token_s *= 1 - _FORGIVEN
         elif decode_s is None:
             return
         elif num_drafted:
-            self._drafted_token_s = _moved(self._drafted_token_s, max(seconds - decode_s, 0.0) / num_drafted)
-        elif num_prompt_tokens >= _FEW_TOKENS:
-            seconds_more = max(seconds - decode_s, 0.0)
-            self._prompt_token_s = _moved(self._prompt_token_s, seconds_more / num_prompt_tokens)
+            token_s = max(seconds - decode_s, 0.0) / num_drafted
+            self._drafted_token_s = _moving_average(self._drafted_token_s, token_s)
+        elif num_prompt_tokens >= _MEASURED_TOKENS:
+            token_s = max(seconds - decode_s, 0.0) / num_prompt_tokens
+            self._prompt_token_s = _moving_average(self._prompt_token_s, token_s)
 
     def decode_s(self, num_decodes: int) -> float | None:
-        """Return the seconds of a step of one token for each of so many sequences; None: not known."""
+        """Return the seconds of a step that only decodes `num_decodes` sequences; None: not known."""
         if num_decodes not in self._decode_s and self._decode_s:
             num_decodes = min(self._decode_s, key=lambda known: abs(known - num_decodes))
         return self._decode_s.get(num_decodes)
 
     def doubling_prompt_tokens(self, num_decodes: int) -> float:
-        """Return how many tokens of prompts make a step of so many sequences take twice as long."""
-        return self._doubling(num_decodes, self._prompt_token_s)
+        """Return how many tokens of prompts double the time of a step with `num_decodes` decodes."""
+        return self._doubling_tokens(num_decodes, self._prompt_token_s)
 
     def doubling_drafted_tokens(self, num_decodes: int) -> float:
-        """Return how many drafted tokens would make it take twice as long."""
-        return self._doubling(num_decodes, self._drafted_token_s)
+        """Return how many drafted tokens double the time of a step with `num_decodes` decodes."""
+        return self._doubling_tokens(num_decodes, self._drafted_token_s)
 
-    def _doubling(self, num_decodes: int, token_s: float) -> float:
+    def _doubling_tokens(self, num_decodes: int, token_s: float) -> float:
         decode_s = self.decode_s(num_decodes)
         return decode_s / token_s if decode_s and token_s else _GUESS + num_decodes
 
 
-def _moved(before: float, seconds: float) -> float:
-    # One that took far longer had to wait for others.
-    return before + _NEWEST * (min(seconds, 2 * before) - before) if before else seconds
-
-
-_PROMPT_SHARE = 0.9         # of the tokens that double a step
-_LEAST_PROMPT_TOKENS = 8    # of a step beside requests that generate, for each prompt
-_LONGEST_SHARE = 4          # the longest prompt gets one token in so many
-_NUM_UNFINISHED = 2         # prompts that a step leaves unfinished, if more of them can begin
-_NUM_SCORED_ROWS = 64       # rows of logits of a step that prompts want for their own sake
-_DRAFT_MARGIN = 1.25        # a draft must be worth more than it takes by so much
+def _moving_average(average: float, seconds: float) -> float:
+    # A step that took far longer had to wait for other processes.
+    return average + _NEWEST * (min(seconds, 2 * average) - average) if average else seconds
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What a step computes; three lists of the same length, one token of each first.
+    """The tokens of one step: three lists of the same length, the decodes first.
 
     Attributes:
         requests: whose tokens are computed.
-        num_tokens: so many of each, behind those that are computed already.
-        drafts: tokens to be computed behind these that are not known to come.
-        num_decodes: how many of the requests have a single token.
-        num_prompt_tokens: of all that have more.
-        num_drafted: of all drafts.
-        begun: requests that left the queue.
-        num_preempted: so many had to go back there.
-        full: the first that waits found no place in the forward, or too few blocks.
+        num_tokens: how many of each, behind its computed tokens.
+        drafts: drafted tokens of each, computed behind these.
+        num_decodes: how many of the requests have one token and no prompt.
+        num_prompt_tokens: of all other requests.
+        num_drafted: tokens of all drafts.
+        started: requests that left the queue.
+        num_preempted: how many requests went back to the queue.
+        full: whether the first waiting request found no place in the forward, or too few blocks.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -118,21 +118,21 @@ class SchedulerOutput:
     num_decodes: int = 0
     num_prompt_tokens: int = 0
     num_drafted: int = 0
-    begun: list[Request] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
     num_preempted: int = 0
     full: bool = False
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """Compute so many more tokens of a request."""
+        """Compute the next `num_tokens` tokens of a request."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
         self.drafts.append(())
 
 
 class Scheduler:
-    """Keeps the requests that wait and those that run. Belongs to the engine's thread.
+    """The queues of waiting and running requests. Belongs to the engine's thread.
 
-    Both are leads, in the order of priority, and of equals first come, first served.
+    Both hold leads (see `Request.lead`), by priority and then by arrival.
     """
 
     def __init__(
@@ -143,21 +143,21 @@ class Scheduler:
         max_num_batched_tokens: int = 256,
         speculation: Speculation | None = None,
     ) -> None:
-        """Begin with no request.
+        """Start with empty queues.
 
         Args:
-            kv_cache_manager: has the blocks.
+            kv_cache_manager: allocates the blocks.
             max_num_seqs: sequences of a forward.
             max_num_batched_tokens: tokens of a forward; one for each sequence is always allowed.
-            speculation: drafts tokens; None: none are.
+            speculation: drafts tokens; None: no speculation.
         """
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self._kv = kv_cache_manager
         self._max_num_seqs = max_num_seqs
         self._speculation = speculation
         self._times = StepTimes()
-        self._arrivals = count()
-        self._places: dict[Request, tuple[int, int]] = {}   # priority and number of arrival
+        self._next_arrival = count()
+        self._ranks: dict[Request, tuple[int, int]] = {}    # priority and arrival number
         self._waiting: list[Request] = []
         self._running: list[Request] = []
 
@@ -172,17 +172,22 @@ class Scheduler:
         return sum(len(lead.group) for lead in self._running)
 
     def add(self, lead: Request, *, arrival: int | None = None) -> None:
-        """Put a request into the queue; where one with such a number stood, or at the end of its priority."""
-        self._places[lead] = (lead.priority, next(self._arrivals) if arrival is None else arrival)
-        insort(self._waiting, lead, key=self._places.__getitem__)
+        """Put a request into the queue.
+
+        Args:
+            lead: the request.
+            arrival: the arrival number that it inherits; None: it arrives now.
+        """
+        self._ranks[lead] = (lead.priority, next(self._next_arrival) if arrival is None else arrival)
+        insort(self._waiting, lead, key=self._ranks.__getitem__)
 
     def arrival(self, lead: Request) -> int:
-        """Return the number that a request has in the queue."""
-        return self._places[lead][1]
+        """Return the arrival number of a request."""
+        return self._ranks[lead][1]
 
     def remove(self, lead: Request) -> None:
-        """Drop a request, wherever it is; fine if it is not there."""
-        if self._places.pop(lead, None) is None:
+        """Drop a waiting or running request and free its blocks; does nothing if it is neither."""
+        if self._ranks.pop(lead, None) is None:
             return
         if lead in self._running:
             self._running.remove(lead)
@@ -201,7 +206,7 @@ class Scheduler:
         )
 
     def schedule(self, *, num_held: int = 0) -> SchedulerOutput | None:
-        """Choose the tokens of the next forward, and give them blocks; None: nothing can be computed.
+        """Choose the tokens of the next forward and allocate their blocks; None: there is nothing to compute.
 
         Args:
             num_held: places of the forward that are kept free.
@@ -215,8 +220,8 @@ class Scheduler:
         if self._waiting and not output.num_preempted:
             num_sharing = self._admit(output, prompts, budget=budget, num_places=num_places)
         if prompts:
-            # Some have begun, of which some need one token alone, and some wait for what others compute.
-            num_others = min(len(self._waiting) - num_sharing, num_places - len(output.begun))
+            # Of the waiting requests, some have started (a few as decodes) and some wait for a shared prefix.
+            num_others = min(len(self._waiting) - num_sharing, num_places - len(output.started))
             budget = self._prompt_budget(output, num_prompts=len(prompts) + max(0, num_others))
             self._schedule_prompts(output, prompts, budget=budget)
         elif self._speculation is not None and output.num_decodes:
@@ -224,18 +229,18 @@ class Scheduler:
         return output if output.requests else None
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the queue and the blocks disagree; for tests."""
-        assert sorted(self._waiting, key=self._places.__getitem__) == self._waiting
-        assert sorted(self._running, key=self._places.__getitem__) == self._running
-        assert {*self._waiting, *self._running} == self._places.keys(), "a request was lost"
-        assert len(self._places) == len(self._waiting) + len(self._running), "a request waits and runs"
+        """Raise AssertionError if the queues and the blocks disagree; for tests."""
+        assert sorted(self._waiting, key=self._ranks.__getitem__) == self._waiting
+        assert sorted(self._running, key=self._ranks.__getitem__) == self._running
+        assert {*self._waiting, *self._running} == self._ranks.keys(), "a request was lost"
+        assert len(self._ranks) == len(self._waiting) + len(self._running), "a request waits and runs"
         assert sum(lead.num_seqs for lead in self._running) <= self._max_num_seqs, "too many run"
         for lead in self._running:
             assert all(request.num_pending >= 1 for request in lead.group), "one has nothing to compute"
         self._kv.check_integrity()
 
     def _schedule_running(self, output: SchedulerOutput, prompts: list[Request]) -> None:
-        """Give those that run the blocks for all tokens that they have, at the expense of the last ones."""
+        """Allocate blocks for all tokens of the running requests; preempt the last ones if blocks run out."""
         for lead in tuple(self._running):
             for request in lead.group:
                 while not self._kv.extend(request, request.num_pending):
@@ -252,11 +257,11 @@ class Scheduler:
         for request in lead.group:
             self._kv.free(request)
             request.preempt()
-        insort(self._waiting, lead, key=self._places.__getitem__)
+        insort(self._waiting, lead, key=self._ranks.__getitem__)
         output.num_preempted += 1
 
     def _schedule_decode(self, output: SchedulerOutput, prompts: list[Request], lead: Request) -> None:
-        """Schedule a group of which one token each is to be computed; put any other among the prompts."""
+        """Schedule a group with one pending token each; append any other group to the prompts."""
         group = lead.group
         for request in group:
             if request.num_pending > 1:
@@ -267,35 +272,38 @@ class Scheduler:
         output.num_decodes = len(output.requests)
 
     def _add_drafts(self, output: SchedulerOutput, speculation: Speculation) -> None:
-        """Draft tokens where the chance that they are right is worth what they take of the step."""
+        """Draft tokens where the chance that they are accepted is worth the time that they take."""
         num_decodes = output.num_decodes
-        least_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_drafted_tokens(num_decodes)
-        most = left = self.max_num_batched_tokens - num_decodes
-        for place, request in enumerate(output.requests):
-            draft = request.draft(speculation, max_tokens=left, least_chance=least_chance)
+        min_chance = _DRAFT_MARGIN * num_decodes / self._times.doubling_drafted_tokens(num_decodes)
+        budget = left = self.max_num_batched_tokens - num_decodes
+        for index, request in enumerate(output.requests):
+            max_tokens = min(left, request.max_draft_tokens)
+            if max_tokens <= 0:
+                continue
+            draft = speculation.draft(request, max_tokens=max_tokens, min_chance=min_chance)
             if draft and self._kv.extend(request, 1 + len(draft)):
-                output.drafts[place] = draft
+                output.drafts[index] = draft
                 left -= len(draft)
-        output.num_drafted = most - left
+        output.num_drafted = budget - left
 
     def _prompt_budget(self, output: SchedulerOutput, *, num_prompts: int) -> int:
-        """Return how many tokens of prompts the step may have."""
+        """Return how many tokens of prompts the step may compute."""
         left = self.max_num_batched_tokens - output.num_decodes
         if not output.num_decodes:
             return left
         doubling = self._times.doubling_prompt_tokens(output.num_decodes)
-        return min(left, int(num_prompts * max(_LEAST_PROMPT_TOKENS, _PROMPT_SHARE * doubling)))
+        return min(left, int(num_prompts * max(_MIN_PROMPT_TOKENS, _PROMPT_SHARE * doubling)))
 
     def _admit(
         self, output: SchedulerOutput, prompts: list[Request], *, budget: int, num_places: int
     ) -> int:
-        """Have those that wait begin, as far as there are places, blocks, and tokens left in the budget.
+        """Start waiting requests as far as there are places, blocks and tokens in the budget.
 
-        One that begins with a block that another is about to compute waits for that; a long prompt waits
-        where the step has two that it does not finish, and shorter ones of its priority do not wait for it.
+        A request whose next block another one is about to compute waits for that block. A long prompt waits
+        while the step has two prompts that it does not finish; shorter ones of the same priority overtake it.
 
         Returns:
-            How many wait for a block that another computes.
+            How many requests wait for a block that another one computes.
         """
         lengths = sorted(map(_num_pending, prompts))
         computing = {
@@ -303,10 +311,10 @@ class Scheduler:
             for lead in prompts
             for request in lead.group
         }
-        lowest = None
+        lowest_priority = None
         num_sharing = 0
         for lead in list(islice(self._waiting, self._max_num_seqs)):
-            if lowest is not None and lead.priority > lowest:
+            if lowest_priority is not None and lead.priority > lowest_priority:
                 return num_sharing
             if lead.num_seqs > num_places or not self._kv.num_free_blocks:
                 output.full = True
@@ -318,50 +326,51 @@ class Scheduler:
                 num_sharing += 1
                 continue
             length = sum(len(request.token_ids) for request in group) - sum(num_cached)
-            if length > 1 and _num_unfinished(sorted([*lengths, length]), budget) > _NUM_UNFINISHED:
-                lowest = lead.priority
+            if length > 1 and num_unfinished(sorted([*lengths, length]), budget) > _MAX_UNFINISHED:
+                lowest_priority = lead.priority
                 continue
-            if not self._begin(lead):
+            if not self._start(lead):
                 output.full = True
                 return num_sharing
             num_places -= lead.num_seqs
             self._waiting.remove(lead)
-            insort(self._running, lead, key=self._places.__getitem__)
-            output.begun.append(lead)
+            insort(self._running, lead, key=self._ranks.__getitem__)
+            output.started.append(lead)
             self._schedule_decode(output, prompts, lead)
             if length > 1:
                 insort(lengths, length)
             computing.add(key)
         return num_sharing
 
-    def _begin(self, lead: Request) -> bool:
-        """Give a group its blocks, beside one more for each that runs; False if there are too few."""
+    def _start(self, lead: Request) -> bool:
+        """Allocate the blocks of a group, and spare one for each running request; False: too few are free."""
         group = lead.group
-        for place, request in enumerate(group):
-            if not self._kv.begin(request, num_spare=self.num_running):
-                for begun in group[:place]:
-                    self._kv.free(begun)
-                    begun.num_computed_tokens = 0
+        for index, request in enumerate(group):
+            if not self._kv.allocate(request, num_spare=self.num_running):
+                for allocated in group[:index]:
+                    self._kv.free(allocated)
+                    allocated.num_computed_tokens = 0
                 return False
             if not request.num_preemptions:
                 request.num_cached_tokens = request.num_computed_tokens
         return True
 
     def _schedule_prompts(self, output: SchedulerOutput, prompts: list[Request], *, budget: int) -> None:
-        """Divide the budget among those of which several tokens are to be computed."""
+        """Divide the budget among the requests with several pending tokens."""
         prompts.sort(key=_num_pending)
-        num_rows = _NUM_SCORED_ROWS
-        for lead, num_tokens in zip(prompts, _divided(list(map(_num_pending, prompts)), budget), strict=True):
+        num_rows = _MAX_SCORED_ROWS
+        shares = divide_budget(list(map(_num_pending, prompts)), budget)
+        for lead, num_tokens in zip(prompts, shares, strict=True):
             group = lead.group
-            at_once = num_tokens >= _num_pending(lead)
+            finishes = num_tokens >= _num_pending(lead)
             for request in group:
-                # The last tokens of a group are computed in one step, since their logits are for one.
-                pending = request.num_pending if at_once or len(group) == 1 else request.num_pending - 1
+                # The last tokens of a group are computed in one step, because its logits are used together.
+                pending = request.num_pending if finishes or len(group) == 1 else request.num_pending - 1
                 num_chunk = min(pending, num_tokens)
-                if request.first_logits < len(request.token_ids) - 1:
-                    num_silent = max(0, request.first_logits - request.num_computed_tokens)
-                    num_chunk = min(num_chunk, num_silent + num_rows)
-                    num_rows -= max(0, num_chunk - num_silent)
+                if request.logits_start < len(request.token_ids) - 1:
+                    num_unscored = max(0, request.logits_start - request.num_computed_tokens)
+                    num_chunk = min(num_chunk, num_unscored + num_rows)
+                    num_rows -= max(0, num_chunk - num_unscored)
                 if num_chunk:
                     output.add(request, num_chunk)
                     output.num_prompt_tokens += num_chunk
@@ -372,18 +381,23 @@ def _num_pending(lead: Request) -> int:
     return sum(request.num_pending for request in lead.group)
 
 
-def _divided(lengths: Sequence[int], budget: int) -> list[int]:
-    """Return how many tokens each prompt gets, the shortest first; the longest is last and gets its share."""
-    kept = min(lengths[-1], budget // _LONGEST_SHARE)
-    left = budget - kept
-    parts: list[int] = []
+def divide_budget(lengths: Sequence[int], budget: int) -> list[int]:
+    """Return how many tokens of each prompt a step computes: the shortest first, and a share for the longest.
+
+    Args:
+        lengths: pending tokens of the prompts, ascending; at least one.
+        budget: tokens of all prompts together.
+    """
+    reserved = min(lengths[-1], budget // _LONGEST_SHARE)
+    left = budget - reserved
+    shares: list[int] = []
     for length in lengths[:-1]:
-        parts.append(min(length, left))
-        left -= parts[-1]
-    return [*parts, min(lengths[-1], left + kept)]
+        shares.append(min(length, left))
+        left -= shares[-1]
+    return [*shares, min(lengths[-1], left + reserved)]
 
 
-def _num_unfinished(lengths: Sequence[int], budget: int) -> int:
-    """Return how many prompts would not be finished by a step with such a budget."""
-    parts = _divided(lengths, budget)
-    return sum(part < length for part, length in zip(parts, lengths, strict=True))
+def num_unfinished(lengths: Sequence[int], budget: int) -> int:
+    """Return how many prompts a step with this budget would leave unfinished."""
+    shares = divide_budget(lengths, budget)
+    return sum(share < length for share, length in zip(shares, lengths, strict=True))

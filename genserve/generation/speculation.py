@@ -15,38 +15,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from genserve.generation.engine_request import Request, TokenSequence
+from genserve.generation.engine_request import Request
 from genserve.generation.logits_model import ForwardBatch, LogitsModel
 
-__all__ = ["Draft", "DraftModel", "PromptLookup", "Speculation"]
-
+__all__ = ["DraftModel", "PromptLookup", "Proposer", "Speculation"]
 
 logger = logging.getLogger(__name__)
 
-# Before anything is known, drafted tokens count as if so many had been right and so many wrong.
-_RIGHT_AT_FIRST = 2.0
-_WRONG_AT_FIRST = 1.0
-_NEWEST = 0.2           # the weight of the last draft
-_FORGIVEN = 0.005       # so much of the way back to the first guess with each step without a draft
+# The acceptance rate of a new sequence, as moving averages of the numbers of right and wrong tokens.
+_INITIAL_RIGHT = 2.0
+_INITIAL_WRONG = 1.0
+_NEWEST = 0.2           # weight of the last draft
+_FORGIVEN = 0.005       # share of the way back to the initial averages in each step without a draft
+
+_NGRAM_SIZES = (4, 3, 2)    # of the last tokens that prompt lookup searches for, in this order
+_CHUNK = 256                # tokens of a prompt that a draft model computes in one step, while others wait
 
 
-class Draft(Protocol):
-    """Says what may come next."""
+class Proposer(Protocol):
+    """Proposes the tokens that may come next in a sequence."""
 
-    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Return up to `count` tokens that may follow the last token of a sequence; none: no idea."""
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        """Return up to `count` tokens that may follow the last one; none if there is no good guess."""
 
-    def drop(self, sequence: TokenSequence) -> None:
-        """Forget a sequence, which leaves; fine if it is not known."""
+    def drop(self, request: Request) -> None:
+        """Forget a sequence that leaves; does nothing if it is unknown."""
 
 
 @dataclass(slots=True)
-class _Record:
-    """How often the drafts of one sequence were right, the last ones more than others."""
-
-    sequence: TokenSequence
-    num_right: float = _RIGHT_AT_FIRST
-    num_wrong: float = _WRONG_AT_FIRST
+class _AcceptanceRate:
+    num_right: float = _INITIAL_RIGHT
+    num_wrong: float = _INITIAL_WRONG
 
     def move(self, num_right: float, num_wrong: float, share: float) -> None:
         self.num_right += share * (num_right - self.num_right)
@@ -54,188 +53,182 @@ class _Record:
 
 
 class Speculation:
-    """Decides for each sequence how many tokens are worth being drafted. Belongs to the engine's thread.
+    """Decides for each sequence how many tokens to draft. Belongs to the engine's thread.
 
-    What it decides changes when a text comes, and never the text: times may decide.
+    Its decisions affect when a text comes, never the text, so they may depend on measured times.
     """
 
-    def __init__(self, draft: Draft, *, num_tokens: int = 5) -> None:
-        """Begin without experience.
+    def __init__(self, proposer: Proposer, *, num_tokens: int = 5) -> None:
+        """Start with the initial acceptance rate for every sequence.
 
         Args:
-            draft: says what may come next.
-            num_tokens: of a sequence in a step, at the most.
+            proposer: drafts the tokens.
+            num_tokens: the most tokens that are drafted for a sequence in one step.
         """
-        self._draft = draft
+        self._proposer = proposer
         self._num_tokens = num_tokens
         self._has_failed = False
-        self._records: dict[Request, _Record] = {}
+        self._rates: dict[Request, _AcceptanceRate] = {}
 
-    def draft(self, sequence: TokenSequence, *, max_tokens: int, least_chance: float) -> Sequence[int]:
-        """Return tokens that may follow the last one of a sequence; none, if that does not pay.
+    def draft(self, request: Request, *, max_tokens: int, min_chance: float) -> Sequence[int]:
+        """Return tokens that may follow the last one of a sequence; none if drafting does not pay.
 
         Args:
-            sequence: of which all tokens but the last are computed.
-            max_tokens: at the most.
-            least_chance: how likely the last of them must be right to be worth its part of a step.
+            request: a sequence of which all tokens but the last are computed.
+            max_tokens: how many the step can take.
+            min_chance: how likely a token must be accepted to be worth its time in the step.
         """
-        record = self._records.get(sequence)
-        if record is None:
-            record = self._records[sequence] = _Record(sequence)
-        chance = record.num_right / (record.num_right + record.num_wrong)
-        count, likely = 0, chance
-        while count < min(max_tokens, self._num_tokens) and likely >= least_chance:
-            count, likely = count + 1, likely * chance
+        max_tokens = min(max_tokens, self._num_tokens)
+        rate = self._rates.get(request)
+        if rate is None:
+            rate = self._rates[request] = _AcceptanceRate()
+        chance = rate.num_right / (rate.num_right + rate.num_wrong)
+        count, cumulative = 0, chance
+        while count < max_tokens and cumulative >= min_chance:
+            count, cumulative = count + 1, cumulative * chance
         if count:
-            return self._proposed(sequence, count)
-        record.move(_RIGHT_AT_FIRST, _WRONG_AT_FIRST, _FORGIVEN)
+            return self._propose(request, count)
+        rate.move(_INITIAL_RIGHT, _INITIAL_WRONG, _FORGIVEN)
         return ()
 
-    def note_outcome(self, sequence: Request, *, num_drafted: int, num_accepted: int) -> None:
-        """Learn how many tokens of a draft were right."""
-        if sequence in self._records:
-            self._records[sequence].move(num_accepted, num_accepted < num_drafted, _NEWEST)
+    def note_outcome(self, request: Request, *, num_drafted: int, num_accepted: int) -> None:
+        """Update the acceptance rate of a sequence."""
+        if request in self._rates:
+            self._rates[request].move(num_accepted, num_accepted < num_drafted, _NEWEST)
 
     def drop(self, request: Request) -> None:
-        """Forget a request, which leaves."""
-        record = self._records.pop(request, None)
-        if record is not None:
-            self._draft.drop(record.sequence)
+        """Forget a request that leaves; does nothing if it is unknown."""
+        if self._rates.pop(request, None) is not None:
+            self._proposer.drop(request)
 
-    def _proposed(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """Ask the draft. One that fails is asked no more: answers do without it."""
+    def _propose(self, request: Request, count: int) -> Sequence[int]:
+        """Ask the proposer, unless it has failed before: sequences are decoded without it then."""
         if self._has_failed:
             return ()
         try:
-            return self._draft.propose(sequence, count)[:count]
+            return self._proposer.propose(request, count)[:count]
         except Exception:
-            logger.exception("drafting failed; there will be no drafts until the model is loaded again")
+            logger.exception("drafting failed; speculation is off until the model is loaded again")
             self._has_failed = True
             return ()
 
 
-_SIZES = (4, 3, 2)      # of the last tokens that are looked for, in this order
-
-
 class PromptLookup:
-    """Proposes what came after the latest occurrence of the last tokens; a `Draft`. Costs some microseconds.
+    """Proposes the tokens behind the latest earlier occurrence of the last tokens; a `Proposer`.
 
-    Belongs to the engine's thread.
+    Takes a few microseconds per sequence. Belongs to the engine's thread.
 
     Source: Saxena, "Prompt Lookup Decoding" (2023), https://github.com/apoorvumang/prompt-lookup-decoding.
     """
 
     def __init__(self) -> None:
-        self._indices: dict[TokenSequence, _Index] = {}
+        self._indices: dict[Request, _NgramIndex] = {}
 
-    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """See `Draft.propose`."""
-        index = self._indices.get(sequence)
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        """See `Proposer.propose`."""
+        index = self._indices.get(request)
         if index is None:
-            index = self._indices[sequence] = _Index()
-        return index.following(sequence.token_ids, count)
+            index = self._indices[request] = _NgramIndex()
+        return index.tokens_after(request.token_ids, count)
 
-    def drop(self, sequence: TokenSequence) -> None:
-        """See `Draft.drop`."""
-        self._indices.pop(sequence, None)
+    def drop(self, request: Request) -> None:
+        """See `Proposer.drop`."""
+        self._indices.pop(request, None)
 
 
-class _Index:
-    """Where each run of some tokens ended last in one growing list; reads each of its tokens once."""
+class _NgramIndex:
+    """Where each n-gram of one growing list occurred last; reads each token once."""
 
     def __init__(self) -> None:
-        self._followed_at: dict[tuple[int, ...], int] = {}      # by run, the place of what follows it
+        self._ends: dict[tuple[int, ...], int] = {}     # n-gram -> index of the token behind it
         self._num_read = 0
 
-    def following(self, token_ids: Sequence[int], count: int) -> Sequence[int]:
+    def tokens_after(self, token_ids: Sequence[int], count: int) -> Sequence[int]:
         """Return `count` tokens that may follow, or none."""
         self._read(token_ids)
-        for size in _SIZES:
-            start = self._followed_at.get(tuple(token_ids[-size:]))
+        for size in _NGRAM_SIZES:
+            start = self._ends.get(tuple(token_ids[-size:]))
             if start is not None:
-                # Where it ends before so many: what has come twice in a row may come again.
+                # If fewer than `count` tokens follow, the text is assumed to repeat with this period.
                 period = len(token_ids) - start
                 return [token_ids[start + i % period] for i in range(count)]
         return ()
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        """Note all runs but those that nothing follows yet."""
+        """Index all n-grams that a token follows."""
         for end in range(self._num_read + 1, len(token_ids)):
-            for size in _SIZES:
+            for size in _NGRAM_SIZES:
                 if size <= end:
-                    self._followed_at[tuple(token_ids[end - size : end])] = end
+                    self._ends[tuple(token_ids[end - size : end])] = end
         self._num_read = max(self._num_read, len(token_ids) - 1)
 
 
-_CHUNK = 256    # tokens of a prompt that are computed in one step, which all others wait for
-
-
 @dataclass(slots=True)
-class _DraftCache:
-    """What is in the cache of one sequence."""
+class _DraftSequence:
+    """The computed tokens of one sequence, and their blocks in the draft model's cache."""
 
     token_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
 
 class DraftModel:
-    """Proposes the tokens that another model thinks best; a `Draft`. Belongs to the engine's thread.
+    """Proposes the most likely tokens of a smaller model; a `Proposer`. Belongs to the engine's thread.
 
-    Each sequence has blocks of that model's cache. Where no block is free, the sequence that was asked for
-    least recently loses its own, and is computed anew when it is asked for again.
+    Each sequence holds blocks of that model's KV cache. If no block is free, the least recently drafted
+    sequence is evicted, and is computed again when it is drafted next.
     """
 
     def __init__(self, model: LogitsModel, *, vocab_size: int) -> None:
-        """Begin with an empty cache.
+        """Start with an empty cache.
 
         Args:
-            model: drafts; nobody else uses it.
-            vocab_size: of the model that is drafted for; either may have rows behind the last token.
+            model: the draft model; nothing else uses it.
+            vocab_size: of the target model; the logits of either model may be longer.
         """
         self._model = model
         self._vocab_size = vocab_size
         self._free_blocks = list(range(model.num_blocks))
-        self._cached: dict[TokenSequence, _DraftCache] = {}     # least recently asked first
+        self._sequences: dict[Request, _DraftSequence] = {}     # the least recently drafted first
 
-    def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
-        """See `Draft.propose`. None while a long prompt is computed, chunk by chunk."""
-        token_ids = sequence.token_ids
+    def propose(self, request: Request, count: int) -> Sequence[int]:
+        """See `Proposer.propose`; none while a long prompt is computed in chunks."""
+        token_ids = request.token_ids
         if len(token_ids) + count > self._model.max_length:
             return ()
-        cached = self._cached[sequence] = self._cached.pop(sequence, _DraftCache())
-        # The last token is computed again, if need be: the logits behind it are what is asked for.
-        num_computed = min(_common_prefix(cached.token_ids, token_ids), len(token_ids) - 1)
-        del cached.token_ids[num_computed:]
-        best = self._run(cached, token_ids[num_computed : num_computed + _CHUNK])
-        if len(cached.token_ids) < len(token_ids):
+        drafted = self._sequences[request] = self._sequences.pop(request, _DraftSequence())
+        # At least the last token is computed, because the draft needs the logits behind it.
+        num_computed = min(_common_prefix_length(drafted.token_ids, token_ids), len(token_ids) - 1)
+        del drafted.token_ids[num_computed:]
+        best = self._run(drafted, token_ids[num_computed : num_computed + _CHUNK])
+        if len(drafted.token_ids) < len(token_ids):
             return ()
-        drafted = [best]
-        while len(drafted) < count:
-            drafted.append(self._run(cached, drafted[-1:]))
-        return drafted
+        proposed = [best]
+        while len(proposed) < count:
+            proposed.append(self._run(drafted, proposed[-1:]))
+        return proposed
 
-    def drop(self, sequence: TokenSequence) -> None:
-        """See `Draft.drop`."""
-        cached = self._cached.pop(sequence, None)
-        if cached is not None:
-            self._free_blocks += cached.blocks
+    def drop(self, request: Request) -> None:
+        """See `Proposer.drop`."""
+        drafted = self._sequences.pop(request, None)
+        if drafted is not None:
+            self._free_blocks += drafted.blocks
 
-    def _run(self, cached: _DraftCache, token_ids: Sequence[int]) -> int:
-        """Compute some tokens behind what is cached of the sequence asked for; returns the best next one."""
-        num_computed = len(cached.token_ids)
-        cached.token_ids += token_ids
-        while len(cached.blocks) * self._model.block_size < len(cached.token_ids):
+    def _run(self, drafted: _DraftSequence, token_ids: Sequence[int]) -> int:
+        """Compute the next tokens of the sequence; return the most likely one behind them."""
+        num_computed = len(drafted.token_ids)
+        drafted.token_ids += token_ids
+        while len(drafted.blocks) * self._model.block_size < len(drafted.token_ids):
             if not self._free_blocks:
-                self.drop(next(iter(self._cached)))
-            cached.blocks.append(self._free_blocks.pop())
+                self.drop(next(iter(self._sequences)))
+            drafted.blocks.append(self._free_blocks.pop())
         [row] = self._model.forward(
-            ForwardBatch.of([token_ids], num_computed_tokens=[num_computed], block_table=[cached.blocks])
+            ForwardBatch.of([token_ids], num_computed_tokens=[num_computed], block_table=[drafted.blocks])
         )
         return int(row[: self._vocab_size].argmax())
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens are the same; by halving, so that lists compare at C's speed."""
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading tokens are the same; bisects, so that slices compare in C."""
     same, limit = 0, min(len(first), len(second))
     probe = limit
     while same < limit:

@@ -18,33 +18,28 @@ from genserve.repository.ensemble_steps import (
     step_models,
 )
 from genserve.repository.index import ModelEntry, served_versions
+from genserve.shapes import compatible, shape_text
 
 __all__ = ["EnsembleGraph", "TensorSignature", "ensemble_diagnostics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSignature:
-    """What the config of a model says of a tensor."""
+    """The data type and the shape of a tensor by the config of one model."""
 
     model: str
     data_type: str
     dims: tuple[int, ...]
-    batches: bool
+    full_dims: tuple[int, ...]      # with the batch dimension
 
     @classmethod
     def of(cls, spec: TensorSpec, *, config: ModelConfig, dims: tuple[int, ...]) -> TensorSignature:
-        """Return what a config says by one of its inputs or outputs, whose shape is `dims`."""
-        return cls(
-            model=config.name, data_type=spec.data_type, dims=dims, batches=config.max_batch_size > 0
-        )
-
-    @property
-    def full_dims(self) -> tuple[int, ...]:
-        """The shape with that of the batch."""
-        return (-1, *self.dims) if self.batches else self.dims
+        """Return the signature of an input or output of a config whose shape is `dims`."""
+        full_dims = config.with_batch(dims)
+        return cls(model=config.name, data_type=spec.data_type, dims=dims, full_dims=full_dims)
 
     def conflict(self, other: TensorSignature) -> str:
-        """Return in which both contradict each other, in Triton's words; empty: they do not."""
+        """Return the contradiction between both, in Triton's words; empty: there is none."""
         if "TYPE_INVALID" in (self.data_type, other.data_type) or not (self.dims and other.dims):
             return ""  # left to the model's file
         if self.data_type != other.data_type:
@@ -52,20 +47,12 @@ class TensorSignature:
                 f"inconsistent data type: {self.data_type} is inferred from model {self.model} while "
                 f"{other.data_type} is inferred from model {other.model}"
             )
-        if not _fit(self.dims, other.dims) and not _fit(self.full_dims, other.full_dims):
+        if not compatible(self.dims, other.dims) and not compatible(self.full_dims, other.full_dims):
             return (
-                f"inconsistent shape: {_list(self.full_dims)} is inferred from model {self.model} while "
-                f"{_list(other.full_dims)} is inferred from model {other.model}"
+                f"inconsistent shape: {shape_text(self.full_dims)} is inferred from model {self.model} while "
+                f"{shape_text(other.full_dims)} is inferred from model {other.model}"
             )
         return ""
-
-
-def _fit(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
-
-
-def _list(dims: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, dims))}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,9 +397,7 @@ def _consistency(ensemble: _Ensemble) -> Iterator[Diagnostic]:
     """Yield the tensors of which two configs say different things."""
     config = ensemble.config
     said = {
-        spec.name: TensorSignature.of(
-            spec, config=config, dims=spec.dims if spec.reshape is None else spec.reshape
-        )
+        spec.name: TensorSignature.of(spec, config=config, dims=spec.model_dims)
         for spec in (*config.inputs, *config.outputs)
     }
     for path, step, model in ensemble.known_steps:

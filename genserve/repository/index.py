@@ -10,7 +10,7 @@ from pathlib import Path
 from genserve.config.backends import known_backends, version_folders
 from genserve.config.diagnostics import Diagnostic, Severity, first_error
 from genserve.config.model_config import LatestVersions, ModelConfig, SpecificVersions
-from genserve.config.parse import ParsedConfig, inspect_model_config
+from genserve.config.parse import ParsedConfig, inspect_model_config, unreadable_config
 from genserve.errors import ConfigError, RepositoryError
 
 __all__ = ["ModelEntry", "fingerprint", "links_out", "scan", "served_versions"]
@@ -209,14 +209,12 @@ def _model_folders(root: Path) -> list[Path]:
 
 
 def _leads_out(folder: Path, link: Path) -> ParsedConfig:
-    diagnostic = Diagnostic(
-        severity=Severity.ERROR,
-        path=link,
+    return unreadable_config(
+        folder / "config.pbtxt",
+        at=link,
         message=f"the link leads out of the model repository, and model '{folder.name}' is refused",
         remedy="put the file itself there; or serve without --strict-repository-paths",
     )
-    path = folder / "config.pbtxt"
-    return ParsedConfig(path=path, message=None, config=None, places=None, diagnostics=(diagnostic,))
 
 
 def _ambiguous(entry: ModelEntry, *, other: Path) -> ModelEntry:

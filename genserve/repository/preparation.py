@@ -111,6 +111,6 @@ def _judged(
         path=entry.parsed.path,
         folder=entry.path,
         backends=known_backends([options.backend_directory] if options.backend_directory else ()),
-        places=entry.parsed.places if completed else None,
+        source_map=entry.parsed.source.source_map if completed else None,
         completed=completed,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from genserve.config.model_config import ModelConfig, TensorSpec
+from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, Status
 from genserve.inference import InferenceRequest, InferenceResponse, with_request_id
+from genserve.shapes import fits, reshape, shape_text
 from genserve.tensor import DataType, Tensor
 
 __all__ = ["RequestValidator"]
@@ -57,7 +58,7 @@ class RequestValidator:
             tensor = seen.get(spec.name)
             if tensor is not None:
                 lead = tensor.shape[:1] if self._max_batch_size else ()
-                shape = _reshape(tensor.shape[len(lead) :], dims=spec.dims, reshape=spec.reshape or ())
+                shape = reshape(tensor.shape[len(lead) :], dims=spec.dims, to=spec.model_dims)
                 seen[spec.name] = tensor.reshaped(lead + shape)
         return seen
 
@@ -80,13 +81,13 @@ class RequestValidator:
         shape = tensor.shape[len(lead) :]
         if len(shape) != len(spec.reshape):
             return tensor  # the model's own idea: told as it is
-        told = lead + _reshape(shape, dims=spec.reshape, reshape=spec.dims)
+        told = lead + reshape(shape, dims=spec.reshape, to=spec.dims)
         if math.prod(told) != math.prod(tensor.shape):
             raise InferenceError(
-                f"output '{spec.name}' of model '{self._model}' has shape {_shape(tensor.shape)}, whose "
-                f"elements do not fit {_shape(told)}",
+                f"output '{spec.name}' of model '{self._model}' has shape {shape_text(tensor.shape)}, whose "
+                f"elements do not fit {shape_text(told)}",
                 status=Status.INTERNAL,
-                remedy=f"the model's output must have the shape that `reshape` says: {_shape(spec.reshape)}",
+                remedy=f"the model's output must have the shape of `reshape`: {shape_text(spec.reshape)}",
             )
         return tensor.reshaped(told)
 
@@ -150,13 +151,13 @@ class RequestValidator:
                 f"expects '{expected.name}'",
             )
         shape = tensor.shape[1:] if self._max_batch_size else tensor.shape
-        if not _fits(shape, spec):
-            lead = [-1] if self._max_batch_size else []
+        if not fits(shape, spec.dims):
+            expected_dims = (-1, *spec.dims) if self._max_batch_size else spec.dims
             note = _BATCH_NOTE if self._max_batch_size else ""
             raise self._error(
                 request,
                 f"unexpected shape for input '{name}' for model '{self._model}'. "
-                f"Expected {_shape([*lead, *spec.dims])}, got {_shape(tensor.shape)}. {note}",
+                f"Expected {shape_text(expected_dims)}, got {shape_text(tensor.shape)}. {note}",
             )
         if self._max_batch_size and not tensor.shape[0]:
             self._check_empty(request, tensor)
@@ -181,22 +182,3 @@ class RequestValidator:
 def _state_names(config: ModelConfig) -> set[str]:
     batching = config.sequence_batching
     return {state.output_name for state in batching.states} if batching else set()
-
-
-def _fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
-    if len(shape) != len(spec.dims):
-        return False
-    for dim, size in zip(spec.dims, shape, strict=True):  # noqa: SIM110 - of every request: twice as fast
-        if dim not in (-1, size):
-            return False
-    return True
-
-
-def _reshape(shape: tuple[int, ...], *, dims: tuple[int, ...], reshape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `reshape` with the sizes of its wildcards, which stand in the order of those of `dims`."""
-    sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
-    return tuple(next(sizes) if dim == -1 else dim for dim in reshape)
-
-
-def _shape(shape: list[int] | tuple[int, ...]) -> str:
-    return "[" + ",".join(map(str, shape)) + "]"

@@ -1,4 +1,4 @@
-"""Access control: which requests the ports answer, decided by address and headers before a body is read."""
+"""Access control: which requests the ports accept, decided by address and headers before a body is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# Triton's names of the parts.
+# Triton's names of the parts of the protocols.
 _PARTS = (
     "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",
     "trace", "logging",
@@ -43,31 +43,31 @@ _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restriction:
-    """The header that a part asks for."""
+    """The header that requests to a part of the protocol need."""
 
     header: str         # in lower case
     value: bytes
 
     def is_met_by(self, given: str | bytes | None) -> bool:
-        """Whether this is the value; compared in constant time."""
+        """Whether the header has the right value; compared in constant time."""
         if given is None:
             return False
         return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self.value)
 
 
-Restrictions: TypeAlias = Mapping[str, Restriction]     # by part; what is not in it is open
+Restrictions: TypeAlias = Mapping[str, Restriction]     # by part; all others are unrestricted
 
 
 def parse_restrictions(words: Iterable[str], *, prefix: str = "") -> Restrictions:
-    """Read the values of `--http-restricted-api` or `--grpc-restricted-protocol`.
+    """Parse the values of `--http-restricted-api` or `--grpc-restricted-protocol`.
 
     Args:
         words: each "PART,PART:HEADER=VALUE".
         prefix: of the headers.
 
     Raises:
-        GenserveError: one is not of this form, or names no part, or one that another has named. The message
-            does not tell the value: it is a secret.
+        GenserveError: a word has another form, or names an unknown part, or a part twice. The message leaves
+            out the value, which is a secret.
     """
     restrictions: dict[str, Restriction] = {}
     for word in words:
@@ -75,7 +75,7 @@ def parse_restrictions(words: Iterable[str], *, prefix: str = "") -> Restriction
         header, _, value = pair.partition("=")
         if not (parts and _HEADER.fullmatch(header) and value and value.isascii() and value.isprintable()):
             raise GenserveError(
-                "a restriction is not of the form PART,PART:HEADER=VALUE, with a header's name and a "
+                "a restriction must have the form PART,PART:HEADER=VALUE, with a valid header name and a "
                 "value in printable ASCII",
                 remedy="write for example --http-restricted-api=model-repository,logging:admin-key=SECRET",
             )
@@ -87,17 +87,17 @@ def parse_restrictions(words: Iterable[str], *, prefix: str = "") -> Restriction
                 )
             if part in restrictions:
                 raise GenserveError(
-                    f"'{part}' is restricted twice", remedy="name each part once: it asks for one header"
+                    f"'{part}' is restricted twice", remedy="name each part once: it can need one header"
                 )
             restrictions[part] = Restriction(header=(prefix + header).lower(), value=value.encode())
     return restrictions
 
 
 def check_restriction(restriction: Restriction | None, *, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Let a request over HTTP pass, or refuse it in Triton's words.
+    """Reject an HTTP request without the right header, with Triton's message.
 
     Args:
-        restriction: of the part that is asked for; None: it is open.
+        restriction: of the part of the protocol; None: it has none.
         headers: names in lower case.
 
     Raises:
@@ -107,19 +107,19 @@ def check_restriction(restriction: Restriction | None, *, headers: Iterable[tupl
         return
     raise Forbidden(
         f"This API is restricted, expecting header '{restriction.header}'",
-        remedy="send the header with the value that whoever runs the server has given",
+        remedy="send the header with the value that the operator of the server has set",
     )
 
 
-# Readable without a key: they say yes or no, and name no model.
+# Readable without a key: the answer is yes or no, and names no model.
 _OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
-# What a form, or a script without a preflight, can send to any server: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
+# Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
 _JSON = b"application/json"
 _FORM = b"application/x-www-form-urlencoded"
 _FORM_TYPES = frozenset({_FORM, b"multipart/form-data", b"text/plain"})
-# `curl -d` and Triton's client in C++, which is libcurl, declare a form whatever they send. A page cannot
-# claim these names without a preflight.
+# `curl -d` and Triton's C++ client, which uses libcurl, declare every body as a form. A page cannot set these
+# user agents without a preflight.
 _CURL = (b"curl/", b"libcurl-agent/")
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 _HOST_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._*")
@@ -130,21 +130,20 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", re.IGNORECASE)
 class AccessControl:
     """The rules of one port.
 
-    1. The Host header names this machine, so that no web site can have its own name resolve to it (DNS
-       rebinding). Checked where a stolen request would be answered: on loopback, and where clients need
-       neither a key nor a certificate.
+    1. The Host header names this machine, which prevents DNS rebinding. Checked where a rebound request
+       would be answered: on loopback, and where clients need neither a key nor a certificate.
     2. A browser's request comes from a page of this server, or from an allowed origin.
-    3. A request that acts has no content type that a form can have.
-    4. Whoever asks knows the key, if there is one; it is compared in constant time.
+    3. A request with a method that is not safe has no content type that a form can have.
+    4. The request has the API key, if the server has one; it is compared in constant time.
     """
 
     def __init__(self, settings: ServerSettings, *, host: str, asks_key: bool = True) -> None:
-        """Read the rules from the settings.
+        """Take the rules from the settings.
 
         Args:
             settings: of the server.
             host: the address that the port listens on.
-            asks_key: whether the port asks for the key, if the server has one.
+            asks_key: whether the port requires the server's key, if there is one.
 
         Raises:
             InvalidRequest: no header can hold the key.
@@ -155,11 +154,11 @@ class AccessControl:
         is_local = is_loopback(host)
         if not is_local and (settings.api_key or settings.ssl_ca_certs) and not (names and asks_key):
             names = frozenset({"*"})
-        # Each form of the header is looked at once: `infer` is called some thousand times a second.
+        # Cached, as `infer` is called some thousand times a second.
         self._is_known = lru_cache(maxsize=64)(partial(_is_known, names=names, single_labels=not is_local))
 
     def check(self, *, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Let a request pass, or refuse it.
+        """Reject a request that breaks a rule.
 
         Args:
             method: in upper case.
@@ -183,7 +182,7 @@ class AccessControl:
             )
         if method not in _SAFE_METHODS and _is_form(given):
             raise UnsupportedMediaType(
-                "the content type is one that any web page can send",
+                "any web page can send this content type",
                 remedy="send the header `Content-Type: application/json`",
             )
         if self._key is None or path in _OPEN_PATHS:
@@ -194,16 +193,16 @@ class AccessControl:
             )
 
     def _is_foreign(self, given: dict[bytes, bytes], *, method: str) -> bool:
-        """Whether a browser sends this for a page of another origin; as net/http.CrossOriginProtection of Go.
+        """Whether a browser sends this for a page of another origin; as Go's net/http.CrossOriginProtection.
 
-        `Sec-Fetch-Site` tells it, which browsers send to loopback and over TLS, else `Origin`, which
-        they send with everything that is not GET or HEAD.
+        Browsers send `Sec-Fetch-Site` to loopback and over TLS, and `Origin` with all methods except GET
+        and HEAD.
         """
         origin, site = given.get(b"origin"), given.get(b"sec-fetch-site")
         if origin is not None and (origin in self._origins or b"*" in self._origins):
             return False
         if site is not None:
-            # A link from elsewhere may lead here: the page that has it sees nothing of the answer.
+            # Links from other sites are allowed, as the linking page cannot read the answer.
             mode, destination = given.get(b"sec-fetch-mode"), given.get(b"sec-fetch-dest")
             is_link = method in _SAFE_METHODS and mode == b"navigate" and destination == b"document"
             return site not in (b"same-origin", b"none") and not is_link
@@ -215,7 +214,7 @@ class AccessControl:
 
 
 def _host_pattern(text: str) -> str:
-    """Return a value of `--allowed-host` in lower case; raises GenserveError for what matches no host."""
+    """Return a value of `--allowed-host` in lower case; raises GenserveError if it cannot match a host."""
     if not text or not set(text.lower()) <= _HOST_CHARACTERS:
         raise GenserveError(
             f"--allowed-host {text!r} is not a host name",
@@ -225,7 +224,7 @@ def _host_pattern(text: str) -> str:
 
 
 def _origin(text: str) -> bytes:
-    """Return a value of `--allowed-origin` as browsers send it; raises GenserveError for what is none."""
+    """Return a value of `--allowed-origin` as browsers send it; raises GenserveError if it is no origin."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise GenserveError(
             f"--allowed-origin {text!r} is not an origin",
@@ -235,18 +234,18 @@ def _origin(text: str) -> bytes:
 
 
 def _is_known(host: bytes, *, names: frozenset[str], single_labels: bool) -> bool:
-    """Whether a Host header names an address, this machine by `localhost`, or one of `names`.
+    """Whether a Host header is an address, `localhost`, or matches one of `names`.
 
     An address cannot be rebound: a page that was loaded from it is a page of this server. With
-    `single_labels` names without a dot are known, too, as containers have them on their network: the public
-    DNS has none, and whoever is on that network reaches the port without a web page.
+    `single_labels`, names without a dot are accepted too, as containers have them on their network: the
+    public DNS has none, and another container reaches the port without a web page anyway.
     """
     text = host.decode("latin-1").lower()
     name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
     name = name.rstrip(".")
     return (
         name == "localhost"
-        or name.endswith(".localhost")  # RFC 6761, section 6.3: never asked of a name server
+        or name.endswith(".localhost")  # RFC 6761, section 6.3: never resolved by a name server
         or _address(name) is not None
         or (single_labels and _SINGLE_LABEL.fullmatch(name) is not None)
         or any(fnmatchcase(name, pattern) for pattern in names)
@@ -265,7 +264,7 @@ def _unknown_host(host: bytes) -> Forbidden:
     readable = ascii(name)[1:-1]
     return Forbidden(
         f"the server does not answer to the host name {readable!r}",
-        remedy=f"start it with --allowed-host {readable} if clients, or a proxy, know it by this name",
+        remedy=f"start it with --allowed-host {readable} if clients, or a proxy, use this name",
     )
 
 
@@ -280,7 +279,7 @@ def _is_form(given: dict[bytes, bytes]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; a name is resolved, and every address must be one."""
+    """Whether an address is a loopback address; a name is resolved, and all of its addresses must be."""
     address = _address(host)
     if address is not None:
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback
@@ -294,7 +293,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe_addresses(settings: ServerSettings) -> None:
-    """Refuse ports that are open to other machines and ask for no key, unless that was asked for.
+    """Reject ports that other machines can reach without a key, unless the settings allow that.
 
     Raises:
         GenserveError: names the flags.
@@ -309,7 +308,7 @@ def require_safe_addresses(settings: ServerSettings) -> None:
     for flag, host in ports.items():
         if not is_loopback(host):
             raise GenserveError(
-                f"{flag} {host} lets other machines in, and no API key is set",
-                remedy="set GENSERVE_API_KEY, listen on 127.0.0.1, or let anybody in with "
+                f"{flag} {host} lets other machines connect, and no API key is set",
+                remedy="set GENSERVE_API_KEY, listen on 127.0.0.1, or let anybody connect with "
                 "--allow-unauthenticated (GENSERVE_ALLOW_UNAUTHENTICATED=true in a container)",
             )

@@ -1,8 +1,7 @@
-"""Access log: one line for each request that has ended, and the id by which it went.
+"""Access log: one line for each request that has ended, with its id.
 
-What is refused or fails is a warning. Of what succeeds, generated text and what changes the server is
-information; inferences of other models and what is looked at over and over are told at a verbose level.
-No line has what was sent or answered.
+Requests that are rejected or fail are logged as warnings, generations and changes of the server as
+information, inferences of other models and polling at a verbose level. No line quotes a request or an answer.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Anything else is not given back.
+# Any other id is replaced by one of ours.
 _ID = re.compile(rb"[!-~]{1,128}")
 _ID_NAME = b"x-request-id"
-_SERVER_ID = secrets.token_hex(10)      # of this process: no two make the same ids up
+_SERVER_ID = secrets.token_hex(10)      # of this process, so that ids differ between servers
 _numbers = itertools.count()
-# Health checks, which fail as long as models are loaded, and say so to whoever asks.
+# Health checks, whose failures while models load are expected.
 _PROBES = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; proxies' logs use this number
+CLIENT_CLOSED_REQUEST = 499  # as in the logs of nginx; no client receives it
 
 
 class AccessLog:
-    """ASGI middleware that logs each request, and tells the caller by which id it went: `X-Request-Id`."""
+    """ASGI middleware that logs each request, and returns its id as `X-Request-Id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, and write the header into its answer."""
+        """Pass the request on, and add the header to its response."""
         if scope["type"] == "http":
             await answer_logged(begin_request(scope), self._app, scope, receive, send)
         else:
@@ -58,11 +57,11 @@ class AccessLog:
 
 
 def begin_request(scope: Scope) -> LoggedRequest:
-    """Return the request that the log tells of from here on; `log_http` is to be called at its end.
+    """Return the log's record of a request, and make it the current one; call `log_http` when it has ended.
 
-    Its id is the caller's own or made up, and stands in each line that is logged on the request's way.
+    Its id is the caller's or a new one, and is in each line that is logged for the request.
     """
-    request = LoggedRequest(id=_given_id(scope) or _made_up_id())
+    request = LoggedRequest(id=_given_id(scope) or _new_id())
     CURRENT_REQUEST.set(request)
     return request
 
@@ -70,7 +69,7 @@ def begin_request(scope: Scope) -> LoggedRequest:
 async def answer_logged(
     request: LoggedRequest, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Have an application answer, write the id into its headers, and log how it ended."""
+    """Call an application, add the id to its response's headers, and log how the request ended."""
     status = 0
 
     async def send_with_id(message: Message) -> None:
@@ -87,14 +86,14 @@ async def answer_logged(
         raise
     except BaseException as error:
         if request.error is None and not isinstance(error, asyncio.CancelledError):
-            request.error = ModelFailed("the answer broke off")
+            request.error = ModelFailed("the answer ended early")
         log_http(request, scope, status=status or 500)
         raise
     log_http(request, scope, status=status or CLIENT_CLOSED_REQUEST)
 
 
 def id_header(request: LoggedRequest) -> tuple[bytes, bytes]:
-    """Return the header that tells the caller the id of a request."""
+    """Return the response header with the id of a request."""
     return _ID_NAME, request.id.encode()
 
 
@@ -105,13 +104,13 @@ def _given_id(scope: Scope) -> str:
     return ""
 
 
-def _made_up_id() -> str:
-    # A random number for each would be the largest part of what the log costs `infer`.
+def _new_id() -> str:
+    # A random number for each request would be the log's largest cost in `infer`.
     return f"{_SERVER_ID}{next(_numbers):012x}"
 
 
 def is_verbose() -> bool:
-    """Whether what is no news is logged too."""
+    """Whether the lines of the verbose level are logged."""
     return logger.isEnabledFor(logging.DEBUG)
 
 
@@ -121,12 +120,12 @@ def log_request(
     """Write the line of a request that has ended.
 
     Args:
-        request: with what is known of it.
+        request: the log's record of it.
         client: its address.
-        call: the method and the path, or the method of gRPC.
-        status: the number or the word that the client was told.
-        failed: whether it was refused, or failed.
-        as_info: whether a success of its kind is told at the default level; generated text is.
+        call: the method and path of HTTP, or the method of gRPC.
+        status: the number or word that the client received.
+        failed: whether it was rejected or failed.
+        as_info: whether to log a success at the default level; generations always are.
     """
     if failed:
         level = logging.WARNING
@@ -149,7 +148,7 @@ def log_request(
     error = request.error
     if error is not None:
         fields["error"] = _code(error)
-        if is_verbose():    # it may quote what was sent
+        if is_verbose():    # since it may quote the request
             fields["message"] = quoted(error.message, limit=2048)
     text = " ".join(f"{name}={value}" for name, value in fields.items() if value)
     kind = (status, fields.get("error"))
@@ -157,7 +156,7 @@ def log_request(
 
 
 def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
-    """Write the line of an HTTP request that was answered with a status."""
+    """Write the line of an HTTP request that ended with a status."""
     path: str = scope["path"]
     if status == 200 and path.endswith("/infer") and not (request.error or request.answers or is_verbose()):
         return
@@ -166,7 +165,7 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
     else:
         left = status == CLIENT_CLOSED_REQUEST
         failed = (status >= 400 and not left) or request.error is not None
-        as_info = left or not _is_quiet(path, method=scope["method"])
+        as_info = left or not _is_verbose(path, method=scope["method"])
     if failed or as_info or request.answers or is_verbose():
         client = scope.get("client")
         address = "-" if client is None else f"{client[0]}:{client[1]}"
@@ -174,8 +173,8 @@ def log_http(request: LoggedRequest, scope: Scope, *, status: int) -> None:
         log_request(request, client=address, call=call, status=str(status), failed=failed, as_info=as_info)
 
 
-def _is_quiet(path: str, *, method: str) -> bool:
-    """Whether a success is told at a verbose level alone: inferences, and what is looked at over and over."""
+def _is_verbose(path: str, *, method: str) -> bool:
+    """Whether a success is logged only at the verbose level: inferences and polling."""
     if path.startswith("/v2"):
         return method == "GET" or path.endswith(("/infer", "/generate", "/generate_stream"))
     return path == "/metrics"

@@ -24,26 +24,26 @@ __all__ = ["create_app"]
 
 
 def create_app(services: Services) -> FastAPI:
-    """Return the application over `services`; whoever calls it loads and closes the repository."""
+    """Return the application over `services`; the caller loads and closes the repository."""
     app = _App(
         services,
         title="genserve",
         version=__version__,
         description="Text generation from a model repository in Triton's format.",
-        docs_url=None,  # FastAPI's own pages are empty where their scripts' server cannot be reached
+        docs_url=None,  # FastAPI's own pages load their scripts from the internet
         redoc_url=None,
     )
     app.state.services = services
     for routes in (openai, openai_completions, tgi, health, docs_page):  # in the order of the page at /docs
         app.include_router(routes.router)
     add_error_handlers(app)
-    for left in (ClientLeft, ClientDisconnect):  # before the answer; in the middle of the body
-        app.add_exception_handler(left, _on_client_left)
+    for error in (ClientLeft, ClientDisconnect):    # before the answer; in the middle of the body
+        app.add_exception_handler(error, _on_client_left)
     return app
 
 
 class _App(FastAPI):
-    """FastAPI, with the routes of KServe before it: its middleware would cost them a third of their time."""
+    """FastAPI behind the routes of KServe: its middleware would add a third to their time."""
 
     def __init__(self, services: Services, **options: Any) -> None:
         super().__init__(**options)
@@ -51,7 +51,7 @@ class _App(FastAPI):
         self._access = AccessControl(settings, host=settings.host)
         self._restrictions = parse_restrictions(settings.http_restricted_api)
         self._kserve: ASGIApp = KServe(services, check=self._check)
-        self._others: ASGIApp = AccessLog(self._answer_others)
+        self._other_routes: ASGIApp = AccessLog(self._handle_others)
         self._cors: ASGIApp | None = None
         if settings.allowed_origins:
             self._cors = CORSMiddleware(
@@ -60,28 +60,28 @@ class _App(FastAPI):
                 allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=["*"],
-                allow_private_network=True,     # some browsers ask before a public page may reach loopback
+                allow_private_network=True,     # some browsers check before a public page reaches loopback
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; the ASGI protocol."""
+        """Handle a request; the ASGI protocol."""
         await (self._cors or self._route)(scope, receive, send)
 
     def _route(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         is_of_kserve = scope["type"] == "http" and is_kserve(scope["path"])
-        return (self._kserve if is_of_kserve else self._others)(scope, receive, send)
+        return (self._kserve if is_of_kserve else self._other_routes)(scope, receive, send)
 
-    async def _answer_others(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer: ASGIApp = super().__call__
+    async def _handle_others(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app: ASGIApp = super().__call__
         if scope["type"] == "http":
             try:
                 self._check(scope)
             except GenserveError as error:
-                answer = error_response(error, path=scope["path"])
-        await answer(scope, receive, send)
+                app = error_response(error, path=scope["path"])
+        await app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        """Raise what a request is refused with, before its body is read."""
+        """Raise the error that rejects a request, before its body is read."""
         path = scope["path"]
         self._access.check(method=scope["method"], path=path, headers=scope["headers"])
         if self._restrictions:
@@ -90,7 +90,7 @@ class _App(FastAPI):
 
 
 def _part_of_others(scope: Scope) -> str:
-    """Return the part of KServe that does the same as a route; empty: none, as for a page or metrics."""
+    """Return the part of KServe that corresponds to a route; empty: none, as for pages and metrics."""
     path = scope["path"]
     if path == "/health":
         return "health"

@@ -16,9 +16,9 @@ from fastapi import Request, Response
 
 from genserve.completion import Delta
 from genserve.errors import Closed, InvalidRequest, ModelNotReady
-from genserve.generation.delta_streams import AsyncStream
+from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import Reservation
+from genserve.generation.request_inbox import Reservation
 from genserve.log import CURRENT_REQUEST, LoggedRequest
 from genserve.prompt import Prompt
 from genserve.sampling.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ class SubmittedRequest:
     """A request that the engine has accepted."""
 
     model: TextModel
-    stream: AsyncStream
+    stream: AsyncDeltaStream
     prompts: tuple[tuple[int, ...], ...]    # token ids, by prompt
     seeds: tuple[int, ...]                  # by choice
     params: SamplingParams

@@ -39,7 +39,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class StrictRoute(APIRoute):
-    """A route whose bodies are read by `StrictRequest`."""
+    """A route that reads bodies with `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler."""
@@ -47,7 +47,7 @@ class StrictRoute(APIRoute):
 
         async def handle_strictly(request: Request) -> Response:
             strict = StrictRequest(request.scope, request.receive)
-            # Here, because FastAPI would turn an error into one of its own.
+            # Here, because FastAPI would replace an error by its own.
             if await strict.body():
                 await strict.json()
             return await handle(strict)
@@ -56,13 +56,13 @@ class StrictRoute(APIRoute):
 
 
 class StrictRequest(Request):
-    """A request whose body is bounded, and whose JSON is parsed by the letter."""
+    """A request with a size limit for its body and strict parsing of its JSON."""
 
     async def body(self) -> bytes:
         """Return the body.
 
         Raises:
-            BodyTooLarge: before more than the limit is held in memory.
+            BodyTooLarge: before more than the limit is in memory.
         """
         if not hasattr(self, "_body"):
             limit = self.app.state.services.settings.max_body_bytes
@@ -77,7 +77,7 @@ class StrictRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """Return the parsed body; raises InvalidRequest, which never quotes the body's content."""
+        """Return the parsed body; raises InvalidRequest, which never quotes the body."""
         if not hasattr(self, "_json"):
             body = await self.body()
             self._json = await offload_if_large(len(body), parse_json, body)
@@ -88,8 +88,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a strict JSON object.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON (says at which character), no object, a key twice, NaN or
-            Infinity, a number too large, a lone surrogate, or nested too deeply.
+        InvalidRequest: not UTF-8, not JSON (with the character's index), not an object, or with a repeated
+            key, NaN, Infinity, a number that is too long, a lone surrogate, or too deep a nesting.
     """
     try:
         text = body.decode("utf-8")
@@ -111,7 +111,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", remedy=_JSON_OBJECT)
-    # Only an escape can make one, so most bodies need no look at their strings.
+    # Only an escape can produce one, so most bodies need no scan of their strings.
     if "\\u" in text:
         _refuse_surrogates(value, "")
     return value
@@ -128,12 +128,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise InvalidRequest(f"the body holds {name}, which is not JSON")
+    raise InvalidRequest(f"the body contains {name}, which is not JSON")
 
 
 def _bounded_int(digits: str) -> int:
     if len(digits) > _MAX_INT_DIGITS:
-        raise InvalidRequest(f"the body holds a number of {len(digits)} digits")
+        raise InvalidRequest(f"the body contains a number of {len(digits)} digits")
     return int(digits)
 
 
@@ -141,7 +141,7 @@ def _refuse_surrogates(value: Any, place: str) -> None:
     match value:
         case str() if _LONE_SURROGATE.search(value):
             where = place or "the body"
-            raise InvalidRequest(f"{where} holds half a surrogate pair, which is no character", field=where)
+            raise InvalidRequest(f"{where} contains a lone surrogate, which is not a character", field=where)
         case dict():
             for key, inner in value.items():
                 _refuse_surrogates(key, place)
@@ -152,4 +152,4 @@ def _refuse_surrogates(value: Any, place: str) -> None:
 
 
 def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {limit} bytes", remedy="send less")
+    return BodyTooLarge(f"the body is larger than {limit} bytes", remedy="send a smaller body")

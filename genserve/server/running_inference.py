@@ -17,7 +17,7 @@ _Item: TypeAlias = tuple[InferenceResponse | None, bool]
 
 
 class ResponseDispatcher:
-    """Hands responses to one event loop: one wake-up of it for all that arrive meanwhile."""
+    """Hands responses from model threads to one event loop, with one wake-up for all that are queued."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -25,11 +25,11 @@ class ResponseDispatcher:
         self._woken = False
 
     def open(self) -> Responses:
-        """Return where the responses of one inference go."""
+        """Return the queue for the responses of one inference."""
         return Responses(self)
 
     def post(self, responses: Responses, item: _Item) -> None:
-        """Hand over one response, from any thread; once the event loop is closed, nobody reads it."""
+        """Queue one response, from any thread; dropped if the event loop is closed."""
         self._arrived.append((responses, item))
         if self._woken:
             return
@@ -40,7 +40,7 @@ class ResponseDispatcher:
             self._arrived.clear()
 
     def _dispatch(self) -> None:
-        # First, so that what is appended from here on wakes the loop again.
+        # First, so that responses appended from here on wake the loop again.
         self._woken = False
         while self._arrived:
             responses, item = self._arrived.popleft()
@@ -59,21 +59,21 @@ class Responses:
         self._waiter: asyncio.Future[None] | None = None
 
     def on_response(self, response: InferenceResponse | None, final: bool) -> None:  # noqa: FBT001 - OnResponse
-        """Take a response, on any thread; see `OnResponse`."""
+        """Queue a response, from any thread; see `OnResponse`."""
         self._dispatcher.post(self, (response, final))
 
     def put(self, item: _Item) -> None:
-        """Add what arrived; for the dispatcher, on the event loop."""
+        """Append a response; for the dispatcher, on the event loop."""
         self._arrived.append(item)
         self._wake()
 
     def abandon(self, error: Exception) -> None:
-        """Let the reader have this error in place of all that follows; on the event loop."""
+        """Raise this error in the reader instead of returning further responses; on the event loop."""
         self._error = error
         self._wake()
 
     async def next(self) -> tuple[InferenceResponse | None, bool]:
-        """Return the next response, or None, and whether it is the last; raises what `abandon` was given."""
+        """Return the next response or None, and whether it is the last; raises the error of `abandon`."""
         while not self._arrived and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -95,11 +95,11 @@ class Responses:
 
 
 class RunningInference:
-    """Use it as a context manager: leaving it early, also because the task is cancelled, cancels it.
+    """One inference of a client. As a context manager it cancels the inference on an early exit.
 
     Attributes:
-        inference: that runs.
-        responses: of it, for one reader on the event loop.
+        inference: the running inference.
+        responses: its responses, for one reader on the event loop.
     """
 
     __slots__ = ("inference", "responses")
@@ -113,7 +113,7 @@ class RunningInference:
         server.submit(self.inference)
 
     async def single(self) -> InferenceResponse:
-        """Wait for the end, and return the one response; one that never came is an error."""
+        """Wait for the end and return the only response, which is an error if the model sent none."""
         first, final = None, False
         while not final:
             response, final = await self.responses.next()
@@ -126,7 +126,7 @@ class RunningInference:
         )
 
     def close(self) -> None:
-        """Stop the inference if it still runs."""
+        """Cancel the inference if it still runs."""
         if not self.inference.ended:
             self.inference.cancel()
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from genserve.generation.delta_streams import EventLoopOutbox
+from genserve.generation.delta_streams import EventLoopSink
 from genserve.generation_metrics import Metrics
 from genserve.kserve.log_settings import LogSettings
 from genserve.kserve.served_models import Models
@@ -70,7 +70,7 @@ class Services:
     trace_settings: TraceSettings = field(init=False)
     log_settings: LogSettings = field(init=False)
     readiness: Readiness = field(init=False)
-    _outbox: EventLoopOutbox | None = None
+    _sink: EventLoopSink | None = None
     _response_dispatcher: ResponseDispatcher | None = None
 
     def __post_init__(self) -> None:
@@ -91,11 +91,11 @@ class Services:
         state = await self.readiness.state()
         return state == ModelState.READY if self.settings.strict_readiness else state != ModelState.LOADING
 
-    def outbox(self) -> EventLoopOutbox:
+    def outbox(self) -> EventLoopSink:
         """Return the outbox of generated text for the running event loop, which is always the same."""
-        if self._outbox is None:
-            self._outbox = EventLoopOutbox(asyncio.get_running_loop())
-        return self._outbox
+        if self._sink is None:
+            self._sink = EventLoopSink(asyncio.get_running_loop())
+        return self._sink
 
     def response_dispatcher(self) -> ResponseDispatcher:
         """Return the dispatcher of responses for the running event loop, which is always the same."""

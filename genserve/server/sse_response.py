@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from genserve.completion import Delta
 from genserve.errors import GenserveError
-from genserve.generation.delta_streams import AsyncStream
+from genserve.generation.delta_streams import AsyncDeltaStream
 from genserve.log import fail_request
 
 __all__ = ["ClientLeft", "EventStream", "Frames", "event", "read_all"]
 
 
-# sse-starlette would cut every stream at the first SIGTERM; answers may go on while the server drains.
+# sse-starlette would end every stream at the first SIGTERM, but streams may finish during the drain.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 _PING_S = 15
@@ -29,23 +29,23 @@ _T = TypeVar("_T")
 
 
 class Frames(Protocol):
-    """How a dialect writes a stream. All methods return bytes that are ready to send, or none."""
+    """How a dialect writes a stream. All methods return bytes to send, which may be empty."""
 
     def start(self) -> bytes:
-        """What comes before the first delta."""
+        """Return what precedes the first delta."""
 
     def delta(self, delta: Delta) -> bytes:
-        """One delta, the last one included."""
+        """Return the events of one delta, which may be the last."""
 
     def error(self, error: GenserveError) -> bytes:
-        """An error in the middle of the stream."""
+        """Return the event of an error in the middle of the stream."""
 
     def end(self) -> bytes:
-        """What comes after the last delta, or after an error."""
+        """Return what follows the last delta, or an error."""
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before the answer was there."""
+    """The client closed its connection before the answer was complete."""
 
 
 def event(json_text: str) -> bytes:
@@ -54,14 +54,14 @@ def event(json_text: str) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """The answer that streams; however it ends, the stream behind it is closed.
+    """A streamed answer, which closes its stream of deltas however it ends.
 
-    The status is sent with the first delta, so that a request which ends before it has a status that says so:
-    one that has waited too long, 429. An answer that has nothing for as long as to the first ping begins
-    without; what goes wrong from then on is an event.
+    The status is sent with the first delta, so that an error before it has its own status: 429 for a request
+    that has waited too long. If there is no delta by the time of the first ping, the answer begins without
+    one, and later errors are events.
     """
 
-    def __init__(self, stream: AsyncStream, frames: Frames) -> None:
+    def __init__(self, stream: AsyncDeltaStream, frames: Frames) -> None:
         self._stream = stream
         super().__init__(
             _events(stream, frames), ping=_PING_S, sep="\n", headers={"Cache-Control": "no-cache"}
@@ -77,11 +77,11 @@ class EventStream(EventSourceResponse):
 
     @override
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        # No `send_timeout` is set, and a scope for one would be a quarter of what an event costs.
+        # No `send_timeout` is set; the cancel scope for one would be a quarter of the cost of an event.
         await send(message)
 
 
-async def _events(stream: AsyncStream, frames: Frames) -> AsyncIterator[bytes]:
+async def _events(stream: AsyncDeltaStream, frames: Frames) -> AsyncIterator[bytes]:
     if first := frames.start():
         yield first
     try:
@@ -95,11 +95,11 @@ async def _events(stream: AsyncStream, frames: Frames) -> AsyncIterator[bytes]:
         yield last
 
 
-async def read_all(stream: AsyncStream, request: Request) -> list[Delta]:
-    """Wait for the whole answer, and stop it if the client leaves meanwhile.
+async def read_all(stream: AsyncDeltaStream, request: Request) -> list[Delta]:
+    """Return all deltas of an answer; stop it if the client disconnects.
 
     Raises:
-        ClientLeft: nobody is there to be answered.
+        ClientLeft: the client has disconnected.
         GenserveError: the model failed.
     """
     async with stream:
@@ -108,15 +108,15 @@ async def read_all(stream: AsyncStream, request: Request) -> list[Delta]:
         return deltas
 
 
-async def _first_delta(stream: AsyncStream, receive: Receive) -> None:
-    """Wait for the first delta, or as long as to the first ping; raises what `read_all` raises."""
+async def _first_delta(stream: AsyncDeltaStream, receive: Receive) -> None:
+    """Wait for the first delta, at most until the first ping; raises as `read_all` does."""
     await _while_connected(stream.first(), receive, timeout_s=_PING_S)
 
 
 async def _while_connected(
     work: Coroutine[Any, Any, _T], receive: Receive, *, timeout_s: float | None = None
 ) -> _T | None:
-    """Return what `work` does, or None if it took too long; raises ClientLeft if nobody waits for it."""
+    """Return the result of `work`, or None on a timeout; raises ClientLeft if the client disconnects."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -131,7 +131,7 @@ async def _while_connected(
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _collect(stream: AsyncStream) -> list[Delta]:
+async def _collect(stream: AsyncDeltaStream) -> list[Delta]:
     return [delta async for deltas in stream for delta in deltas]
 
 

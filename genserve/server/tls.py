@@ -1,4 +1,4 @@
-"""TLS: the certificate of the server, as each kind of port takes it."""
+"""TLS: the server's certificate, for the HTTP ports and for gRPC."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["grpc_credentials", "ssl_context"]
 
 
 def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
-    """Return what the HTTP ports speak TLS with; None: they do not.
+    """Return the TLS context of the HTTP ports; None: no TLS.
 
     Raises:
-        GenserveError: a file cannot be read, is no PEM, or key and certificate are not of one pair.
+        GenserveError: a file cannot be read or is not PEM, or key and certificate do not match.
     """
     certificate, key, authorities = settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs
     if certificate is None:
@@ -40,7 +40,7 @@ def ssl_context(settings: ServerSettings) -> ssl.SSLContext | None:
 
 
 def grpc_credentials(settings: ServerSettings) -> Any:
-    """Return the credentials of the gRPC port, of files that `ssl_context` has read; None: no TLS."""
+    """Return the credentials of the gRPC port; None: no TLS. `ssl_context` has checked the files."""
     if settings.ssl_certfile is None:
         return None
     import grpc
@@ -54,17 +54,17 @@ def grpc_credentials(settings: ServerSettings) -> Any:
 
 
 def _refuse_password() -> bytes:
-    """Refuse an encrypted key, for which OpenSSL would ask on the terminal."""
+    """Reject an encrypted key; OpenSSL would prompt for its password on the terminal."""
     raise GenserveError(
         "the key of the certificate is encrypted",
-        remedy="give a plain one, which only this user may read: `openssl pkey -in KEY -out PLAIN`",
+        remedy="use an unencrypted key that only this user may read: `openssl pkey -in KEY -out PLAIN`",
     )
 
 
-def _unusable(what: str, *files: Path | None, error: OSError) -> GenserveError:
+def _unusable(content: str, *files: Path | None, error: OSError) -> GenserveError:
     names = " and ".join(str(file) for file in files if file)
     reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     return GenserveError(
-        f"the {what} in {names} cannot be used: {reason}",
-        remedy="give files in PEM format that this user may read; the key must belong to the certificate",
+        f"the {content} in {names} cannot be used: {reason}",
+        remedy="use files in PEM format that this user may read; the key must belong to the certificate",
     )

@@ -59,7 +59,7 @@ _LATENCY_COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] 
         lambda statistics: statistics.compute_output.ns // 1000,
     ),
 }
-# Only of models with a response cache; left out with `counter_latencies=false`, as Triton does.
+# Only for models with a response cache; as in Triton, left out with `counter_latencies=false`.
 _CACHE_COUNTERS: Mapping[str, tuple[str, Callable[[ModelStatistics], float]]] = {
     "nv_cache_num_hits_per_model": (
         "Number of cache hits per model",
@@ -87,20 +87,20 @@ _GAUGES: Mapping[str, tuple[str, Callable[[ServedModel], float]]] = {
 }
 _FAILURES = ("nv_inference_request_failure", "Number of failed inference requests, all batch sizes")
 _PROC = Path("/proc")
-# What `--metrics-config` may set, and what holds without it.
+# The settings of `--metrics-config`, with their defaults.
 _METRICS_CONFIG = {"counter_latencies": True, "histogram_latencies": False}
 _SWITCH = {"true": True, "false": False}
 
 
 class InferenceCollector(Collector):
-    """Counts and durations of every version of every model that answers; nothing is counted twice."""
+    """Counts and durations of every loaded version of every model, from their statistics."""
 
     def __init__(self, models: Models, *, latency_counters: bool = True) -> None:
         self._models = models
         self._latency_counters = latency_counters
 
     def collect(self) -> Iterator[Metric]:
-        """Give a family at a time; the protocol of prometheus_client."""
+        """Yield the families; the protocol of prometheus_client."""
         served = list(self._models.served)
         cached = [model for model in served if model.config.response_cache]
         yield _failures(served)
@@ -116,23 +116,23 @@ class InferenceCollector(Collector):
 
 
 class CpuCollector(Collector):
-    """The machine's processors and memory, where the system tells of them in /proc."""
+    """Use of the machine's processors and memory, on systems with /proc."""
 
     def __init__(self, *, interval_s: float = 0.0) -> None:
-        """Begin to measure; who asks again within `interval_s` is told the same, whoever else has asked."""
+        """Begin to measure; values are refreshed at most once in `interval_s`, for all scrapers."""
         self._busy, self._total = _cpu_ticks()
         self._interval_s = interval_s
         self._use, self._memory = 0.0, _memory_bytes() if self._total else {}
-        self._looked_s = -math.inf
+        self._measured_s = -math.inf
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
-        """Give the use over the last interval; the protocol of prometheus_client."""
+        """Yield the use over the last interval; the protocol of prometheus_client."""
         if not self._total:
             return
         with self._lock:
-            if time.monotonic() - self._looked_s >= self._interval_s:
-                self._look()
+            if time.monotonic() - self._measured_s >= self._interval_s:
+                self._measure()
             use, memory = self._use, self._memory
         for name, text, value in (
             ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", use),
@@ -145,19 +145,19 @@ class CpuCollector(Collector):
         ):
             yield _family(name, text, "gauge", [({}, value)])
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         busy, total = _cpu_ticks()
         self._use = (busy - self._busy) / max(1, total - self._total)
         self._busy, self._total = busy, total
         self._memory = _memory_bytes()
-        self._looked_s = time.monotonic()
+        self._measured_s = time.monotonic()
 
 
 def read_metrics_config(words: Sequence[str]) -> dict[str, bool]:
-    """Return what `--metrics-config` was given, SETTING=VALUE, by setting; the last of a name holds.
+    """Parse the values of `--metrics-config`, SETTING=VALUE; the last one of a setting counts.
 
     Raises:
-        GenserveError: a setting or a value that there is not; says which there are.
+        GenserveError: an unknown setting or value; the remedy lists the known ones.
     """
     given = dict(_METRICS_CONFIG)
     for word in words:
@@ -166,20 +166,20 @@ def read_metrics_config(words: Sequence[str]) -> dict[str, bool]:
             given[name] = _SWITCH[value]
         elif name in ("summary_latencies", "summary_quantiles") and word != "summary_latencies=false":
             raise GenserveError(
-                f"--metrics-config {word}: there are no summaries, whose quantiles cannot be added up over "
-                "servers",
-                remedy="take histogram_latencies=true, and Prometheus' histogram_quantile()",
+                f"--metrics-config {word}: summaries are not supported, as their quantiles cannot be "
+                "aggregated over servers",
+                remedy="use histogram_latencies=true, and Prometheus' histogram_quantile()",
             )
         elif word != "summary_latencies=false":
             raise GenserveError(
                 f"--metrics-config {word} is not a valid setting",
-                remedy="there are " + " and ".join(f"{name}=true|false" for name in given),
+                remedy="use " + " or ".join(f"{name}=true|false" for name in given),
             )
     return given
 
 
 def _first_responses(served: Iterable[ServedModel]) -> Iterator[Metric]:
-    """Give Triton's histogram, if it is measured."""
+    """Yield Triton's histogram of first responses, if models measure it."""
     measured = [(model, histogram) for model in served if (histogram := model.statistics.first_response)]
     if not measured:
         return
@@ -221,7 +221,7 @@ def _labels(model: ServedModel) -> dict[str, str]:
 
 
 def _cpu_ticks() -> tuple[int, int]:
-    """Return the ticks that all processors were busy, and those that went by; zeros where unknown."""
+    """Return the busy ticks and all ticks of all processors; zeros where unknown."""
     if os.name != "posix" or not (_PROC / "stat").exists():
         return 0, 0
     ticks = [int(word) for word in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired
 
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.generation.engine_request import AnswerText
+from genserve.generation.delta_builder import AnswerText
 from genserve.generation.sequence_plugins import (
     HOOKS,
     LogitsProcessor,

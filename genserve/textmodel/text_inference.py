@@ -11,7 +11,7 @@ from genserve.backends.string_tensors import string_tensor, texts
 from genserve.completion import Delta
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
 from genserve.generation.engine_request import TokenSequence
-from genserve.generation.engine_thread import RequestOutput, Reservation
+from genserve.generation.request_inbox import RequestOutput, Reservation
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
 from genserve.log import CURRENT_REQUEST
@@ -145,7 +145,7 @@ class TextGeneration:
 
 
 class _Answer:
-    """The deltas of one inference, turned into responses; an `Outbox` of the engine."""
+    """The deltas of one inference, turned into responses; an `OutputSink` of the engine."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Answer:
     def submit(self, reservation: Reservation) -> None:
         """Hand the sequences to the engine, which takes all of them or none."""
         self._inference.started_ns = self._inference.started_ns or self._inference.submitted_ns
-        self._engine.submit(*self._texts, outbox=self, reservation=reservation)
+        self._engine.submit(*self._texts, sink=self, reservation=reservation)
 
     def cancel_sequences(self) -> None:
         """Have the engine drop the sequences."""
@@ -179,7 +179,7 @@ class _Answer:
         self._inference.fail_cancelled()
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Take over outputs; the `Outbox` protocol."""
+        """Take over outputs; see `OutputSink`."""
         for sequence, content in outputs:
             if isinstance(content, GenserveError):
                 self.cancel_sequences()

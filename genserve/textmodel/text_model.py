@@ -121,7 +121,7 @@ class TextModel:
             ModelFailed: the chat template, the tokenizer or a plug-in is at fault.
         """
         width = self._beam_width(params, num_choices=num_choices)
-        max_length = self.engine.longest(width) if width > 1 else self.max_length
+        max_length = self.engine.max_tokens_per_sequence(width) if width > 1 else self.max_length
         deadline_s = None
         if params.max_time_ms is not None:
             deadline_s = (self.engine.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000

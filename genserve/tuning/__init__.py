@@ -1,5 +1,5 @@
-"""Tuning: how many sequences, threads and which graph serve a model best on this machine.
+"""Tuning: finds the batch size, threads and graph with which this machine runs a text model best.
 
-`genserve tune` measures a logits stage as a server would run it, chooses, and writes what it has chosen
-into the configs of the model's stages.
+`genserve tune` measures a logits stage as a server would run it, chooses a setting, and writes it into the
+configs of the model.
 """

@@ -9,14 +9,13 @@ from enum import StrEnum
 from genserve.tuning.measurement import Measurement
 from genserve.tuning.search_space import Setting
 
-__all__ = ["BestSetting", "Goal", "Objective", "choose", "usable"]
+__all__ = ["BestSetting", "Goal", "Objective", "choose", "eligible"]
 
-
-_SAME = 0.03    # two rates that differ by less are the same: medians of one run scatter so much
+_NOISE = 0.03   # relative; medians within one run scatter by this much
 
 
 class Objective(StrEnum):
-    """What is to be best."""
+    """The quantity to optimise."""
 
     THROUGHPUT = "throughput"   # tokens per second of all sequences together
     LATENCY = "latency"         # the time between tokens of a sequence that is alone
@@ -24,69 +23,69 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is asked for."""
+    """The objective and its bound."""
 
     objective: Objective
-    max_inter_token_s: float    # no sequence shall wait longer for its next token
+    max_inter_token_s: float    # upper bound of the time between two tokens of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSetting:
-    """What was chosen."""
+    """The chosen setting."""
 
     best: Measurement
-    meets_bound: bool           # whether it is within `max_inter_token_s`; if not, no setting is
+    meets_bound: bool           # whether it is within `max_inter_token_s`; False: no setting is
 
 
-def choose(measurements: Sequence[Measurement], *, goal: Goal, now: Setting) -> BestSetting:
+def choose(measurements: Sequence[Measurement], *, goal: Goal, current: Setting) -> BestSetting:
     """Return the best setting for a goal.
 
-    By throughput: the one with the most tokens per second among those within the bound. By latency: graph
-    and threads of the fastest step of the smallest batch, then likewise among theirs. Among settings that
-    are the same but for noise the present one wins, else the one with the shorter step.
+    For throughput, this is the setting with the most tokens per second within the bound. For latency, graph
+    and threads are those of the fastest step of the smallest batch, and among these the throughput decides.
+    Among settings that differ only by noise, the current one wins, or else the one with the shortest step.
 
     Args:
         measurements: at least one.
-        goal: see there. If nothing is within the bound, the setting with the shortest step is chosen.
-        now: the present setting.
+        goal: if no setting is within its bound, the one with the shortest step is chosen.
+        current: the setting in the config.
     """
     within = [m for m in measurements if m.inter_token_s <= goal.max_inter_token_s]
     if not within:
         return BestSetting(best=min(measurements, key=lambda m: m.inter_token_s), meets_bound=False)
     if goal.objective is Objective.LATENCY:
-        within = _fastest_alone(within, now=now)
+        within = _fastest_alone(within, current=current)
     most = max(m.tokens_per_s for m in within)
-    nearly = [m for m in within if m.tokens_per_s >= most * (1 - _SAME)]
-    present = [m for m in nearly if m.setting == now]
-    return BestSetting(best=min(present or nearly, key=lambda m: m.inter_token_s), meets_bound=True)
+    nearly = [m for m in within if m.tokens_per_s >= most * (1 - _NOISE)]
+    unchanged = [m for m in nearly if m.setting == current]
+    return BestSetting(best=min(unchanged or nearly, key=lambda m: m.inter_token_s), meets_bound=True)
 
 
-def usable(
-    measurements: Sequence[Measurement], *, agreements: Mapping[str, float], least: float, now: Setting
+def eligible(
+    measurements: Sequence[Measurement], *, agreements: Mapping[str, float], least: float, current: Setting
 ) -> list[Measurement]:
-    """Leave out the graphs that are too far from their source to be chosen; the present one never is.
+    """Return the measurements of graphs that agree well enough with their source.
 
     Args:
         measurements: of any graphs.
-        agreements: of each graph with its source, from 0 to 1, as far as that is known.
-        least: a graph that is known to agree less often is left out.
-        now: the present setting.
+        agreements: top-1 agreement of each graph with its source, from 0 to 1, where it is known.
+        least: the least agreement. The current graph, and those of unknown agreement, are always eligible.
+        current: the setting in the config.
     """
     return [
         m
         for m in measurements
-        if m.setting.graph == now.graph or agreements.get(m.setting.graph, 1.0) >= least
+        if m.setting.graph == current.graph or agreements.get(m.setting.graph, 1.0) >= least
     ]
 
 
-def _fastest_alone(measurements: Sequence[Measurement], *, now: Setting) -> list[Measurement]:
-    """Those that share graph and threads with the fastest step of the smallest batch."""
+def _fastest_alone(measurements: Sequence[Measurement], *, current: Setting) -> list[Measurement]:
+    """Return the measurements with the graph and the threads of the fastest step of the smallest batch."""
     smallest = min(m.setting.batch_size for m in measurements)
     alone = [m for m in measurements if m.setting.batch_size == smallest]
     least_s = min(m.inter_token_s for m in alone)
-    nearly = [m for m in alone if m.inter_token_s <= least_s * (1 + _SAME)]
-    present = [m for m in nearly if _session(m.setting) == _session(now)]
-    fastest = min(present or nearly, key=lambda m: m.inter_token_s)
+    nearly = [m for m in alone if m.inter_token_s <= least_s * (1 + _NOISE)]
+    unchanged = [m for m in nearly if _session(m.setting) == _session(current)]
+    fastest = min(unchanged or nearly, key=lambda m: m.inter_token_s)
     return [m for m in measurements if _session(m.setting) == _session(fastest.setting)]
 
 

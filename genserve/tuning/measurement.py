@@ -15,48 +15,48 @@ from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsMod
 from genserve.repository.index import ModelEntry
 from genserve.textmodel.logits_placement import logits_placement
 from genserve.textmodel.logits_runtime import load_logits
-from genserve.tuning.search_space import SearchSpace, Setting, configured
+from genserve.tuning.search_space import SearchSpace, Setting, with_setting
 
-__all__ = ["Measurement", "Sample", "Samples", "samples"]
+__all__ = ["Measurement", "Sample", "Samples", "take_samples"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Some steps of one setting, one after the other."""
+    """Some consecutive steps of one setting."""
 
     setting: Setting
-    context: int                    # tokens that each sequence had behind it
+    context: int                    # tokens in the KV cache of each sequence
     steps_s: tuple[float, ...]
-    cpu_s: float                    # that the thread which runs them had, of all steps together
-    token_bytes: int                # of the KV cache, for each token of a sequence; 0: there is none
+    cpu_s: float                    # CPU time of the thread, for all steps together
+    token_bytes: int                # of the KV cache, per token of a sequence; 0: there is no cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What is known of one setting."""
+    """The median step times of one setting."""
 
     setting: Setting
-    step_s: Mapping[int, float]     # by context: the median of its steps
+    step_s: Mapping[int, float]     # the median of the steps, by context
     token_bytes: int                # see `Sample`
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences together, where as many tokens are made at each of the contexts."""
+        """The rate of all sequences together, with an equal number of tokens at each context."""
         return self.setting.batch_size * len(self.step_s) / sum(self.step_s.values())
 
     @property
     def inter_token_s(self) -> float:
-        """The time between two tokens of a sequence, at the context where it is longest."""
+        """The time between two tokens of a sequence, at the slowest context."""
         return max(self.step_s.values())
 
     @property
     def cache_bytes(self) -> int:
-        """KV cache of the whole batch at the longest context."""
+        """The size of the batch's KV cache at the longest context, bytes."""
         return self.setting.batch_size * max(self.step_s) * self.token_bytes
 
 
 class Samples:
-    """The samples so far."""
+    """Collects samples."""
 
     def __init__(self) -> None:
         self._steps_s: dict[Setting, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -64,19 +64,19 @@ class Samples:
         self._elapsed_s = self._cpu_s = 0.0
 
     def add(self, sample: Sample) -> None:
-        """Take a sample in."""
+        """Add a sample."""
         self._elapsed_s += sum(sample.steps_s)
         self._cpu_s += sample.cpu_s
         self._steps_s[sample.setting][sample.context] += sample.steps_s
         self._token_bytes[sample.setting] = sample.token_bytes
 
     @property
-    def lost_share(self) -> float:
-        """Which part of the time others had the core of the thread that computes, from 0 to 1."""
+    def stolen_share(self) -> float:
+        """The share of the time in which other programs had the core of the computing thread, from 0 to 1."""
         return max(0.0, 1 - self._cpu_s / self._elapsed_s) if self._elapsed_s else 0.0
 
     def measurements(self) -> list[Measurement]:
-        """Return the settings that have samples at every context that any has, in the order of the first."""
+        """Return the settings that have samples at every context, in the order of their first sample."""
         contexts = {context for by_context in self._steps_s.values() for context in by_context}
         return [
             Measurement(
@@ -89,48 +89,50 @@ class Samples:
         ]
 
 
-_NUM_STEPS = 3      # of a sample, after one that does not count: it pays for bindings and memory
+_NUM_STEPS = 3      # per sample, after a warmup step that binds buffers and allocates memory
 
 
-def samples(stage: ModelEntry, plan: SearchSpace, *, budget_s: float, too_long_s: float) -> Iterator[Sample]:
-    """Run all settings in turns, round after round, until the time is over; the first round is a whole one.
+def take_samples(
+    stage: ModelEntry, space: SearchSpace, *, budget_s: float, max_step_s: float
+) -> Iterator[Sample]:
+    """Yield samples of all settings, round after round, until the budget is spent.
 
-    A session has its number of threads for good, and two sessions take each other's cores; so there is
-    one at a time, opened again in each round. Rounds go through the sessions back and forth, so that a
-    machine that becomes slower does so for all of them.
+    The number of threads of a session is fixed, and two open sessions compete for the cores. So one session
+    is open at a time, and each round opens it again. Rounds alternate their direction, so that a machine that
+    slows down does so for all sessions.
 
     Args:
         stage: the logits stage.
-        plan: the settings.
-        budget_s: no sample begins after so many seconds, but for those of the first round.
-        too_long_s: a session whose step takes longer is not tried with more sequences.
+        space: the settings.
+        budget_s: seconds after which no sample begins; the first round is always complete.
+        max_step_s: a session with a slower step is not measured with more sequences.
 
     Raises:
         RepositoryError: a graph cannot be loaded.
         MissingDependency: the runtime of the stage is not installed.
     """
     end_s = time.perf_counter() + budget_s
-    sessions = list(itertools.product(plan.graphs, plan.threads))
+    sessions = list(itertools.product(space.graphs, space.threads))
     for number in itertools.count():
         for graph, threads in sessions if number % 2 == 0 else reversed(sessions):
-            for sample in _visit(stage, plan, graph=graph, threads=threads, too_long_s=too_long_s):
+            for sample in _sample_session(stage, space, graph=graph, threads=threads, max_step_s=max_step_s):
                 yield sample
                 if number > 0 and time.perf_counter() >= end_s:
                     return
 
 
-def _visit(
-    stage: ModelEntry, plan: SearchSpace, *, graph: str, threads: int, too_long_s: float
+def _sample_session(
+    stage: ModelEntry, space: SearchSpace, *, graph: str, threads: int, max_step_s: float
 ) -> Iterator[Sample]:
-    """Open a session, and take one sample of each of its settings that fit into the cache at each context."""
-    largest = Setting(graph=graph, threads=threads, batch_size=max(plan.batch_sizes))
-    entry = configured(stage, largest)
+    """Open a session, and yield a sample of each setting that fits into its KV cache, at each context."""
+    largest = Setting(graph=graph, threads=threads, batch_size=max(space.batch_sizes))
+    entry = with_setting(stage, largest)
     model = load_logits(entry, placement=logits_placement(entry))
     token_bytes = model.kv_cache_bytes // (model.num_blocks * model.block_size)
-    contexts = sorted({min(context, model.max_length - 1) for context in plan.contexts})
+    contexts = sorted({min(context, model.max_length - 1) for context in space.contexts})
     table = _block_table(model, num_tokens=contexts[-1] + 1)
     num_filled = 0
-    for batch_size in plan.batch_sizes:
+    for batch_size in space.batch_sizes:
         if batch_size > len(table):
             return
         _fill(model, table[:batch_size], num_filled=num_filled, num_tokens=contexts[-1])
@@ -140,19 +142,19 @@ def _visit(
             sample = _sample(model, setting, table[:batch_size], context=context, token_bytes=token_bytes)
             longest_s = max(longest_s, min(sample.steps_s))
             yield sample
-        if longest_s > too_long_s:
+        if longest_s > max_step_s:
             return
 
 
 def _block_table(model: LogitsModel, *, num_tokens: int) -> IndexArray:
-    """Return the blocks of as many sequences of so many tokens as fit into the cache and share a forward."""
+    """Return the block table of the sequences, of `num_tokens` each, that fit into the cache and a batch."""
     blocks_per_sequence = -(-num_tokens // model.block_size)
     num_seqs = min(model.max_num_seqs, model.num_blocks // blocks_per_sequence)
     return np.arange(num_seqs * blocks_per_sequence, dtype=np.int32).reshape(num_seqs, -1)
 
 
 def _fill(model: LogitsModel, table: IndexArray, *, num_filled: int, num_tokens: int) -> None:
-    """Give the sequences behind the first ones the same tokens: memory never written is read too fast."""
+    """Fill the KV cache of the sequences from `num_filled` on: unwritten memory is read too fast."""
     if num_filled == 0:
         token_ids = np.random.default_rng(0).integers(model.vocab_size, size=(1, num_tokens))
         model.forward(ForwardBatch.of(token_ids, num_computed_tokens=[0], block_table=table[:1]))
@@ -163,7 +165,7 @@ def _fill(model: LogitsModel, table: IndexArray, *, num_filled: int, num_tokens:
 def _sample(
     model: LogitsModel, setting: Setting, table: IndexArray, *, context: int, token_bytes: int
 ) -> Sample:
-    """Time decode steps, each at the same positions."""
+    """Time decode steps, all at the same positions."""
     computed = [context] * len(table)
     batch = ForwardBatch.of([[0]] * len(table), num_computed_tokens=computed, block_table=table)
     model.forward(batch)

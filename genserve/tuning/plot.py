@@ -1,4 +1,4 @@
-"""Plot: the measurements of a tuning as a picture."""
+"""Plot: draws the measurements of `genserve tune`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["check_plot", "draw"]
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is measured for it.
+    """Check that a plot can be drawn, before anything is measured.
 
     Raises:
         MissingDependency: matplotlib is not installed.
-        RepositoryError: the folder is not there, or the name ends in no format of a picture.
+        RepositoryError: the folder does not exist, or the suffix is not an image format.
     """
     formats = _figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise RepositoryError(
-            f"{path} has no format of a picture", remedy=f"end it in one of {', '.join(sorted(formats))}"
+            f"the suffix of {path} is not an image format", remedy=f"use one of {', '.join(sorted(formats))}"
         )
     if not path.parent.is_dir():
-        raise RepositoryError(f"there is no folder {path.parent} for the plot", remedy="make it")
+        raise RepositoryError(f"there is no folder {path.parent} for the plot", remedy="create it")
 
 
 def draw(
@@ -37,10 +37,10 @@ def draw(
 
     Args:
         measurements: at least one.
-        choice: is marked.
-        goal: its bound is a line.
-        title: above it all.
-        path: the file; its suffix is the format.
+        choice: drawn as a star.
+        goal: its bound is drawn as a line.
+        title: of the figure.
+        path: the file; its suffix determines the format.
 
     Raises:
         MissingDependency: matplotlib is not installed.
@@ -60,7 +60,7 @@ def draw(
     _axis(rates, "tokens per second", sizes=[m.setting.batch_size for m in measurements])
     _axis(
         times,
-        f"ms between tokens, {max(best.step_s)} tokens behind each",
+        f"ms between tokens, at a context of {max(best.step_s)}",
         sizes=[m.setting.batch_size for m in measurements],
     )
     figure.savefig(path)
@@ -76,7 +76,7 @@ def _lines(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
 def _axis(axis: Any, quantity: str, *, sizes: Sequence[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(set(sizes)), labels=[str(size) for size in sorted(set(sizes))])
-    axis.set_xlabel("sequences that share a step")
+    axis.set_xlabel("batch size")
     axis.set_ylabel(quantity)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)

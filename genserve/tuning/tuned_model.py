@@ -17,37 +17,37 @@ from genserve.repository.ensemble_steps import generation_chains, stage_owners
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.model_validation import accept, model_diagnostics
 from genserve.textmodel.logits_runtime import is_logits_stage
-from genserve.tuning.search_space import Setting, change_to, top1_agreement
+from genserve.tuning.search_space import Setting, config_change, top1_agreement
 
 __all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedModel:
-    """A logits stage, and the ensemble around it if there is one."""
+    """A logits stage, and the ensemble that it belongs to, if any."""
 
     logits: ModelEntry
     ensemble: ModelEntry | None
     entries: Mapping[str, ModelEntry]       # all models of the repository
 
     @property
-    def now(self) -> Setting:
-        """What its config says."""
+    def current(self) -> Setting:
+        """The setting in its config."""
         config = self.logits.config
-        assert config is not None  # or it would have an error
-        return Setting.of(config)
+        assert config is not None  # a diagnostic was raised otherwise
+        return Setting.from_config(config)
 
     def agreements(self, graphs: Iterable[str]) -> dict[str, float]:
-        """Return the `top1_agreement` of each graph of which it is known."""
+        """Return the `top1_agreement` of the graphs for which it is known."""
         folder = self.logits.latest_version()
         known = {graph: top1_agreement(folder / graph) for graph in graphs}
         return {graph: agreement for graph, agreement in known.items() if agreement is not None}
 
     def edits(self, setting: Setting) -> list[ConfigEdit]:
-        """Return what writing a setting changes, from the configs as they are now; none: nothing.
+        """Return the edits that write a setting into the configs; empty: they have it already.
 
-        All stages get the batch size, since an ensemble may not ask more of a stage than that takes. A
-        stage that others share keeps what they need of it.
+        All stages get the batch size, since that of an ensemble must not exceed that of a stage. A shared
+        stage keeps at least the batch size that its other ensembles need.
 
         Raises:
             RepositoryError: a config cannot be read or edited.
@@ -56,7 +56,7 @@ class TunedModel:
         return [edit for edit in edits if edit.before != edit.after]
 
     def _stages(self, batch_size: int) -> list[ModelEntry]:
-        """In the order in which they may be written: at no time does the ensemble ask too much of a stage."""
+        """Return the models in an order in which the ensemble's batch size never exceeds a stage's."""
         if self.ensemble is None or self.ensemble.config is None:
             return [self.logits]
         names = dict.fromkeys(step.model_name for step in self.ensemble.config.ensemble_steps)
@@ -66,12 +66,12 @@ class TunedModel:
 
     def _edit(self, entry: ModelEntry, setting: Setting) -> ConfigEdit:
         config, path = entry.config, entry.parsed.path.resolve()
-        assert config is not None  # or it would have an error
+        assert config is not None  # a diagnostic was raised otherwise
         batch_size = max(setting.batch_size, self._needed(entry))
         if entry.name == self.logits.name:
-            change = change_to(replace(setting, batch_size=batch_size), entry)
+            change = config_change(replace(setting, batch_size=batch_size), entry)
         else:
-            # One that does not batch stays so: its tensors have no dimension for it.
+            # A stage without batching stays so: its tensors have no batch dimension.
             fields = {"max_batch_size": batch_size} if config.max_batch_size > 0 else {}
             change = ConfigChange(fields=fields, parameters={})
         before = _read(path)
@@ -81,20 +81,20 @@ class TunedModel:
             raise RepositoryError(f"{path}: {error.message}", remedy=error.remedy) from error
 
     def _needed(self, entry: ModelEntry) -> int:
-        """The batch size that other ensembles ask of a stage."""
-        users = [
+        """Return the batch size that other ensembles need of a stage."""
+        needed = [
             other.config.max_batch_size
             for other in self.entries.values()
             if other.config is not None
             and other is not self.ensemble
             and any(step.model_name == entry.name for step in other.config.ensemble_steps)
         ]
-        return max(users, default=0)
+        return max(needed, default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigEdit:
-    """A config.pbtxt and what it is to be."""
+    """A config.pbtxt before and after an edit."""
 
     path: Path
     before: str
@@ -118,7 +118,7 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
 
     Raises:
         ModelNotFound: there is no such model.
-        RepositoryError: the folder is not there, the model generates no text, or has an error.
+        RepositoryError: the folder does not exist, or the model is not a text model or has an error.
     """
     entries = scan([repository])
     if name not in entries:
@@ -127,10 +127,10 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
     chains = generation_chains(entries)
     owner = name if name in chains else stage_owners(chains).get(name)
     if owner is None and not is_logits_stage(entries[name]):
-        accept(model_diagnostics(entries[name], entries))    # if it should be one, these tell why it is not
+        accept(model_diagnostics(entries[name], entries))    # its errors may be why it is not recognised
         raise RepositoryError(
-            f"model {name!r} generates no text, so there is nothing to tune",
-            remedy=f"models that do: {', '.join(chains) or 'none; `genserve pull smollm2` brings one'}",
+            f"model {name!r} is not a text model, so there is nothing to tune",
+            remedy=f"text models: {', '.join(chains) or 'none; `genserve pull smollm2` installs one'}",
         )
     model = TunedModel(
         logits=chains[owner]["logits"] if owner else entries[name],
@@ -143,10 +143,10 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
 
 
 def write_edits(edits: list[ConfigEdit]) -> None:
-    """Write configs, each of them whole or not at all.
+    """Write configs, each file atomically.
 
     Raises:
-        RepositoryError: a file cannot be written; those before it in the list are.
+        RepositoryError: a file cannot be written; the files before it in the list have been.
     """
     for edit in edits:
         try:
@@ -154,19 +154,19 @@ def write_edits(edits: list[ConfigEdit]) -> None:
         except OSError as error:
             raise RepositoryError(
                 f"{edit.path} cannot be written: {error.strerror}",
-                remedy="make the folder writable, or change by hand what `--dry-run` shows",
+                remedy="make the folder writable, or make the changes of `--dry-run` by hand",
             ) from error
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")    # as it is: with the line ends that it has
+        return path.read_bytes().decode("utf-8")    # bytes, to keep its line ends
     except (OSError, UnicodeDecodeError) as error:
         raise RepositoryError(f"{path} cannot be read: {error}", remedy="is it still there?") from error
 
 
 def _write(path: Path, text: str) -> None:
-    """Put a file beside the old one, and then in its place."""
+    """Replace a file atomically, by a temporary file in its folder."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

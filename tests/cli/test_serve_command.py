@@ -34,7 +34,7 @@ def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pyte
     [
         ("--trace-config=mode=opentelemetry", "the only mode is triton"),
         ("--trace-config=level=TIMESTAMPS", "trace file name is not given"),
-        ("--metrics-config=summary_latencies=true", "there are no summaries"),
+        ("--metrics-config=summary_latencies=true", "summaries are not supported"),
         ("--allow-gpu-metrics=true", "there are no nv_gpu_* metrics"),
     ],
 )

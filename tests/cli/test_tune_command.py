@@ -33,7 +33,7 @@ def tune(repository: Path, *flags: str) -> Result:
     return CliRunner().invoke(app, flags, catch_exceptions=False)
 
 
-def test_the_best_setting_is_shown_and_written_and_the_model_still_answers(repository: Path) -> None:
+def test_the_best_setting_is_printed_and_written(repository: Path) -> None:
     ran = tune(repository, "--batch-size", "1", "--batch-size", "2", "--threads", CORES)
     assert ran.exit_code == 0
     rows = re.findall(rf"^model\.onnx +100\.0% +{CORES} +(\d+) .*", ran.stdout, re.MULTILINE)
@@ -45,7 +45,7 @@ def test_the_best_setting_is_shown_and_written_and_the_model_still_answers(repos
         assert llm.generate("Tea", max_tokens=3).usage.completion_tokens == 3
 
 
-def test_a_dry_run_shows_the_changes_and_makes_none(repository: Path) -> None:
+def test_a_dry_run_prints_the_changes_and_writes_nothing(repository: Path) -> None:
     before = {path: path.read_bytes() for path in repository.rglob("*.pbtxt")}
     # Nothing is within the bound, so the smallest batch is what comes nearest, or nearly so.
     flags = ("--max-inter-token-ms", "0", "--dry-run", "--batch-size", "1")
@@ -56,14 +56,14 @@ def test_a_dry_run_shows_the_changes_and_makes_none(repository: Path) -> None:
     assert {path: path.read_bytes() for path in repository.rglob("*.pbtxt")} == before
 
 
-def test_configs_that_say_so_already_are_left_alone(repository: Path) -> None:
+def test_configs_with_the_best_setting_stay_unchanged(repository: Path) -> None:
     for path in repository.rglob("*.pbtxt"):
         path.write_text(path.read_text().replace(": 32", ": 1"))
     ran = tune(repository, "tiny", "--batch-size", "1", "--threads", CORES)
     assert ran.stdout.endswith("the configs say so already\n")
 
 
-def test_a_graph_that_is_too_far_from_its_source_is_measured_and_not_chosen(repository: Path) -> None:
+def test_a_graph_that_disagrees_with_its_source_is_measured_and_not_chosen(repository: Path) -> None:
     version = repository / "tiny_logits" / "1"
     for name, agreement in (("poor", 0.7), ("good", 0.95)):
         (version / name).mkdir()
@@ -79,7 +79,7 @@ def test_a_graph_that_is_too_far_from_its_source_is_measured_and_not_chosen(repo
         assert best in chosen
 
 
-def test_graphs_that_can_hold_no_context_in_common_are_told(tiny_checkpoint: Path, repository: Path) -> None:
+def test_graphs_without_a_common_context_are_refused(tiny_checkpoint: Path, repository: Path) -> None:
     export_model(
         str(tiny_checkpoint),
         repository=repository,
@@ -103,7 +103,7 @@ def test_a_plot_is_drawn(repository: Path, tmp_path: Path) -> None:
     assert (tmp_path / "tune.png").stat().st_size > 10_000
 
 
-def test_a_plot_without_matplotlib_is_refused_with_what_to_install(
+def test_the_remedy_for_a_missing_matplotlib_is_pip_install(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -111,7 +111,7 @@ def test_a_plot_without_matplotlib_is_refused_with_what_to_install(
         tune(repository, "--plot", str(tmp_path / "tune.png"))
 
 
-def test_ctrl_c_shows_what_was_measured_and_writes_nothing(repository: Path) -> None:
+def test_ctrl_c_prints_the_measurements_and_writes_nothing(repository: Path) -> None:
     before = {path: path.read_bytes() for path in repository.rglob("*.pbtxt")}
     command = ["tune", "--model-repository", str(repository), *QUICK, "--budget-seconds", "100000"]
     with subprocess.Popen(

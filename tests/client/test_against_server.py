@@ -131,7 +131,7 @@ def test_log_probabilities_are_the_same_as_in_process(
     assert levels(call(client, options), logprobs=True) == pytest.approx(expected, abs=1e-4)
 
 
-def test_refusals_are_the_errors_that_they_are_in_process(client: Any) -> None:
+def test_errors_are_the_same_as_in_process(client: Any) -> None:
     with pytest.raises(ContextLengthExceeded):
         client.stream("Tea is", max_tokens=100_000)
     with pytest.raises(ContextLengthExceeded):
@@ -147,14 +147,14 @@ def test_the_models_are_those_of_the_repository(client: Any, llm: LLM) -> None:
 @pytest.mark.parametrize(
     "options", [{"prompt_logprobs": 0}, {"logprobs": True, "logprob_token_ids": [3]}]
 )
-def test_what_tgis_dialect_has_no_words_for_is_refused_by_name(client: Any, options: SamplingOptions) -> None:
+def test_an_option_without_a_field_in_tgis_dialect_is_refused(client: Any, options: SamplingOptions) -> None:
     for ask in (client.generate, client.stream):
         with pytest.raises(InvalidRequest) as refused:
             ask("Tea is", **options)
         assert refused.value.field in options
 
 
-def test_a_chat_is_scored_as_in_process(client: Any, llm: LLM) -> None:
+def test_logprobs_of_a_chat_are_the_same_as_in_process(client: Any, llm: LLM) -> None:
     options = SamplingOptions(max_tokens=2, logprobs=True, logprob_token_ids=[9, 3], prompt_logprobs=1)
     expected = levels(llm.chat("Hi", **options), logprobs=True)
     assert len(expected) > 10
@@ -202,14 +202,14 @@ def levels(completion: Completion, *, logprobs: bool) -> dict[tuple[Any, ...], f
 
 
 @pytest.mark.parametrize("prompts", [[], ["Tea", [3]], [["Tea"]], [True]])
-def test_what_is_no_prompt_is_refused_before_it_is_sent(client: Any, llm: LLM, prompts: Any) -> None:
+def test_an_invalid_prompt_is_refused_before_it_is_sent(client: Any, llm: LLM, prompts: Any) -> None:
     for complete in (client.complete, llm.complete):
         with pytest.raises(InvalidRequest) as refused:
             complete(prompts)
         assert refused.value.field == "prompt"
 
 
-def test_prompts_are_scored_in_process_as_over_the_wire(llm: LLM, tiny_server: Any) -> None:
+def test_prompt_logprobs_are_the_same_in_process_and_over_http(llm: LLM, tiny_server: Any) -> None:
     scores = llm.generate("Tea is", max_tokens=1, prompt_logprobs=1).prompt_logprobs
     body = {"prompt": "Tea is", "max_tokens": 0, "echo": True, "logprobs": 1}
     reply = httpx2.post(f"{tiny_server.url}/v1/completions", json=body).json()

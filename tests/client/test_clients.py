@@ -101,14 +101,14 @@ def test_generate_reads_the_whole_answer(make_client: Any) -> None:
         )
 
 
-def test_generate_sends_tgi_s_body_and_leaves_out_what_is_off(make_client: Any) -> None:
+def test_generate_sends_tgis_body_without_disabled_parameters(make_client: Any) -> None:
     with talk(make_client, TGI_REPLY) as (client, server):
         client.generate("Tea")
     assert server.received[0].line == "POST /generate HTTP/1.1"
     assert server.received[0].body == {"inputs": "Tea", "parameters": {"details": True, "do_sample": False}}
 
 
-def test_every_option_has_its_name_in_tgi_s_dialect(make_client: Any) -> None:
+def test_every_option_has_its_name_in_tgis_dialect(make_client: Any) -> None:
     with talk(make_client, TGI_REPLY) as (client, server):
         client.generate(
             "Tea", model="m", max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, stop="END",
@@ -124,13 +124,13 @@ def test_every_option_has_its_name_in_tgi_s_dialect(make_client: Any) -> None:
     }
 
 
-def test_greedy_stays_greedy_though_tgi_samples_when_it_sees_a_top_k_or_top_p(make_client: Any) -> None:
+def test_greedy_decoding_sends_no_parameter_that_makes_tgi_sample(make_client: Any) -> None:
     with talk(make_client, TGI_REPLY) as (client, server):
         client.generate("Tea", temperature=0, top_k=4, top_p=0.5)
     assert server.received[0].body["parameters"] == {"details": True, "do_sample": False}
 
 
-def test_every_option_has_its_name_in_openai_s_dialect(make_client: Any) -> None:
+def test_every_option_has_its_name_in_openais_dialect(make_client: Any) -> None:
     with talk(make_client, CHAT_REPLY) as (client, server):
         client.chat(
             [Message(role="system", content="Be brief."), {"role": "user", "content": "Hi"}],
@@ -147,7 +147,7 @@ def test_every_option_has_its_name_in_openai_s_dialect(make_client: Any) -> None
     }
 
 
-def test_a_chat_says_greedy_aloud_because_openai_s_default_is_not(make_client: Any) -> None:
+def test_a_chat_always_sends_its_temperature(make_client: Any) -> None:
     with talk(make_client, CHAT_REPLY) as (client, server):
         client.chat("Hi")
     assert server.received[0].body["temperature"] == 0
@@ -163,7 +163,7 @@ def test_chat_reads_the_whole_answer(make_client: Any) -> None:
         )
 
 
-def test_a_stream_gives_the_deltas_and_the_last_one_has_the_end(make_client: Any) -> None:
+def test_the_last_delta_of_a_stream_has_finish_reason_and_usage(make_client: Any) -> None:
     with talk(make_client, event_reply(*TGI_EVENTS)) as (client, server):
         deltas = list(client.stream("Tea"))
     assert server.received[0].line == "POST /generate_stream HTTP/1.1"
@@ -179,13 +179,13 @@ def test_a_stream_gives_the_deltas_and_the_last_one_has_the_end(make_client: Any
     ]
 
 
-def test_text_that_was_held_back_until_the_last_event_is_not_lost(make_client: Any) -> None:
+def test_text_held_back_until_the_last_event_is_not_lost(make_client: Any) -> None:
     last = tgi_event(2, token(994, ""), "a b", finish_reason="length", generated_tokens=2, input_length=1)
     with talk(make_client, event_reply(tgi_event(1, token(1, "a")), last)) as (client, _):
         assert list(client.stream("Tea").text_stream) == ["a", " b"]
 
 
-def test_a_chat_stream_gives_the_deltas_and_the_last_one_has_the_end(make_client: Any) -> None:
+def test_the_last_delta_of_a_chat_stream_has_finish_reason_and_usage(make_client: Any) -> None:
     with talk(make_client, event_reply(*CHAT_EVENTS)) as (client, server):
         deltas = list(client.chat_stream("Hi"))
     body = server.received[0].body
@@ -211,7 +211,7 @@ def test_a_chat_stream_gives_the_deltas_and_the_last_one_has_the_end(make_client
         ("stop", "END", FinishReason.STOP_STRING),
     ],
 )
-def test_a_chat_tells_a_stop_string_from_the_end_of_the_sequence(
+def test_a_chat_distinguishes_a_stop_string_from_the_end_of_sequence(
     make_client: Any, finish_reason: str, stop_reason: object, expected: FinishReason
 ) -> None:
     end = chunk({}, finish_reason, stop_reason=stop_reason)
@@ -220,7 +220,7 @@ def test_a_chat_tells_a_stop_string_from_the_end_of_the_sequence(
         assert client.chat_stream("Hi").final().finish_reason is expected
 
 
-def test_logprobs_come_when_they_are_asked_for_and_null_is_nan(make_client: Any) -> None:
+def test_logprobs_are_read_if_requested_and_null_is_nan(make_client: Any) -> None:
     content = {"content": [{"token": "Hi", "logprob": -0.25}, {"token": "!", "logprob": None}]}
     events = (chunk({"content": "Hi!"}, token_ids=[7, 8], logprobs=content), chunk({}, "length"), CHAT_USAGE)
     with talk(make_client, event_reply(*TGI_EVENTS), event_reply(*events)) as (client, _):
@@ -230,7 +230,7 @@ def test_logprobs_come_when_they_are_asked_for_and_null_is_nan(make_client: Any)
     assert second != second
 
 
-def test_final_gives_the_whole_answer_after_part_of_it_was_read(make_client: Any) -> None:
+def test_final_returns_the_whole_answer_after_a_part_was_read(make_client: Any) -> None:
     with talk(make_client, event_reply(*TGI_EVENTS)) as (client, _), client.stream("Tea") as stream:
         assert next(stream).text == " is"
         assert stream.final().text == " is here"
@@ -243,61 +243,61 @@ def test_models_are_listed(make_client: Any) -> None:
     assert server.received[0].line == "GET /v1/models HTTP/1.1"
 
 
-def test_the_key_goes_with_every_request(make_client: Any) -> None:
+def test_every_request_has_the_key(make_client: Any) -> None:
     with talk(make_client, TGI_REPLY, event_reply(*CHAT_EVENTS), api_key="secret") as (client, server):
         client.generate("Tea")
         client.chat_stream("Hi").final()
     assert [r.headers["authorization"] for r in server.received] == ["Bearer secret", "Bearer secret"]
 
 
-def test_a_misspelt_option_is_refused_before_anything_is_sent(make_client: Any) -> None:
+def test_a_misspelt_option_is_refused_before_the_request(make_client: Any) -> None:
     with talk(make_client) as (client, server):
         with pytest.raises(InvalidRequest, match="temperature"):
             client.generate("Tea", temprature=1)
         assert server.received == []
 
 
-def test_a_refusal_of_a_stream_is_raised_by_the_call_itself(make_client: Any) -> None:
+def test_a_refused_stream_raises_at_the_call(make_client: Any) -> None:
     refusal = json_reply({"error": "no such model", "code": "model_not_found", "remedy": "a, b"}, status=404)
     with talk(make_client, refusal) as (client, _), pytest.raises(ModelNotFound) as caught:
         client.stream("Tea", model="m")
     assert caught.value.remedy == "a, b"
 
 
-def test_a_server_that_is_not_ready_is_asked_again(make_client: Any) -> None:
+def test_a_request_to_a_server_that_is_not_ready_is_retried(make_client: Any) -> None:
     loading = json_reply({"error": "loading", "code": "model_not_ready"}, status=503)
     with talk(make_client, loading, TGI_REPLY) as (client, server):
         assert client.generate("Tea").text == " is here"
     assert len(server.received) == 2
 
 
-def test_a_connection_that_is_closed_without_an_answer_is_made_again(make_client: Any) -> None:
+def test_a_connection_closed_without_an_answer_is_retried(make_client: Any) -> None:
     with talk(make_client, Reply(no_answer=True), event_reply(*TGI_EVENTS)) as (client, _):
         assert client.stream("Tea").final().text == " is here"
 
 
-def test_two_retries_are_made_and_the_last_refusal_is_raised(make_client: Any) -> None:
+def test_after_two_retries_the_last_error_is_raised(make_client: Any) -> None:
     loading = json_reply({"error": "loading", "code": "model_not_ready"}, status=503)
     with talk(make_client, loading, loading, loading) as (client, server), pytest.raises(ModelNotReady):
         client.generate("Tea")
     assert len(server.received) == 3
 
 
-def test_an_overload_says_when_to_come_back(make_client: Any) -> None:
+def test_an_overload_has_the_retry_after_of_the_reply(make_client: Any) -> None:
     full = json_reply({"error": "full", "error_type": "overloaded"}, status=429, headers={"retry-after": "9"})
     with talk(make_client, full, max_retries=0) as (client, _), pytest.raises(Overloaded) as caught:
         client.generate("Tea")
     assert caught.value.retry_after_s == 9
 
 
-def test_a_failed_model_is_not_asked_again(make_client: Any) -> None:
+def test_a_failed_model_is_not_retried(make_client: Any) -> None:
     failed = json_reply({"error": "nan", "error_type": "generation"}, status=424)
     with talk(make_client, failed) as (client, server), pytest.raises(ModelFailed):
         client.generate("Tea")
     assert len(server.received) == 1
 
 
-def test_no_server_is_unreachable_and_the_remedy_starts_one(make_client: Any) -> None:
+def test_without_a_server_the_remedy_is_to_start_one(make_client: Any) -> None:
     with scripted() as server:
         url = server.url
     with make_client(url, max_retries=0) as client, pytest.raises(Unreachable) as caught:
@@ -306,7 +306,7 @@ def test_no_server_is_unreachable_and_the_remedy_starts_one(make_client: Any) ->
     assert "genserve serve" in caught.value.remedy
 
 
-def test_a_server_that_says_nothing_in_time_is_unreachable(make_client: Any) -> None:
+def test_a_timeout_is_unreachable(make_client: Any) -> None:
     with (
         talk(make_client, Reply(stays_open=True), timeout_s=0.05) as (client, server),
         pytest.raises(Unreachable, match="in time"),
@@ -316,10 +316,10 @@ def test_a_server_that_says_nothing_in_time_is_unreachable(make_client: Any) -> 
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"generated_text": "a"}', b"null"])
-def test_an_answer_of_another_shape_is_unreachable(make_client: Any, body: bytes) -> None:
+def test_a_reply_of_another_shape_is_unreachable(make_client: Any, body: bytes) -> None:
     with (
         talk(make_client, Reply(body=body, headers={"x-prompt-tokens": "1"})) as (client, _),
-        pytest.raises(Unreachable, match="not one that genserve knows"),
+        pytest.raises(Unreachable, match="not that of a genserve server"),
     ):
         client.generate("Tea")
 
@@ -329,7 +329,7 @@ def test_an_answer_of_another_shape_is_unreachable(make_client: Any, body: bytes
     [event_reply(*TGI_EVENTS[:2]), event_reply(*TGI_EVENTS[:2], is_cut=True)],
     ids=["ended", "cut"],
 )
-def test_a_stream_without_its_last_event_is_broken_after_what_it_brought(
+def test_a_stream_without_its_last_event_is_broken_after_its_deltas(
     make_client: Any, reply: Reply
 ) -> None:
     with talk(make_client, reply) as (client, server), client.stream("Tea") as stream:
@@ -356,7 +356,7 @@ def test_a_chat_stream_without_its_usage_is_broken(make_client: Any) -> None:
         ("chat_stream", {"error": {"message": "nan", "type": "server_error", "code": "model_failed"}}),
     ],
 )
-def test_an_error_in_the_middle_of_a_stream_is_raised_after_what_came_before(
+def test_an_error_within_a_stream_is_raised_after_its_deltas(
     make_client: Any, method: str, event: dict[str, Any]
 ) -> None:
     first = TGI_EVENTS[0] if method == "stream" else CHAT_EVENTS[1]
@@ -369,7 +369,7 @@ def test_an_error_in_the_middle_of_a_stream_is_raised_after_what_came_before(
             next(stream)
 
 
-def test_closing_a_stream_early_lets_the_server_see_it(make_client: Any) -> None:
+def test_closing_a_stream_early_disconnects(make_client: Any) -> None:
     with talk(make_client, event_reply(TGI_EVENTS[0], stays_open=True)) as (client, server):
         stream = client.stream("Tea")
         next(stream)
@@ -379,7 +379,7 @@ def test_closing_a_stream_early_lets_the_server_see_it(make_client: Any) -> None
         assert list(stream) == []
 
 
-def test_leaving_the_block_of_a_stream_that_was_not_read_lets_the_server_see_it(make_client: Any) -> None:
+def test_leaving_the_block_of_an_unread_stream_disconnects(make_client: Any) -> None:
     with talk(make_client, event_reply(stays_open=True)) as (client, server):
         with client.stream("Tea"):
             pass
@@ -387,7 +387,7 @@ def test_leaving_the_block_of_a_stream_that_was_not_read_lets_the_server_see_it(
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
-def test_a_stream_that_is_forgotten_lets_the_server_see_it(make_client: Any, num_read: int) -> None:
+def test_garbage_collection_of_a_stream_disconnects(make_client: Any, num_read: int) -> None:
     with talk(make_client, event_reply(TGI_EVENTS[0], stays_open=True)) as (client, server):
         stream = client.stream("Tea")
         for _ in range(num_read):
@@ -399,7 +399,7 @@ def test_a_stream_that_is_forgotten_lets_the_server_see_it(make_client: Any, num
         assert server.client_left.wait(PATIENCE_S)
 
 
-def test_a_closed_client_says_so(make_client: Any) -> None:
+def test_a_closed_client_raises_closed(make_client: Any) -> None:
     with scripted() as server, make_client(server.url) as client:
         client.close()
         client.close()
@@ -409,7 +409,7 @@ def test_a_closed_client_says_so(make_client: Any) -> None:
             pass
 
 
-def test_a_stream_whose_client_is_closed_says_so(make_client: Any) -> None:
+def test_a_stream_of_a_closed_client_raises_closed(make_client: Any) -> None:
     with scripted(event_reply(TGI_EVENTS[0], stays_open=True)) as server, make_client(server.url) as client:
         stream = client.stream("Tea")
         next(stream)
@@ -418,7 +418,7 @@ def test_a_stream_whose_client_is_closed_says_so(make_client: Any) -> None:
             next(stream)
 
 
-def test_a_client_with_a_transport_of_one_s_own_is_closed_all_the_same() -> None:
+def test_a_client_with_another_transport_raises_closed_too() -> None:
     with scripted() as server, httpx2.Client() as http:
         client = Client(server.url, http_client=http)
         client.close()
@@ -426,7 +426,7 @@ def test_a_client_with_a_transport_of_one_s_own_is_closed_all_the_same() -> None
             client.models()
 
 
-def test_a_transport_of_one_s_own_is_used_and_stays_open() -> None:
+def test_another_transport_is_used_and_stays_open() -> None:
     with scripted(TGI_REPLY) as server, httpx2.Client(headers={"x-mine": "1"}) as http:
         with Client(server.url, http_client=http) as client:
             client.generate("Tea")
@@ -434,7 +434,7 @@ def test_a_transport_of_one_s_own_is_used_and_stays_open() -> None:
         assert server.received[0].headers["x-mine"] == "1"
 
 
-async def test_a_stream_is_awaited_or_entered_and_closed_behind_the_block() -> None:
+async def test_a_stream_is_awaited_or_entered_and_closed_after_the_block() -> None:
     with scripted(event_reply(*TGI_EVENTS), event_reply(*TGI_EVENTS)) as server:
         async with AsyncClient(server.url) as client:
             async with client.stream("Tea") as entered:
@@ -443,7 +443,7 @@ async def test_a_stream_is_awaited_or_entered_and_closed_behind_the_block() -> N
             assert (await awaited.final()).text == " is here"
 
 
-async def test_a_stream_that_is_entered_raises_what_the_server_refused() -> None:
+async def test_entering_a_refused_stream_raises_the_error() -> None:
     refusal = json_reply({"error": "no", "error_type": "validation", "code": "invalid_request"}, status=422)
     with scripted(refusal) as server:
         async with AsyncClient(server.url) as client:

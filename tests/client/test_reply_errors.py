@@ -22,7 +22,7 @@ def error_of(body: object, *, status: int, headers: dict[str, str] | None = None
     return error_of_reply(status=status, headers=headers or {}, body=raw, url="http://host/generate")
 
 
-def test_a_refusal_in_tgi_s_dialect_keeps_field_and_remedy() -> None:
+def test_an_error_in_tgis_dialect_keeps_field_and_remedy() -> None:
     error = error_of(
         {"error": "top_k must be 0 or more", "error_type": "validation", "code": "invalid_request",
          "field": "top_k", "remedy": "leave it out"},
@@ -32,7 +32,7 @@ def test_a_refusal_in_tgi_s_dialect_keeps_field_and_remedy() -> None:
     assert (error.message, error.field, error.remedy) == ("top_k must be 0 or more", "top_k", "leave it out")
 
 
-def test_a_refusal_in_openai_s_dialect_keeps_field_and_remedy() -> None:
+def test_an_error_in_openais_dialect_keeps_field_and_remedy() -> None:
     error = error_of(
         {"error": {"message": "too long", "type": "invalid_request_error", "param": "messages",
                    "code": "context_length_exceeded", "remedy": "send less"}},
@@ -61,31 +61,31 @@ def test_a_refusal_in_openai_s_dialect_keeps_field_and_remedy() -> None:
         (500, b"[]", ModelFailed),
     ],
 )
-def test_code_then_type_then_status_say_which_error_it_is(
+def test_code_type_and_status_determine_the_error_in_this_order(
     status: int, body: object, kind: type[GenserveError]
 ) -> None:
     assert type(error_of(body, status=status)) is kind
 
 
-def test_a_reply_that_says_nothing_is_named_by_its_url_and_status() -> None:
+def test_an_empty_reply_is_named_by_its_url_and_status() -> None:
     assert error_of(b"", status=500).message == "http://host/generate answered with status 500"
 
 
-def test_the_exact_header_goes_before_the_one_in_whole_seconds() -> None:
+def test_the_header_in_milliseconds_precedes_the_one_in_seconds() -> None:
     headers = {"retry-after": "1", "retry-after-ms": "250"}
     error = error_of({"error": "full", "error_type": "overloaded"}, status=429, headers=headers)
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == pytest.approx(0.25)
 
 
-def test_a_model_that_is_not_ready_says_when_to_come_back() -> None:
+def test_a_model_that_is_not_ready_has_the_retry_after_of_the_reply() -> None:
     error = error_of({"error": "?", "code": "model_not_ready"}, status=503, headers={"retry-after": "5"})
     assert isinstance(error, ModelNotReady)
     assert error.retry_after_s == 5
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("0", 1), ("Wed, 21 Oct 2026", 1), ("", 1)])
-def test_an_overload_says_when_to_come_back(header: str, seconds: int) -> None:
+def test_an_overload_has_the_retry_after_of_the_reply(header: str, seconds: int) -> None:
     body = {"error": "full", "error_type": "overloaded"}
     error = error_of(body, status=429, headers={"retry-after": header})
     assert isinstance(error, Overloaded)

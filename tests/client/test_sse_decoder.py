@@ -31,15 +31,15 @@ def datas(stream: str | bytes) -> list[str]:
         ("data:test\n\ndata: test\n\n", ["test", "test"]),
     ],
 )
-def test_the_examples_of_the_standard_come_out_as_it_says(stream: str, expected: list[str]) -> None:
+def test_the_examples_of_the_standard_are_decoded(stream: str, expected: list[str]) -> None:
     assert datas(stream) == expected
 
 
-def test_a_comment_between_events_is_no_event() -> None:
+def test_a_comment_is_not_an_event() -> None:
     assert datas(": ping\n\ndata: a\n\n: ping - 2026\n\n:\n\ndata: b\n\n") == ["a", "b"]
 
 
-def test_an_event_has_its_name_and_the_next_one_has_not() -> None:
+def test_the_name_of_an_event_does_not_carry_over() -> None:
     events = decode([b"event: error\ndata: a\n\ndata: b\n\n"])
     assert events == [Event(data="a", name="error"), Event(data="b", name="message")]
 
@@ -52,15 +52,15 @@ def test_a_line_separator_of_unicode_does_not_end_a_line() -> None:
     assert datas("data: a\u2028b\u2029c\x0bd\x0ce\x85f\n\n") == ["a\u2028b\u2029c\x0bd\x0ce\x85f"]
 
 
-def test_a_byte_order_mark_at_the_start_is_passed_over_and_elsewhere_kept() -> None:
+def test_a_byte_order_mark_is_skipped_at_the_start_only() -> None:
     assert datas("\ufeffdata: a\n\ndata: \ufeffb\n\n") == ["a", "\ufeffb"]
 
 
-def test_an_event_is_there_as_soon_as_its_last_line_ends_even_with_a_carriage_return() -> None:
+def test_an_event_is_complete_at_a_carriage_return() -> None:
     assert decode([b"data: a\r\r"]) == [Event(data="a")]
 
 
-def test_an_event_that_is_not_ended_is_not_an_event() -> None:
+def test_an_unterminated_event_is_dropped() -> None:
     assert datas("data: a\n\ndata: {\"half\":") == ["a"]
 
 
@@ -73,7 +73,7 @@ line_ends = st.sampled_from(["\n", "\r", "\r\n"])
     comments=st.lists(lines, max_size=3),
     data=st.data(),
 )
-def test_any_line_ends_and_any_chunks_give_the_same_events(
+def test_line_ends_and_chunk_boundaries_do_not_change_the_events(
     events: list[list[str]], comments: list[str], data: st.DataObject
 ) -> None:
     rows = [row for event in events for row in [*(f"data: {line}" for line in event), ""]]

@@ -273,7 +273,7 @@ def test_once_it_is_completed_nothing_may_be_missing(tmp_path: Path) -> None:
     (folder / "1" / "model.py").write_text("def auto_complete_config(config): ...")
     message = text_format.Parse(PYTHON + 'input { name: "a" dims: 1 }', new_model_config())
     parsed = inspect_message(message, path=folder / "config.pbtxt", folder=folder, completed=True)
-    assert [(diagnostic.place, diagnostic.message) for diagnostic in parsed.diagnostics] == [
+    assert [(diagnostic.position, diagnostic.message) for diagnostic in parsed.diagnostics] == [
         ("", "model input 'a' must specify 'data_type' for m")
     ]
 

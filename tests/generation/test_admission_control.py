@@ -35,12 +35,12 @@ def step(
     admission: AdmissionControl,
     seconds: float,
     *,
-    num_begun: int = 1,
+    num_started: int = 1,
     full: bool = True,
     num_waiting: int = 1,
     now_s: float = 0.0,
 ) -> None:
-    admission.note_step(seconds, num_begun=num_begun, full=full, num_waiting=num_waiting, now_s=now_s)
+    admission.note_step(seconds, num_started=num_started, full=full, num_waiting=num_waiting, now_s=now_s)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -68,7 +68,7 @@ class SimulatedLoop:
     def num_free(self) -> int:
         return self._num_places - sum(request.num_places for request in self.running)
 
-    def refusal(self, request: Request) -> Overloaded | None:
+    def rejection(self, request: Request) -> Overloaded | None:
         """Submit a request; returns why it was refused."""
         sizes = {"num_tokens": request.num_tokens, "priority": request.priority}
         try:
@@ -83,7 +83,7 @@ class SimulatedLoop:
 
     def submit(self, *, num_steps: int = 1, num_places: int = 1, priority: int = 0) -> None:
         request = Request(num_places=num_places, num_tokens=1, priority=priority, num_steps=num_steps)
-        refused = self.refusal(request)
+        refused = self.rejection(request)
         assert refused is None, refused
 
     def reserve(self, count: int, *, priority: int) -> None:
@@ -94,32 +94,32 @@ class SimulatedLoop:
         count, priority = self.preparing.pop()
         self.admission.release(count, priority=priority)
 
-    def begin(self, request: Request) -> None:
-        self.admission.begin(request.num_places, num_tokens=request.num_tokens, priority=request.priority)
+    def start(self, request: Request) -> None:
+        self.admission.start(request.num_places, num_tokens=request.num_tokens, priority=request.priority)
 
     def leave_line(self) -> None:
         request = self.waiting.pop()
-        self.begin(request)
+        self.start(request)
         self.admission.leave(request.num_places)
 
     def step(self, seconds: float) -> None:
-        begun = []
+        started = []
         while self.waiting and self.waiting[0].num_places <= self.num_free:
-            begun.append(self.waiting.popleft())
-            self.running.append(begun[-1])
+            started.append(self.waiting.popleft())
+            self.running.append(started[-1])
         if not self.running:
             return
         self.now_s += seconds
         step(
             self.admission,
             seconds,
-            num_begun=sum(request.num_places for request in begun),
+            num_started=sum(request.num_places for request in started),
             full=bool(self.waiting),
             num_waiting=len(self.waiting),
             now_s=self.now_s,
         )
-        for request in begun:
-            self.begin(request)
+        for request in started:
+            self.start(request)
         for request in self.running:
             request.num_steps -= 1
             if not request.num_steps:
@@ -151,7 +151,7 @@ def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
     with pytest.raises(Overloaded, match="10 tokens are waiting") as refused:
         join(admission, num_tokens=1)
     assert "--max-queue-tokens" in refused.value.remedy
-    admission.begin(1, num_tokens=6, priority=0)
+    admission.start(1, num_tokens=6, priority=0)
     join(admission, num_tokens=6)
 
 
@@ -191,9 +191,9 @@ def test_a_line_that_free_places_are_about_to_take_refuses_nobody() -> None:
 def test_those_that_begin_together_count_until_nobody_waits() -> None:
     admission = busy(control(max_wait_s=10))
     for _ in range(4):
-        step(admission, 8.0, num_begun=0, num_waiting=9)
-        step(admission, 1.0, num_begun=3, full=False, num_waiting=9)    # of four free places
-        step(admission, 1.0, num_begun=1, num_waiting=8)
+        step(admission, 8.0, num_started=0, num_waiting=9)
+        step(admission, 1.0, num_started=3, full=False, num_waiting=9)    # of four free places
+        step(admission, 1.0, num_started=1, num_waiting=8)
     for _ in range(4):
         join(admission)     # the fourth waits for 10 s
     with pytest.raises(Overloaded, match=r"would wait about 1[23] s"):
@@ -211,7 +211,7 @@ def test_where_blocks_are_short_free_places_are_no_help() -> None:
 def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
     admission = served(seconds=0.1, max_wait_s=10)
     join(admission)
-    step(admission, 90.0, num_begun=0)
+    step(admission, 90.0, num_started=0)
     with pytest.raises(Overloaded, match="would wait"):
         join(admission)
 
@@ -252,7 +252,7 @@ def test_a_line_that_everybody_has_left_is_forgotten() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
-    admission.begin(1, num_tokens=1, priority=0)
+    admission.start(1, num_tokens=1, priority=0)
     admission.leave(1)
     for _ in range(4):
         join(admission)
@@ -273,7 +273,7 @@ def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_retur
     for _ in range(data.draw(st.integers(0, 40))):
         match data.draw(st.sampled_from(("submit", "submit", "step", "step", "reserve", "release", "leave"))):
             case "submit":
-                refused = loop.refusal(data.draw(requests))
+                refused = loop.rejection(data.draw(requests))
                 if not (loop.waiting or loop.preparing):
                     assert refused is None
             case "step":
@@ -308,7 +308,7 @@ def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_no
     told = []
     for _ in range(30):
         for _ in range(2):  # one runs, and one waits
-            told.append(loop.refusal(Request(num_places=1, num_tokens=1, priority=0, num_steps=1)))
+            told.append(loop.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1)))
         loop.step(0.1)
     assert told[0] is None
     assert not any(told[-20:])
@@ -319,7 +319,7 @@ def test_one_may_always_wait_behind_what_runs_for_long() -> None:
     loop.submit(num_steps=9)
     loop.step(0.1)
     loop.submit()
-    behind = loop.refusal(Request(num_places=1, num_tokens=1, priority=0, num_steps=1))
+    behind = loop.rejection(Request(num_places=1, num_tokens=1, priority=0, num_steps=1))
     assert behind is not None
     assert "would wait" in behind.message
 

@@ -94,7 +94,7 @@ def test_a_grammar_that_fails_fails_its_own_request_alone():
 def test_what_grammar_and_other_rules_leave_together_is_nothing_and_says_so():
     held = sequence_of([3, 4], grammar=Steps([8], [9]), suppress_tokens=(8,), max_tokens=6)
     failed = run(Engine(PagedLogits(), decode=sample_loop), held)
-    assert "leaves no token" in str(failed[held])
+    assert "leave no token" in str(failed[held])
 
 
 def test_the_other_rules_act_on_what_the_grammar_leaves():

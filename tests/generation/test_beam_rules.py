@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 
 from genserve.generation.beam_rules import (
     BeamRules,
+    BeamState,
     Candidate,
-    Finished,
     Hypothesis,
-    Standings,
+    ScoredHypothesis,
     advance,
-    best,
+    best_candidates,
     log_softmax,
 )
 from genserve.generation.beam_search import BeamSearch
@@ -163,7 +163,7 @@ def test_the_best_candidates_are_those_of_a_sort_over_all_beams():
         log_probs = log_softmax(rng.standard_normal((3, size), dtype=np.float32))
         log_probs[:, 5] = -np.inf
         scores = [-1.0, -0.5, -np.inf]
-        found = best(log_probs, scores=scores, count=count)
+        found = best_candidates(log_probs, scores=scores, count=count)
         sums = (log_probs[:2] + np.array(scores[:2], dtype=np.float32)[:, None]).reshape(-1)
         order = np.argsort(-sums, kind="stable")[: min(count, 2 * size - 2)]
         assert [(c.beam, c.token_id) for c in found] == [divmod(int(i), size) for i in order]
@@ -188,9 +188,9 @@ def test_one_that_ends_below_the_width_is_no_answer_but_those_above_are():
 
     def complete(candidate: Candidate) -> Hypothesis | None:
         ends = candidate.token_id in (0, 2)
-        return Hypothesis(token_ids=(candidate.token_id,), likelihoods=()) if ends else None
+        return Hypothesis(token_ids=(candidate.token_id,), logprobs=()) if ends else None
 
-    after = advance(Standings(), candidates, complete=complete, num_tokens=1, rules=rules)
+    after = advance(BeamState(), candidates, complete=complete, num_tokens=1, rules=rules)
     assert [f.hypothesis.token_ids for f in after.finished] == [(0,)]
     assert [c.token_id for c in after.live] == [1, 3]
     assert not after.done
@@ -207,8 +207,9 @@ def test_a_search_is_over_when_transformers_heuristic_says_so():
             width=width, length_penalty=length_penalty, early_stopping=early_stopping, max_new_tokens=12
         )
         scores = sorted((-10 * rng.random() for _ in range(rng.randint(0, width))), reverse=True)
-        answer = Hypothesis(token_ids=(1,), likelihoods=())
-        before = Standings(finished=tuple(Finished(hypothesis=answer, score=score) for score in scores))
+        answer = Hypothesis(token_ids=(1,), logprobs=())
+        finished = tuple(ScoredHypothesis(hypothesis=answer, score=score) for score in scores)
+        before = BeamState(finished=finished)
         best_live = -30 * rng.random()
         live = [Candidate(beam=0, token_id=i, score=best_live - i) for i in range(width)]
         after = advance(before, live, complete=lambda _: None, num_tokens=num_tokens, rules=rules)

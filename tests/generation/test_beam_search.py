@@ -373,7 +373,7 @@ def test_a_search_whose_time_is_over_gives_the_best_it_has():
 def test_the_longest_search_that_is_let_in_comes_to_its_end(budget, width):
     model = PagedLogits(max_num_seqs=4, max_length=64, block_size=4, num_blocks=budget // 4)
     engine = Engine(model, decode=sample_loop)
-    longest = engine.longest(width)
+    longest = engine.max_tokens_per_sequence(width)
     assert width * (longest + 4) > budget or longest == 64
     for num_prompt_tokens in (1, longest - 1):
         group = search_of([7] * num_prompt_tokens, width=width, max_length=longest)

@@ -13,7 +13,7 @@ from genserve.completion import join_deltas
 from genserve.errors import Closed, GenserveError, ModelFailed, Overloaded
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.beam_search import BeamSearch
-from genserve.generation.delta_streams import DeltaStream, EventLoopOutbox
+from genserve.generation.delta_streams import DeltaStream, EventLoopSink
 from genserve.generation.engine import Engine
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.speculation import DraftModel, Speculation
@@ -44,7 +44,7 @@ class GatedLogits(PagedLogits):
 
 
 class Recorder:
-    """An outbox that keeps what comes."""
+    """An sink that keeps what comes."""
 
     def __init__(self):
         self.outputs = []
@@ -108,8 +108,8 @@ def test_many_threads_share_the_engine(loop):
 
 
 async def test_an_event_loop_reads_several_streams_at_once(loop):
-    outbox = EventLoopOutbox(asyncio.get_running_loop())
-    streams = [outbox.open(loop, sequence_of([i], max_tokens=8)) for i in range(4)]
+    sink = EventLoopSink(asyncio.get_running_loop())
+    streams = [sink.open(loop, sequence_of([i], max_tokens=8)) for i in range(4)]
 
     async def read(stream):
         return [i async for deltas in stream for delta in deltas for i in delta.token_ids]
@@ -120,14 +120,14 @@ async def test_an_event_loop_reads_several_streams_at_once(loop):
 async def test_one_step_wakes_the_event_loop_once_for_all_streams():
     wakes = []
 
-    class CountingOutbox(EventLoopOutbox):
+    class CountingSink(EventLoopSink):
         def deliver(self, outputs):
             wakes.append(len(outputs))
             super().deliver(outputs)
 
     loop = loop_over(PagedLogits())
-    outbox = CountingOutbox(asyncio.get_running_loop())
-    streams = [outbox.open(loop, sequence_of([i], max_tokens=20)) for i in range(3)]
+    sink = CountingSink(asyncio.get_running_loop())
+    streams = [sink.open(loop, sequence_of([i], max_tokens=20)) for i in range(3)]
     for stream in streams:
         async for _ in stream:
             pass
@@ -138,8 +138,8 @@ async def test_one_step_wakes_the_event_loop_once_for_all_streams():
 
 async def test_a_closed_stream_frees_its_slot_within_two_steps(gated):
     model, loop = gated
-    outbox = EventLoopOutbox(asyncio.get_running_loop())
-    stream = outbox.open(loop, sequence_of([5], max_tokens=50))
+    sink = EventLoopSink(asyncio.get_running_loop())
+    stream = sink.open(loop, sequence_of([5], max_tokens=50))
     await anext(stream)
     before = loop.num_steps
     stream.close()
@@ -153,10 +153,10 @@ async def test_a_closed_stream_frees_its_slot_within_two_steps(gated):
 
 def test_with_one_answer_of_a_beam_search_all_are_cancelled(gated):
     model, loop = gated
-    outbox = Recorder()
+    sink = Recorder()
     answers = [sequence_of([5], use_beam_search=True, max_tokens=50) for _ in range(2)]
     BeamSearch(answers, width=2, text=IdText())
-    loop.submit(*answers, outbox=outbox)
+    loop.submit(*answers, sink=sink)
     while not loop.num_steps:  # the prefill
         time.sleep(0)
     loop.cancel(answers[1])
@@ -165,7 +165,7 @@ def test_with_one_answer_of_a_beam_search_all_are_cancelled(gated):
     assert loop.num_accepted == 0
     with DeltaStream(loop, sequence_of([1], max_tokens=5)) as stream:
         assert list(join_deltas(stream).token_ids) == greedy_answer([1], num_tokens=5)
-    assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
+    assert not any(isinstance(content, GenserveError) for _, content in sink.outputs)
 
 
 def test_the_queue_is_bounded_and_says_when_to_come_back(gated):
@@ -280,7 +280,7 @@ def test_an_answer_without_a_token_has_no_time_to_its_first():
     metrics = Metrics()
     loop = loop_over(PagedLogits(max_num_seqs=1), metrics=metrics)
     late = sequence_of([7], deadline_s=0.0)
-    loop.submit(sequence_of([5], max_tokens=3), late, outbox=Recorder())
+    loop.submit(sequence_of([5], max_tokens=3), late, sink=Recorder())
     loop.drain(timeout_s=10)
     assert (late.num_new_tokens, late.stop_reason) == (0, "deadline")
     name = "genserve_time_to_first_token_seconds_count"
@@ -443,11 +443,11 @@ def test_drafted_tokens_are_counted_and_those_that_were_right():
         assert metrics.registry.get_sample_value(name, {"model": "test"}) == 7
 
 
-def ended(outbox: Recorder) -> GenserveError | None:
+def ended(sink: Recorder) -> GenserveError | None:
     """Wait for the end of the first request whose outputs come there, and return its error."""
-    while not outbox.outputs:
+    while not sink.outputs:
         time.sleep(0)
-    content = outbox.outputs[-1][1]
+    content = sink.outputs[-1][1]
     return content if isinstance(content, GenserveError) else None
 
 
@@ -465,7 +465,7 @@ def full():
     model.gate.release(4)
     running = Recorder()
     for prompt in ([1], [2]):
-        loop.submit(sequence_of(prompt, max_tokens=40), outbox=running)
+        loop.submit(sequence_of(prompt, max_tokens=40), sink=running)
     while len({sequence for sequence, _ in list(running.outputs)}) < 2:   # both have begun
         time.sleep(0)
     yield model, clock, metrics, loop, running
@@ -475,19 +475,19 @@ def full():
 
 def test_prompts_that_wait_are_bounded_in_tokens(full):
     *_, metrics, loop, _ = full
-    loop.submit(sequence_of([5] * 15), outbox=Recorder())
+    loop.submit(sequence_of([5] * 15), sink=Recorder())
     with pytest.raises(Overloaded, match="15 tokens are waiting"):
-        loop.submit(sequence_of([5] * 6), outbox=Recorder())
-    loop.submit(sequence_of([5] * 5), outbox=Recorder())
+        loop.submit(sequence_of([5] * 6), sink=Recorder())
+    loop.submit(sequence_of([5] * 5), sink=Recorder())
     assert rejections(metrics, "max_queue_tokens") == 1
 
 
 def test_each_answer_to_a_prompt_counts_its_tokens_and_a_place(full):
     *_, loop, _ = full
-    loop.submit(*(sequence_of([5] * 4) for _ in range(3)), outbox=Recorder())
+    loop.submit(*(sequence_of([5] * 4) for _ in range(3)), sink=Recorder())
     three_more = [sequence_of([5] * 4) for _ in range(3)]
     with pytest.raises(Overloaded, match="12 tokens are waiting"):
-        loop.submit(*three_more, outbox=Recorder())
+        loop.submit(*three_more, sink=Recorder())
     assert loop.num_accepted == 5
 
 
@@ -495,16 +495,16 @@ def test_a_beam_search_counts_its_beams_and_its_prompt_once(full):
     *_, loop, _ = full
     answers = [sequence_of([5] * 15, use_beam_search=True, max_tokens=4)]
     BeamSearch(answers, width=2, text=IdText())
-    loop.submit(*answers, outbox=Recorder())
+    loop.submit(*answers, sink=Recorder())
     assert loop.num_accepted == 4
-    loop.submit(sequence_of([5] * 5), outbox=Recorder())
+    loop.submit(sequence_of([5] * 5), sink=Recorder())
     loop.cancel(answers[0])
 
 
 def test_a_request_that_has_waited_too_long_ends_before_its_first_token(full):
     model, clock, metrics, loop, running = full
     waiting = Recorder()
-    loop.submit(sequence_of([5]), outbox=waiting)
+    loop.submit(sequence_of([5]), sink=waiting)
     clock.now_s = 10.5
     model.gate.release(2)
     error = ended(waiting)
@@ -518,27 +518,27 @@ def test_a_request_that_has_waited_too_long_ends_before_its_first_token(full):
 def test_a_refused_request_leaves_its_place_to_the_next(full):
     model, clock, _, loop, _ = full
     refused, late = Recorder(), Recorder()
-    loop.submit(sequence_of([5] * 20), outbox=refused)
+    loop.submit(sequence_of([5] * 20), sink=refused)
     clock.now_s = 10.5
     model.gate.release(2)
     ended(refused)
-    loop.submit(sequence_of([5] * 20, max_tokens=3), outbox=late)
+    loop.submit(sequence_of([5] * 20, max_tokens=3), sink=late)
     model.open_gate()
     loop.drain(timeout_s=60)
     assert late.outputs[-1][1].finish_reason is not None
 
 
 def test_a_request_of_which_one_answer_has_begun_is_not_refused():
-    model, clock, outbox = GatedLogits(max_num_seqs=1), Clock(), Recorder()
+    model, clock, sink = GatedLogits(max_num_seqs=1), Clock(), Recorder()
     loop = loop_over(model, limits=QueueLimits(max_requests=8, max_wait_s=10), clock=clock)
-    loop.submit(*(sequence_of([i], max_tokens=4) for i in (5, 6)), outbox=outbox)
-    while not outbox.outputs:
+    loop.submit(*(sequence_of([i], max_tokens=4) for i in (5, 6)), sink=sink)
+    while not sink.outputs:
         time.sleep(0)
     clock.now_s = 1000.0
     model.open_gate()
     loop.drain(timeout_s=60)
     loop.close()
-    assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
+    assert not any(isinstance(content, GenserveError) for _, content in sink.outputs)
 
 
 def test_a_preempted_request_waits_as_long_as_it_takes():
@@ -551,33 +551,33 @@ def test_a_preempted_request_waits_as_long_as_it_takes():
             clock.now_s += 100.0
             super().deliver(outputs)
 
-    outbox = Ageing()
+    sink = Ageing()
     loop = loop_over(model, limits=limits, clock=clock, metrics=metrics)
-    loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6)), outbox=outbox)
+    loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6)), sink=sink)
     loop.drain(timeout_s=60)
     loop.close()
     preempted = metrics.registry.get_sample_value("genserve_num_preemptions_total", {"model": "test"})
     assert preempted > 0
-    assert not any(isinstance(content, GenserveError) for _, content in outbox.outputs)
+    assert not any(isinstance(content, GenserveError) for _, content in sink.outputs)
 
 
 def test_a_request_that_finds_a_free_slot_is_not_refused_however_long_the_step_before_took():
-    model, clock, outbox = GatedLogits(max_num_seqs=2), Clock(), Recorder()
+    model, clock, sink = GatedLogits(max_num_seqs=2), Clock(), Recorder()
     loop = loop_over(model, limits=QueueLimits(max_requests=8, max_wait_s=1), clock=clock)
-    loop.submit(sequence_of([1], max_tokens=20), outbox=Recorder())
+    loop.submit(sequence_of([1], max_tokens=20), sink=Recorder())
     while not loop.num_running:
         time.sleep(0)
-    loop.submit(sequence_of([5], max_tokens=3), outbox=outbox)
+    loop.submit(sequence_of([5], max_tokens=3), sink=sink)
     clock.now_s = 100.0
     model.open_gate()
-    assert ended(outbox) is None
+    assert ended(sink) is None
     loop.close()
 
 
 def test_the_next_token_of_a_loop_is_not_refused_for_tokens_or_time(full):
     model, clock, _, loop, _ = full
     answers: SimpleQueue = SimpleQueue()
-    loop.submit(sequence_of([5] * 20), outbox=Recorder())
+    loop.submit(sequence_of([5] * 20), sink=Recorder())
     loop.submit_logits([logits_request([7] * 30, on_logits=answers.put)])
     clock.now_s = 1000.0
     model.open_gate()
@@ -586,14 +586,14 @@ def test_the_next_token_of_a_loop_is_not_refused_for_tokens_or_time(full):
 
 def num_measured(loop: EngineThread) -> int:
     """Return how many slots were taken, by what has been measured of the full engine."""
-    return len(loop._admission._begun_s) - 1
+    return len(loop._admission._started_s) - 1
 
 
 def test_all_beams_of_a_search_are_measured_as_they_are_counted(full):
     model, _, _, loop, _ = full
     answers = [sequence_of([5], use_beam_search=True, max_tokens=4)]
     BeamSearch(answers, width=2, text=IdText())
-    loop.submit(*answers, outbox=Recorder())
+    loop.submit(*answers, sink=Recorder())
     before = num_measured(loop)
     model.open_gate()
     loop.drain(timeout_s=60)
@@ -604,7 +604,7 @@ def test_only_first_steps_are_measured():
     # Two sequences of 40 tokens are more than the cache holds: they leave and come back, with others in line.
     model, metrics = PagedLogits(max_num_seqs=2, block_size=8, num_blocks=8), Metrics()
     loop = loop_over(model, metrics=metrics)
-    loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6, 7)), outbox=Recorder())
+    loop.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6, 7)), sink=Recorder())
     loop.submit_logits([logits_request([8, i]) for i in (1, 2, 3)])
     loop.drain(timeout_s=60)
     loop.close()
@@ -619,11 +619,11 @@ def test_places_that_are_reserved_are_taken_until_the_request_is_submitted(full)
     with pytest.raises(Overloaded, match="10 requests are running or waiting; the limit is 10"):
         loop.reserve(1)
     with pytest.raises(Overloaded):
-        loop.submit(sequence_of([5]), outbox=Recorder())
+        loop.submit(sequence_of([5]), sink=Recorder())
     with pytest.raises(Overloaded):
         loop.submit_logits([logits_request([5])])
     assert rejections(metrics, "max_queue") == 3
-    loop.submit(*(sequence_of([5]) for _ in range(8)), outbox=Recorder(), reservation=reservation)
+    loop.submit(*(sequence_of([5]) for _ in range(8)), sink=Recorder(), reservation=reservation)
     reservation.release()
     assert (loop.num_accepted, loop.num_preparing) == (10, 0)
 
@@ -639,7 +639,7 @@ def test_a_request_waits_from_when_it_came_and_not_from_when_it_was_prepared(ful
     model, clock, metrics, loop, _ = full
     waiting, reservation = Recorder(), loop.reserve(1)
     clock.now_s = 8.0
-    loop.submit(sequence_of([5]), outbox=waiting, reservation=reservation)
+    loop.submit(sequence_of([5]), sink=waiting, reservation=reservation)
     clock.now_s = 10.5
     model.gate.release(2)
     assert isinstance(ended(waiting), Overloaded)
@@ -670,8 +670,8 @@ def test_one_that_came_first_and_was_prepared_last_is_refused_first(full):
     model, clock, _, loop, _ = full
     early, late, reservation = Recorder(), Recorder(), loop.reserve(1)
     clock.now_s = 8.0
-    loop.submit(sequence_of([5]), outbox=late)
-    loop.submit(sequence_of([6]), outbox=early, reservation=reservation)
+    loop.submit(sequence_of([5]), sink=late)
+    loop.submit(sequence_of([6]), sink=early, reservation=reservation)
     clock.now_s = 10.5
     model.gate.release(2)
     assert isinstance(ended(early), Overloaded)

@@ -17,7 +17,7 @@ def manager(num_blocks: int = 8, *, prefix_cache: bool = True) -> KVCacheManager
 
 def begin(kv: KVCacheManager, *token_ids: int, **params) -> TokenSequence:
     sequence = sequence_of(token_ids, **params)
-    assert kv.begin(sequence, num_spare=0)
+    assert kv.allocate(sequence, num_spare=0)
     kv.check_integrity()
     return sequence
 
@@ -100,12 +100,12 @@ def test_without_the_prefix_cache_logits_requests_share_among_each_other_alone()
     compute(kv, begin(kv, 1, 2, 3, 4, 5))
     assert begin(kv, 1, 2, 3, 4, 5).num_computed_tokens == 0
     request = logits_request([1, 2, 3, 4, 5])
-    assert kv.begin(request, num_spare=0)
+    assert kv.allocate(request, num_spare=0)
     assert request.num_computed_tokens == 0
     request.num_computed_tokens = 5
     kv.cache_blocks(request)
     again = logits_request([1, 2, 3, 4, 6])
-    kv.begin(again, num_spare=0)
+    kv.allocate(again, num_spare=0)
     assert again.num_computed_tokens == 4
 
 
@@ -129,8 +129,8 @@ def test_a_block_that_several_hold_is_copied_by_who_writes_first():
 
 def test_too_few_blocks_are_said_and_nothing_is_taken():
     kv = manager(2)
-    assert not kv.begin(sequence_of(range(9)), num_spare=0)
-    assert not kv.begin(sequence_of(range(8)), num_spare=1)
+    assert not kv.allocate(sequence_of(range(9)), num_spare=0)
+    assert not kv.allocate(sequence_of(range(8)), num_spare=1)
     assert kv.num_free_blocks == 2
     sequence = begin(kv, *range(8))
     compute(kv, sequence)
@@ -160,7 +160,7 @@ class Blocks(RuleBasedStateMachine):
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from([None, "a"]))
     def arrive(self, token_ids: list[int], salt: str | None) -> None:
         sequence = sequence_of(token_ids, cache_salt=salt)
-        if self.kv.begin(sequence, num_spare=0):
+        if self.kv.allocate(sequence, num_spare=0):
             self.running.append(sequence)
         else:
             self.kv.free(sequence)

@@ -140,7 +140,7 @@ class Schedule:
             "cache_salt": self.rng.choice(SALTS),
             "priority": self.rng.choice([0, 1]),
         }
-        if width <= self.model.max_num_seqs and self.engine.longest(width) >= 42:
+        if width <= self.model.max_num_seqs and self.engine.max_tokens_per_sequence(width) >= 42:
             group = search_of(**options)
             self.searches[group] = options
             for answer in group.answers:
@@ -152,7 +152,7 @@ class Schedule:
             sequence = self.rng.choice(list(self.running))
             for answer in sequence.answers:
                 del self.running[answer]
-            self.searches.pop(sequence.beams, None)
+            self.searches.pop(sequence.search, None)
             self.engine.remove([sequence])
 
     def step(self) -> bool:
@@ -173,12 +173,12 @@ class Schedule:
         for sequence in result.advanced:
             assert sequence in self.running, "it has ended already"
             delta = sequence.take_delta()
-            assert delta is not None or sequence.beams
+            assert delta is not None or sequence.search
             if delta is not None:
                 self.scores[sequence] = self.scores.get(sequence, ()) + delta.prompt_logprobs
             if sequence.finished:
                 params = self.running.pop(sequence)
-                if sequence.beams is None:
+                if sequence.search is None:
                     self.ended[sequence] = params
         return True
 

@@ -188,23 +188,23 @@ def test_a_sequence_that_leaves_is_forgotten():
     assert oracle.dropped == [sequence]
 
 
-def propose(speculation: Speculation, sequence: TokenSequence, *, least_chance: float) -> int:
-    return len(speculation.draft(sequence, max_tokens=10, least_chance=least_chance))
+def propose(speculation: Speculation, sequence: TokenSequence, *, min_chance: float) -> int:
+    return len(speculation.draft(sequence, max_tokens=10, min_chance=min_chance))
 
 
 def test_fewer_tokens_are_drafted_the_more_they_must_be_worth():
     sequence, speculation = sequence_of(PROMPT), Speculation(Fixed(1, 2, 3, 4, 5, 6, 7))
-    counts = [propose(speculation, sequence, least_chance=chance) for chance in (0.0, 0.2, 0.5, 0.9)]
+    counts = [propose(speculation, sequence, min_chance=chance) for chance in (0.0, 0.2, 0.5, 0.9)]
     assert counts == [5, 3, 1, 0]
 
 
 def test_drafts_that_were_wrong_are_not_asked_for_until_some_steps_later():
     draft, sequence = Fixed(1, 2, 3), sequence_of(PROMPT)
     speculation = Speculation(draft)
-    assert propose(speculation, sequence, least_chance=0.2)
+    assert propose(speculation, sequence, min_chance=0.2)
     for _ in range(15):
         speculation.note_outcome(sequence, num_drafted=3, num_accepted=0)
-    counts = [propose(speculation, sequence, least_chance=0.2) for _ in range(300)]
+    counts = [propose(speculation, sequence, min_chance=0.2) for _ in range(300)]
     assert counts[:10] == [0] * 10
     assert any(counts)
     assert draft.num_asked < 300
@@ -212,10 +212,10 @@ def test_drafts_that_were_wrong_are_not_asked_for_until_some_steps_later():
 
 def test_drafts_that_were_right_are_longer():
     sequence, speculation = sequence_of(PROMPT), Speculation(Fixed(1, 2, 3, 4, 5))
-    before = propose(speculation, sequence, least_chance=0.3)
+    before = propose(speculation, sequence, min_chance=0.3)
     for _ in range(5):
         speculation.note_outcome(sequence, num_drafted=5, num_accepted=5)
-    assert propose(speculation, sequence, least_chance=0.3) > before
+    assert propose(speculation, sequence, min_chance=0.3) > before
 
 
 def test_a_draft_that_fails_is_asked_no_more_and_the_answer_goes_on(caplog):

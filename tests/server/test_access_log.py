@@ -309,7 +309,7 @@ def test_without_a_file_the_same_is_on_stderr(tmp_path):
 def test_a_log_file_that_cannot_be_written_ends_the_start_with_a_remedy(tmp_path):
     write_model(tmp_path / "repository", "speaks", code=SPEAKS)
     with serving(tmp_path / "repository", f"--log-file={tmp_path}/none/log") as process:
-        assert "remedy: give --log-file" in process.communicate(timeout=60)[1]
+        assert "remedy: set --log-file" in process.communicate(timeout=60)[1]
         assert process.returncode == 1
 
 

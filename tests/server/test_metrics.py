@@ -136,7 +136,7 @@ def test_without_latency_counters_requests_are_still_counted(inference_server):
     [
         ("summary_latencies=true", "histogram_latencies=true"),
         ("summary_quantiles=0.5:0.05", "histogram_latencies=true"),
-        ("gauge_latencies=true", "counter_latencies=true|false and histogram_latencies=true|false"),
+        ("gauge_latencies=true", "counter_latencies=true|false or histogram_latencies=true|false"),
         ("counter_latencies=no", "counter_latencies=true|false"),
         ("counter_latencies", "counter_latencies=true|false"),
     ],

@@ -118,13 +118,13 @@ def test_every_route_of_kserve_belongs_to_a_part(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["health"], "is not of the form"),
-        (["health:key"], "is not of the form"),
-        (["health:=secret"], "is not of the form"),
+        (["health"], "must have the form"),
+        (["health:key"], "must have the form"),
+        (["health:=secret"], "must have the form"),
         (["health:key=schlüssel"], "in printable ASCII"),
         (["helth:key=secret"], "'helth' is not a part of the protocol that can be restricted"),
-        (["trace:bad header=secret"], "not of the form"),
-        (["trace:admin-key =secret"], "not of the form"),
+        (["trace:bad header=secret"], "must have the form"),
+        (["trace:admin-key =secret"], "must have the form"),
         (["health,trace:key=secret", "trace:other=secret"], "'trace' is restricted twice"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from genserve.completion import Delta, FinishReason, Usage
 from genserve.errors import ModelFailed
-from genserve.generation.delta_streams import EventLoopOutbox
+from genserve.generation.delta_streams import EventLoopSink
 from genserve.server.sse_response import EventStream, event
 from tests.fakes.sequences import sequence_of
 
@@ -16,7 +16,7 @@ from tests.fakes.sequences import sequence_of
 class Idle:
     """Stands for an `EngineThread`; what it makes is delivered by the test."""
 
-    def submit(self, *sequences, outbox, reservation=None):
+    def submit(self, *sequences, sink, reservation=None):
         pass
 
     def cancel(self, sequence):
@@ -52,14 +52,14 @@ LAST = delta("last", FinishReason.LENGTH)
 
 async def bodies(*steps):
     """What is written where each step's deltas are there before anybody looks."""
-    outbox = EventLoopOutbox(asyncio.get_running_loop())
+    sink = EventLoopSink(asyncio.get_running_loop())
     sequence = sequence_of([1])
-    response = EventStream(outbox.open(Idle(), sequence), Texts())
+    response = EventStream(sink.open(Idle(), sequence), Texts())
     coming = iter(steps)
     sent = []
 
     def deliver():
-        outbox.deliver([(sequence, content) for content in next(coming, ())])
+        sink.deliver([(sequence, content) for content in next(coming, ())])
 
     async def send(message):
         if message["type"] == "http.response.body":

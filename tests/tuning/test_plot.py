@@ -26,15 +26,14 @@ def measurements() -> list[Measurement]:
     ]
 
 
-def test_a_picture_has_a_line_for_each_session_the_bound_and_the_choice(tmp_path: Path) -> None:
+def test_a_plot_has_a_line_per_session_the_bound_and_the_choice(tmp_path: Path) -> None:
     rows, path = measurements(), tmp_path / "tune.svg"
     check_plot(path)
     goal = Goal(objective=Objective.THROUGHPUT, max_inter_token_s=0.05)
     draw(rows, choice=BestSetting(best=rows[2], meets_bound=True), goal=goal, title="a title", path=path)
-    drawn = path.read_text(encoding="utf-8")
-    drawn_words = set(re.findall("<!-- (.*) -->", drawn))
+    drawn_words = set(re.findall("<!-- (.*) -->", path.read_text(encoding="utf-8")))
     lines = {"model.onnx, threads 3", "model.onnx, threads 5", "chosen", "bound"}
-    assert {"a title", *lines, "1", "2", "24", "ms between tokens, 512 tokens behind each"} <= drawn_words
+    assert {"a title", *lines, "1", "2", "24", "ms between tokens, at a context of 512"} <= drawn_words
 
 
 def test_the_suffix_is_the_format(tmp_path: Path) -> None:
@@ -44,7 +43,9 @@ def test_the_suffix_is_the_format(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("name", "words"), [("tune.txt", "no format"), ("none/tune.png", "no folder")])
-def test_what_cannot_be_drawn_is_refused_before(tmp_path: Path, name: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"), [("tune.txt", "not an image format"), ("none/tune.png", "no folder")]
+)
+def test_an_invalid_plot_is_refused_before_measuring(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(RepositoryError, match=words):
         check_plot(tmp_path / name)

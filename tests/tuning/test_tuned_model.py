@@ -26,7 +26,7 @@ def batch_sizes(repository: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch_size", [7, 64])
-def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
+def test_a_setting_is_written_into_all_stages(
     repository: Path, batch_size: int
 ) -> None:
     version = repository / "tiny_logits" / "1"
@@ -37,7 +37,7 @@ def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
     write_edits(find_model("tiny", repository=repository).edits(setting))
     assert set(batch_sizes(repository).values()) == {batch_size}
     model = find_model("tiny", repository=repository)
-    assert model.now == setting
+    assert model.current == setting
     oldest = model.logits.parsed.message.sequence_batching.oldest
     assert oldest.max_candidate_sequences == batch_size
     assert model.edits(setting) == []
@@ -45,7 +45,7 @@ def test_a_setting_is_written_into_all_stages_which_are_then_set_to_it(
     assert not [diagnostic for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
 
 
-def test_a_graph_beside_the_present_one_brings_the_types_of_its_cache(
+def test_another_graph_changes_the_state_types(
     repository: Path, tiny_checkpoint: Path
 ) -> None:
     export_model(
@@ -73,7 +73,7 @@ def test_a_graph_that_cannot_be_read_is_named(repository: Path) -> None:
         find_model("tiny", repository=repository).edits(settings(8, graph="broken/model.onnx"))
 
 
-def test_no_stage_is_ever_asked_for_more_than_it_takes(repository: Path) -> None:
+def test_at_no_time_does_the_ensemble_exceed_a_stages_batch_size(repository: Path) -> None:
     for batch_size in (8, 64):
         edits = find_model("tiny", repository=repository).edits(settings(batch_size))
         for edit in edits:
@@ -95,7 +95,7 @@ def test_a_logits_stage_without_an_ensemble_is_tuned_alone(repository: Path) -> 
     assert batch_sizes(repository) == {"tiny_logits": 8}
 
 
-def test_a_stage_that_another_ensemble_shares_keeps_what_that_needs(repository: Path) -> None:
+def test_a_shared_stage_keeps_the_batch_size_of_its_other_ensemble(repository: Path) -> None:
     shutil.copytree(repository / "tiny", repository / "other")
     config = repository / "other" / "config.pbtxt"
     config.write_text(config.read_text().replace('name: "tiny"', 'name: "other"').replace(": 32", ": 20"))
@@ -105,7 +105,7 @@ def test_a_stage_that_another_ensemble_shares_keeps_what_that_needs(repository: 
     }
 
 
-def test_what_was_edited_since_the_model_was_found_is_kept(repository: Path) -> None:
+def test_later_edits_of_a_config_are_kept(repository: Path) -> None:
     model = find_model("tiny", repository=repository)
     config = repository / "tiny_logits" / "config.pbtxt"
     config.write_bytes(b"# mine\r\n" + config.read_bytes())
@@ -137,10 +137,10 @@ def test_a_diff_has_the_changed_lines(repository: Path) -> None:
     ("name", "kind", "words"),
     [
         ("tinny", ModelNotFound, "no model 'tinny'.*did you mean tiny"),
-        ("tiny_tokenizer", RepositoryError, "'tiny_tokenizer' generates no text.*models that do: tiny"),
+        ("tiny_tokenizer", RepositoryError, "'tiny_tokenizer' is not a text model.*text models: tiny"),
     ],
 )
-def test_what_cannot_be_tuned_is_told(
+def test_a_model_that_cannot_be_tuned_is_refused(
     repository: Path, name: str, kind: type[GenserveError], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
@@ -151,11 +151,11 @@ def test_a_python_model_is_not_tuned(repository: Path) -> None:
     (repository / "mine" / "1").mkdir(parents=True)
     (repository / "mine" / "1" / "model.py").touch()
     (repository / "mine" / "config.pbtxt").write_text('backend: "python"')
-    with pytest.raises(RepositoryError, match="'mine' generates no text"):
+    with pytest.raises(RepositoryError, match="'mine' is not a text model"):
         find_model("mine", repository=repository)
 
 
-def test_a_model_without_weights_is_told_how_to_get_them(repository: Path) -> None:
+def test_the_remedy_for_missing_weights_is_a_command(repository: Path) -> None:
     (repository / "tiny_logits" / "1" / "model.onnx").unlink()
     with pytest.raises(RepositoryError, match=r"model\.onnx is missing"):
         find_model("tiny", repository=repository)

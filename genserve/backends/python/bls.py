@@ -66,7 +66,7 @@ _THREAD = _Thread()
 class _Answer:
     """The answer to one call, for the thread that made it."""
 
-    __slots__ = ("_wakeup", "_ended", "responses")
+    __slots__ = ("_ended", "_wakeup", "responses")
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []

@@ -18,7 +18,7 @@ _CLASS = "TritonPythonModel"
 
 
 def source_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
-    """Return the diagnostics of a model.py: that it is no Python, or has no `TritonPythonModel`."""
+    """Return the diagnostics of a model.py: a syntax error, or a missing `TritonPythonModel`."""
     module = parse_source(path)
     if isinstance(module, Diagnostic):
         return (module,)
@@ -29,19 +29,19 @@ def source_diagnostics(path: Path) -> tuple[Diagnostic, ...]:
 
 
 def parse_source(path: Path) -> ast.Module | Diagnostic:
-    """Return the syntax tree of a model.py, or the diagnostic that it is no Python."""
+    """Return the syntax tree of a model.py, or the diagnostic that it is not Python."""
     remedy = "model.py must be Python"
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
-        place = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
-        return source_diagnostic(path, place, error.msg, remedy=remedy)
+        position = f"{error.lineno}:{error.offset or 1}" if error.lineno else ""
+        return source_diagnostic(path, position, error.msg, remedy=remedy)
     except ValueError as error:  # a byte of zero
         return source_diagnostic(path, "", str(error), remedy=remedy)
 
 
 def _may_bind(module: ast.Module, name: str) -> bool:
-    """Whether the name stands anywhere in the file, or may be one of those that `import *` brings."""
+    """Whether the name occurs anywhere in the file, or `import *` may bring it."""
     for node in ast.walk(module):
         match node:
             case ast.ClassDef(name=found) | ast.FunctionDef(name=found) | ast.Name(id=found) if found == name:
@@ -55,8 +55,8 @@ def _may_bind(module: ast.Module, name: str) -> bool:
     return False
 
 
-def source_diagnostic(path: Path, place: str, message: str, *, remedy: str) -> Diagnostic:
-    """Return an error at a place in a model.py, `line:column`; empty: in all of it."""
+def source_diagnostic(path: Path, position: str, message: str, *, remedy: str) -> Diagnostic:
+    """Return an error at a position of a model.py, `line:column`; empty: in the whole file."""
     return Diagnostic(
-        severity=Severity.ERROR, path=path, place=place, message=message, remedy=remedy, at_load=True
+        severity=Severity.ERROR, path=path, position=position, message=message, remedy=remedy, at_load=True
     )

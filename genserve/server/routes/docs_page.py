@@ -1,4 +1,4 @@
-"""Docs page: the page at `/docs`, which lists the routes and asks them; it needs nothing from elsewhere."""
+"""Docs page: the page at `/docs`, which lists and calls the routes, and loads nothing from the internet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
 
-# The page shows what models and clients have said: nothing of it may load or send anything elsewhere.
+# The page shows text of models and clients, which must not load or send anything from there.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'"
@@ -41,8 +41,8 @@ class _Field:
     """One field of a body."""
 
     name: str
-    kind: str       # its type, in a few words
-    note: str       # whether it is required, or what it is where it is left out
+    kind: str       # its type: `integer from 1 to 128`, `list of string`
+    note: str       # that it is required, or its default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +54,17 @@ class _Route:
     path: str
     text: str
     fields: tuple[_Field, ...]
-    example: str    # a body to begin with; empty: it takes none
+    example: str    # of a body; empty: the route takes none
 
     @property
     def can_be_tried(self) -> bool:
-        """Whether nothing is to be filled in."""
+        """Whether the path has no parameter."""
         return "{" not in self.path
 
 
 @router.get("/docs")
 def docs(request: Request) -> HTMLResponse:
-    """The page, made from the OpenAPI document of the application."""
+    """Return the page, generated from the OpenAPI document of the application."""
     document = request.app.openapi()
     routes = groupby(_routes(document), key=lambda route: route.group)
     page = _template().render(
@@ -101,7 +101,7 @@ def _routes(document: Mapping[str, Any]) -> Iterator[_Route]:
 
 
 def _fields(reference: str, schemas: Mapping[str, Any], prefix: str = "") -> Iterator[_Field]:
-    """Yield the fields of a schema, the required first; those of an object in it stand behind a dot."""
+    """Yield the fields of a schema, required ones first; those of a nested object as `name.field`."""
     schema = schemas[_name(reference)]
     required = frozenset(schema.get("required", ()))
     for name, of_field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
@@ -114,7 +114,7 @@ def _fields(reference: str, schemas: Mapping[str, Any], prefix: str = "") -> Ite
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """Tell a type in a few words: `integer from 1 to 128`, `list of string`."""
+    """Return a type in a few words."""
     if "$ref" in schema:
         return _name(schema["$ref"])
     if "enum" in schema or "const" in schema:
@@ -125,8 +125,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {}))}"
     bounds = {"from": schema.get("minimum"), "to": schema.get("maximum")}
-    told = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-    return " ".join([schema.get("type", "anything"), *told])
+    limits = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+    return " ".join([schema.get("type", "anything"), *limits])
 
 
 def _name(reference: str) -> str:

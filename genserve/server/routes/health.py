@@ -1,4 +1,4 @@
-"""Health and metrics: what probes and Prometheus ask."""
+"""Health and metrics: the routes for probes and Prometheus."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["router"]
 router = APIRouter(tags=["health"])
 
 
-@router.head("/health", include_in_schema=False)  # as load balancers ask
+@router.head("/health", include_in_schema=False)  # for load balancers
 @router.get("/health")
 async def health(services: SharedServices) -> JSONResponse:
-    """200 if every model answers and the server does not drain, else 503 with the reason."""
+    """200 if every model is ready and the server is not stopping, else 503 with the reason."""
     if services.draining:
         return JSONResponse({"status": "draining"}, status_code=503)
     state = await services.readiness.state()
@@ -29,11 +29,11 @@ async def health(services: SharedServices) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(services: SharedServices) -> Response:
-    """All series, in Prometheus' text format."""
+    """All metrics, in Prometheus' text format."""
     return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)
 async def root() -> RedirectResponse:
-    """Send a browser to the description of the routes."""
+    """Redirect browsers to the docs page."""
     return RedirectResponse("/docs")

@@ -1,7 +1,7 @@
 """KServe: the routes of the KServe v2 protocol over HTTP, with Triton's extensions.
 
-They are a table of their own, not FastAPI's: paths match as Triton's regular expressions do, bodies are
-binary or parsed to Triton's letter, and the way to `infer` has nothing on it that a request does not need.
+They do not use FastAPI: paths match Triton's regular expressions, bodies are binary or parsed exactly as
+Triton does, and `infer` is fast because nothing runs that a request does not need.
 """
 
 from __future__ import annotations
@@ -24,32 +24,9 @@ from genserve.server.access_log import (
     log_http,
 )
 from genserve.server.error_responses import as_genserve_error
-from genserve.server.routes.kserve_administration import (
-    cuda_status,
-    log_settings,
-    model_config,
-    model_metadata,
-    model_ready,
-    model_trace_settings,
-    region_status,
-    register_cuda_region,
-    register_region,
-    repository_index,
-    repository_load,
-    repository_unload,
-    server_live,
-    server_metadata,
-    server_ready,
-    set_log_settings,
-    set_model_trace_settings,
-    set_trace_settings,
-    statistics,
-    trace_settings,
-    unregister_cuda_region,
-    unregister_region,
-)
+from genserve.server.routes import kserve_administration as admin
+from genserve.server.routes import kserve_inference as inference
 from genserve.server.routes.kserve_http import KServeCall, KServeResponse, error_response, message_response
-from genserve.server.routes.kserve_inference import generate, generate_stream, infer
 from genserve.server.services import Services
 from genserve.server.sse_response import ClientLeft
 
@@ -59,51 +36,54 @@ Handler = Callable[[KServeCall], Awaitable[ASGIApp]]
 
 _MODEL = r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/(?P<repository>[^/]+))?"
+_REPOSITORY_MODEL = _REPOSITORY + r"/models/(?P<model>[^/]+)"
 _REGION = r"(?:/region/(?P<region>[^/]+))?"
-_TRACED: frozenset[Handler] = frozenset({infer, generate, generate_stream})
-# Each with the part of the protocol that it is; the first that matches answers. `infer` is asked most.
+_SYSTEM_REGION = "/v2/systemsharedmemory" + _REGION
+_CUDA_REGION = "/v2/cudasharedmemory" + _REGION
+_TRACED: frozenset[Handler] = frozenset({inference.infer, inference.generate, inference.generate_stream})
+# Path, part of the protocol, handlers by method. The first match counts; `infer` is the most frequent.
 _ROUTES: tuple[tuple[re.Pattern[str], str, Mapping[str, Handler]], ...] = tuple(
     (re.compile(path), part, handlers)
     for path, part, handlers in (
-        (f"{_MODEL}/infer", "inference", {"POST": infer}),
-        (f"{_MODEL}/generate", "inference", {"POST": generate}),
-        (f"{_MODEL}/generate_stream", "inference", {"POST": generate_stream}),
-        (r"/v2/health/live", "health", {"GET": server_live}),
-        (r"/v2/health/ready", "health", {"GET": server_ready}),
-        (r"/v2", "metadata", {"GET": server_metadata}),
-        (r"/v2/models/stats", "statistics", {"GET": statistics}),
-        (f"{_MODEL}/stats", "statistics", {"GET": statistics}),
-        (f"{_MODEL}/ready", "health", {"GET": model_ready}),
-        (f"{_MODEL}/config", "model-config", {"GET": model_config}),
-        (_MODEL, "metadata", {"GET": model_metadata}),
+        (f"{_MODEL}/infer", "inference", {"POST": inference.infer}),
+        (f"{_MODEL}/generate", "inference", {"POST": inference.generate}),
+        (f"{_MODEL}/generate_stream", "inference", {"POST": inference.generate_stream}),
+        (r"/v2/health/live", "health", {"GET": admin.server_live}),
+        (r"/v2/health/ready", "health", {"GET": admin.server_ready}),
+        (r"/v2", "metadata", {"GET": admin.server_metadata}),
+        (r"/v2/models/stats", "statistics", {"GET": admin.statistics}),
+        (f"{_MODEL}/stats", "statistics", {"GET": admin.statistics}),
+        (f"{_MODEL}/ready", "health", {"GET": admin.model_ready}),
+        (f"{_MODEL}/config", "model-config", {"GET": admin.model_config}),
+        (_MODEL, "metadata", {"GET": admin.model_metadata}),
         (r"/v2/models/(?P<model>[^/]+)/trace/setting", "trace", {
-            "GET": model_trace_settings, "POST": set_model_trace_settings}),
-        (r"/v2/trace/setting", "trace", {"GET": trace_settings, "POST": set_trace_settings}),
-        (r"/v2/logging", "logging", {"GET": log_settings, "POST": set_log_settings}),
-        (f"{_REPOSITORY}/index", "model-repository", {"POST": repository_index}),
-        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/load", "model-repository", {"POST": repository_load}),
-        (f"{_REPOSITORY}/models/(?P<model>[^/]+)/unload", "model-repository", {"POST": repository_unload}),
-        (f"/v2/systemsharedmemory{_REGION}/status", "shared-memory", {"GET": region_status}),
-        (f"/v2/systemsharedmemory{_REGION}/register", "shared-memory", {"POST": register_region}),
-        (f"/v2/systemsharedmemory{_REGION}/unregister", "shared-memory", {"POST": unregister_region}),
-        (f"/v2/cudasharedmemory{_REGION}/status", "shared-memory", {"GET": cuda_status}),
-        (f"/v2/cudasharedmemory{_REGION}/register", "shared-memory", {"POST": register_cuda_region}),
-        (f"/v2/cudasharedmemory{_REGION}/unregister", "shared-memory", {"POST": unregister_cuda_region}),
+            "GET": admin.model_trace_settings, "POST": admin.set_model_trace_settings}),
+        (r"/v2/trace/setting", "trace", {"GET": admin.trace_settings, "POST": admin.set_trace_settings}),
+        (r"/v2/logging", "logging", {"GET": admin.log_settings, "POST": admin.set_log_settings}),
+        (f"{_REPOSITORY}/index", "model-repository", {"POST": admin.repository_index}),
+        (f"{_REPOSITORY_MODEL}/load", "model-repository", {"POST": admin.repository_load}),
+        (f"{_REPOSITORY_MODEL}/unload", "model-repository", {"POST": admin.repository_unload}),
+        (f"{_SYSTEM_REGION}/status", "shared-memory", {"GET": admin.region_status}),
+        (f"{_SYSTEM_REGION}/register", "shared-memory", {"POST": admin.register_region}),
+        (f"{_SYSTEM_REGION}/unregister", "shared-memory", {"POST": admin.unregister_region}),
+        (f"{_CUDA_REGION}/status", "shared-memory", {"GET": admin.cuda_status}),
+        (f"{_CUDA_REGION}/register", "shared-memory", {"POST": admin.register_cuda_region}),
+        (f"{_CUDA_REGION}/unregister", "shared-memory", {"POST": admin.unregister_cuda_region}),
     )
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KServeRoute:
-    """One route, as a person is shown it."""
+    """One route, as the docs page shows it."""
 
     method: str
     path: str       # `/v2/models/{model}[/versions/{version}]`
-    text: str       # what it does, one sentence
+    text: str       # one sentence
 
 
 def route_table() -> list[KServeRoute]:
-    """Return all routes, in the order in which they are looked for."""
+    """Return all routes, in the order of the table."""
     return [
         KServeRoute(method=method, path=_shown(pattern), text=(handler.__doc__ or "").partition("\n")[0])
         for pattern, _, handlers in _ROUTES
@@ -117,12 +97,12 @@ def _shown(pattern: re.Pattern[str]) -> str:
 
 
 def is_kserve(path: str) -> bool:
-    """Whether a path is the protocol's."""
+    """Whether a path belongs to the protocol."""
     return path.startswith("/v2") and path[3:4] in ("", "/")
 
 
 def part_of(path: str) -> str:
-    """Return the part of the protocol that a path belongs to, by Triton's name; empty: none has it."""
+    """Return the part of the protocol that a path belongs to, by Triton's name; empty: no route has it."""
     return next((part for pattern, part, _ in _ROUTES if pattern.fullmatch(path)), "")
 
 
@@ -130,12 +110,12 @@ class KServe:
     """All paths below `/v2`, as one ASGI application."""
 
     def __init__(self, services: Services, *, check: Callable[[Scope], None]) -> None:
-        """Answer for `services`; `check` raises what a request is refused with by its headers."""
+        """Serve `services`; `check` raises the error that rejects a request for its headers."""
         self._services = services
         self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and log it; whatever fails is an answer too. The ASGI protocol."""
+        """Handle a request, with every error as a response, and log it; the ASGI protocol."""
         request = begin_request(scope)
         try:
             response = await self._respond(request, scope, receive)
@@ -143,7 +123,7 @@ class KServe:
             log_http(request, scope, status=CLIENT_CLOSED_REQUEST)
             return
         if isinstance(response, KServeResponse):
-            # A wrapper around `send`, as for streams, would cost `infer` a tenth.
+            # Wrapping `send`, as for streams, would take a tenth of the time of `infer`.
             await response.send(send, id_header(request))
             log_http(request, scope, status=response.status_code)
         else:
@@ -171,24 +151,24 @@ class KServe:
         except ClientLeft:
             raise
         except asyncio.CancelledError:
-            # By the server, which has waited long enough for it.
+            # By the server, when the drain is over.
             return error_response(InferenceError("the server has stopped", status=Status.UNAVAILABLE))
         except Exception as error:
             return _failed(error, scope["path"])
 
     async def _traced(self, handler: Handler, call: KServeCall) -> ASGIApp:
-        """Answer a request to a model that is traced, if it is."""
+        """Handle a request to a model that may be traced, and trace it if it is sampled."""
         call.trace = trace = self._services.trace_settings.sample(call.model)
         if trace is None:
             return await handler(call)
         trace.note("HTTP_RECV_START")
         try:
-            answer = await handler(call)
+            response = await handler(call)
         except (ClientLeft, asyncio.CancelledError):
             trace.close()
             raise
         except Exception as error:
-            answer = _failed(error, f"model '{call.model}'")
+            response = _failed(error, f"model '{call.model}'")
 
         async def send_traced(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_noted(message: Message) -> None:
@@ -200,7 +180,7 @@ class KServe:
                 trace.note("HTTP_SEND_END")
 
             try:
-                await answer(scope, receive, send_noted)
+                await response(scope, receive, send_noted)
             finally:
                 trace.close()
 

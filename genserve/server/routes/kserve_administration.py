@@ -56,30 +56,30 @@ _TEXT = b"text/plain"
 
 
 async def server_live(_call: KServeCall) -> KServeResponse:
-    """200: whoever can ask is answered."""
+    """200: the server runs."""
     return KServeResponse(content_type=_TEXT)
 
 
 async def server_ready(call: KServeCall) -> KServeResponse:
-    """200 if the server answers requests, else 400."""
+    """200 if the server is ready, else 400."""
     return KServeResponse(status_code=200 if await call.services.is_ready() else 400, content_type=_TEXT)
 
 
 async def model_ready(call: KServeCall) -> KServeResponse:
-    """200 if the model answers, else 400."""
+    """200 if the model is ready, else 400."""
     if await call.services.readiness.of_model(call.model, call.version):
         return KServeResponse(content_type=_TEXT)
     return message_response("Model version not ready", status_code=400)
 
 
 async def server_metadata(call: KServeCall) -> KServeResponse:
-    """Say what server this is, and what it can do."""
+    """Return the name, version and extensions of the server."""
     name = call.services.settings.server_id
     return json_response({"name": name, "version": __version__, "extensions": served_models.EXTENSIONS})
 
 
 async def model_metadata(call: KServeCall) -> KServeResponse:
-    """Say what a model takes and gives."""
+    """Return the versions, inputs and outputs of a model."""
     repository = call.services.repository
     model = repository.find(call.model, call.version)
     versions = repository.versions(model.name) if call.version == -1 else [model.version]
@@ -87,13 +87,13 @@ async def model_metadata(call: KServeCall) -> KServeResponse:
 
 
 async def model_config(call: KServeCall) -> KServeResponse:
-    """Return the config of a model as it is in force."""
+    """Return the complete config of a model."""
     model = call.services.repository.find(call.model, call.version)
     return KServeResponse(config_json(model.config.message).encode())
 
 
 async def statistics(call: KServeCall) -> KServeResponse:
-    """Say what one model has done, or all of them."""
+    """Return the inference statistics of one model, or of all."""
     name = call.names.get("model", "")
     return json_response(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
 
@@ -110,14 +110,14 @@ _TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 
 
 async def repository_index(call: KServeCall) -> KServeResponse:
-    """List the models there are, or only those that answer."""
+    """List all models, or only those that are ready."""
     ready = _members(await call.json()).get("ready", False)
     lines = call.services.repository.index(ready_only=checked(ready, Kind.BOOLEAN))
     return json_response([_index_line(line) for line in lines])
 
 
 async def repository_load(call: KServeCall) -> KServeResponse:
-    """Load a model, by what the body says of its config and files."""
+    """Load a model, from its folder or from the config and files in the body."""
     refuse_repository(call.names["repository"])
     given = _members(await call.json()).get("parameters", {})
     if not isinstance(given, dict):
@@ -146,45 +146,45 @@ async def repository_load(call: KServeCall) -> KServeResponse:
 
 
 async def repository_unload(call: KServeCall) -> KServeResponse:
-    """Begin to unload a model."""
+    """Start to unload a model."""
     refuse_repository(call.names["repository"])
     given = _members(_members(await call.json()).get("parameters"))
-    dependents = given.get("unload_dependents") is True  # anything else is passed over, as in Triton
+    dependents = given.get("unload_dependents") is True  # other values are ignored, as in Triton
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
     return KServeResponse()
 
 
 async def log_settings(call: KServeCall) -> KServeResponse:
-    """Return the settings of the log."""
+    """Return the log settings."""
     return json_response(call.services.log_settings.values)
 
 
 async def set_log_settings(call: KServeCall) -> KServeResponse:
-    """Change settings of the log, and return all of them."""
+    """Change log settings, and return all of them."""
     given = _members(await _required(call))
     changes = {name: checked(given[name], kind) for name, kind in _LOG_KINDS.items() if name in given}
     return json_response(call.services.log_settings.update(changes))
 
 
 async def trace_settings(call: KServeCall) -> KServeResponse:
-    """Return the settings of traces."""
+    """Return the trace settings."""
     return json_response(call.services.trace_settings.values())
 
 
 async def set_trace_settings(call: KServeCall) -> KServeResponse:
-    """Change settings of traces, and return all of them."""
+    """Change trace settings, and return all of them."""
     changes = _trace_changes(_members(await _required(call)))
     return json_response(call.services.trace_settings.update(changes))
 
 
 async def model_trace_settings(call: KServeCall) -> KServeResponse:
-    """Return the settings of traces that hold for a model."""
+    """Return the trace settings of a model."""
     refuse_unknown_model(call.services.repository, call.model)
     return json_response(call.services.trace_settings.values(call.model))
 
 
 async def set_model_trace_settings(call: KServeCall) -> KServeResponse:
-    """Change settings of traces for one model, and return all that hold for it."""
+    """Change trace settings of a model, and return all of its settings."""
     refuse_unknown_model(call.services.repository, call.model)
     changes = _trace_changes(_members(await _required(call)))
     return json_response(call.services.trace_settings.update(changes, model=call.model))
@@ -199,7 +199,7 @@ async def _required(call: KServeCall) -> Any:
 
 
 def _members(document: Any) -> Mapping[str, Any]:
-    """Return the members of a document; one that is no object has none, as Triton finds none in it."""
+    """Return the members of a JSON object; any other document has none, as in Triton."""
     return document if isinstance(document, dict) else {}
 
 
@@ -240,13 +240,13 @@ _FIELDS = ("name", "key", "offset", "byte_size")
 
 
 async def region_status(call: KServeCall) -> KServeResponse:
-    """Return the regions that are registered, or one of them."""
+    """Return the registered regions of system shared memory, or one of them."""
     regions = call.services.shared_memory.regions(call.names["region"])
     return json_response([{field: getattr(region, field) for field in _FIELDS} for region in regions])
 
 
 async def register_region(call: KServeCall) -> KServeResponse:
-    """Register a region of the system's shared memory."""
+    """Register a region of system shared memory."""
     call.services.shared_memory.refuse_if_disabled()
     name = call.names["region"]
     if not name:
@@ -266,24 +266,24 @@ async def register_region(call: KServeCall) -> KServeResponse:
 
 
 async def unregister_region(call: KServeCall) -> KServeResponse:
-    """Forget a region, or all of them."""
+    """Unregister a region of system shared memory, or all of them."""
     call.services.shared_memory.unregister(call.names["region"])
     return KServeResponse()
 
 
 async def cuda_status(call: KServeCall) -> KServeResponse:
-    """Return the regions of a GPU's memory: there are none."""
+    """Return the registered regions of CUDA shared memory, of which this server has none."""
     refuse_cuda_region(call.names["region"])
     return json_response([])
 
 
 async def register_cuda_region(call: KServeCall) -> KServeResponse:
-    """Refuse a region of a GPU's memory."""
+    """Reject a region of CUDA shared memory, which this server does not support."""
     call.services.shared_memory.refuse_if_disabled()
     raise cuda_region(call.names["region"])
 
 
 async def unregister_cuda_region(call: KServeCall) -> KServeResponse:
-    """Forget regions of a GPU's memory: there are none."""
+    """Unregister regions of CUDA shared memory, of which this server has none."""
     call.services.shared_memory.refuse_if_disabled()
     return KServeResponse()

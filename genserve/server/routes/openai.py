@@ -18,7 +18,7 @@ from genserve.sampling.param_table import MAX_TOP_LOGPROBS
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import Body, StrictRoute
-from genserve.server.routes.logprob_formats import NAMELESS, TokenScores, prompt_logprobs
+from genserve.server.routes.logprob_formats import ID_PREFIX, TokenScores, prompt_logprobs
 from genserve.server.routes.openai_protocol import FINISH, OpenAIBody, OpenAIFrames, choose, head
 from genserve.server.services import SharedServices
 from genserve.text.reasoning_parser import ReasoningParser
@@ -31,7 +31,7 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 
 class TextPart(Body):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -39,12 +39,12 @@ class TextPart(Body):
 
 def _text_parts(content: Any) -> Any:
     if not isinstance(content, str | list):
-        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic takes this one
+        raise ValueError("must be text, or a list of text parts")  # noqa: TRY004  # pydantic expects a ValueError
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class ChatMessage(Body):
-    """One turn; what an answer of ours or of OpenAI's also holds may stand there empty."""
+    """One message; other fields, which answers of ours or of OpenAI have too, must be empty."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -53,7 +53,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
 
     def text(self) -> str:
-        """The content as one text."""
+        """Return the content as one text."""
         return "".join(part.text for part in self.content)
 
 
@@ -83,17 +83,17 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    separate_reasoning: bool | None = None      # SGLang's: false leaves a thought in the content
+    separate_reasoning: bool | None = None      # SGLang's: false leaves reasoning in the content
 
     def names(self) -> dict[str, str]:
-        """Our names of what can be wrong, and this request's."""
+        """See `GenerationBody`."""
         return super().names() | {
             "prompt": "messages",
             "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
         }
 
     def params(self) -> SamplingParams:
-        """The sampling parameters; raises InvalidRequest."""
+        """See `GenerationBody`."""
         newer = self.max_completion_tokens
         return self.sampling(
             max_tokens=self.max_tokens if newer is None else newer,
@@ -102,16 +102,15 @@ class ChatBody(OpenAIBody):
         )
 
     def prompts(self) -> list[Chat]:
-        """The one chat in our words; raises InvalidRequest."""
+        """See `GenerationBody`; there is one prompt."""
         for index, message in enumerate(self.messages):
             for name, value in (message.model_extra or {}).items():
                 if value not in (None, [], {}):
                     field = f"messages[{index}].{name}"
                     raise InvalidRequest(f"{field} is not supported", field=field)
-        roles = {"developer": "system"}
         messages = [
             {
-                "role": roles.get(message.role, message.role),
+                "role": "system" if message.role == "developer" else message.role,
                 "content": message.text(),
                 "reasoning_content": message.reasoning_content or "",
             }
@@ -238,7 +237,7 @@ def _reasoned(submitted: SubmittedRequest, body: ChatBody) -> ReasoningParser | 
 
 
 def _message_parts(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:
-    """Return the fields of the message to which a part of an answer, or the whole, adds, and what."""
+    """Return the text that a delta, or a whole answer, adds to each field of the message."""
     if reasoned is None:
         return [("content", part.text)] if part.text else []
     read = reasoned.push(part.text, last=part.finish_reason is not None)
@@ -260,7 +259,7 @@ def _logprobs(scores: TokenScores, part: Delta | Completion) -> dict[str, Any]:
 
 
 def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    spelled = None if text.startswith(NAMELESS) else list(text.encode())
+    spelled = None if text.startswith(ID_PREFIX) else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": spelled}
 
 

@@ -1,4 +1,4 @@
-"""OpenAI completions: `/v1/completions`, the older route, which takes prompts as they are.
+"""OpenAI completions: `/v1/completions`, the older route, whose prompts are plain text or token ids.
 
 A prompt is text or token ids, or there is a list of such; the choices of prompt p are numbered
 `p * n` and on. With `echo` and `logprobs` a prompt is scored; `max_tokens: 0` asks for nothing else.
@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["OpenAI"])
 
 
 def _one_of_four(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Say one thing about a bad prompt, not one for each kind that it is not."""
+    """Report one error for a bad prompt, not one for each of the four types."""
     try:
         return validate(value)
     except ValidationError:
@@ -53,7 +53,7 @@ class CompletionBody(OpenAIBody):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts in their order; raises InvalidRequest."""
+        """See `GenerationBody`."""
         match self.prompt:
             case []:
                 raise InvalidRequest("prompt is empty", field="prompt", remedy="give at least one token")
@@ -66,41 +66,41 @@ class CompletionBody(OpenAIBody):
 
     @property
     def answerless(self) -> bool:
-        """Whether nothing but the prompt is wanted back."""
+        """Whether only the prompt is requested."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
     def scores(self) -> int | None:
-        """How many of the most likely tokens are told for each token of the prompt; None: nothing is."""
+        """The number of most likely tokens to return per token of the prompt; None: no log-probabilities."""
         of_echo = self.logprobs if self.echo else None
         return of_echo if self.prompt_logprobs is None else self.prompt_logprobs
 
     def params(self) -> SamplingParams:
-        """The sampling parameters; raises InvalidRequest."""
+        """See `GenerationBody`."""
         if self.echo and self.truncate_prompt_tokens is not None:
             raise InvalidRequest("echo cannot be combined with truncate_prompt_tokens", field="echo")
         max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.answerless else max_tokens,
             logprobs=self.logprobs is not None,
-            # As in vLLM: tokens that are named are told in the place of the most likely ones.
+            # As in vLLM, the requested tokens replace the most likely ones.
             top_logprobs=0 if self.logprob_token_ids else self.logprobs or 0,
             prompt_logprobs=self.scores,
         )
 
     def names(self) -> dict[str, str]:
-        """Our names of what can be wrong, and this request's."""
+        """See `GenerationBody`."""
         by_echo = self.prompt_logprobs is None and self.echo
         return super().names() | ({"prompt_logprobs": "echo"} if by_echo else {})
 
     def echoes(self, tokenizer: Tokenizer) -> list[str]:
-        """What each prompt's answers begin with; token ids in the text that they stand for."""
+        """Return the text before the answers of each prompt: with `echo`, the prompt."""
         if not self.echo:
             return [""] * len(self.prompts())
         return [p if isinstance(p, str) else tokenizer.decode(p) for p in self.prompts()]
 
-    def wanted(self, delta: Delta) -> Delta:
-        """The delta without an answer, where none was asked for: the engine always gives one token."""
+    def requested_part(self, delta: Delta) -> Delta:
+        """Return the delta; without its token if only the prompt is requested."""
         if not self.answerless:
             return delta
         usage = replace(delta.usage, completion_tokens=0) if delta.usage else None
@@ -119,27 +119,27 @@ class CompletionFrames(OpenAIFrames):
     """The chunks of a streamed completion."""
 
     def __init__(self, submitted: SubmittedRequest, body: CompletionBody) -> None:
-        self._wanted = body.wanted
+        self._requested_part = body.requested_part
         self._choices = _choices(submitted, body)
         super().__init__(submitted, body, kind="text_completion", id_prefix="cmpl")
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames`."""
-        delta = self._wanted(delta)
+        delta = self._requested_part(delta)
         fields = self._choices[delta.choice].part(delta)
         chunk = self.chunk(delta.choice, _written(fields)) if any(fields.values()) else b""
         return chunk if delta.finish_reason is None else chunk + self.ending(delta)
 
 
 def _written(fields: Mapping[str, Any]) -> str:
-    """Return what `json.dumps` writes between braces; field by field, since it is quick with texts alone."""
+    """Return the JSON without braces; field by field, since `json.dumps` is fast only for strings."""
     return ", ".join(
         f'"{name}": {"null" if value is None else json.dumps(value)}' for name, value in fields.items()
     )
 
 
-class Choice:
-    """One choice as it is written: at once, or in the parts in which it comes."""
+class ChoiceWriter:
+    """Writes one choice, whole or in parts."""
 
     def __init__(
         self, body: CompletionBody, *, echo: str, prompt_ids: Sequence[int], tokenizer: Tokenizer
@@ -159,7 +159,7 @@ class Choice:
             )
 
     def part(self, part: Delta | Completion) -> dict[str, Any]:
-        """Return the fields of a part, or of the whole, but its index."""
+        """Return the fields of the next delta, or of a whole completion, except the index."""
         text, self._echo = self._echo + part.text, ""
         fields: dict[str, Any] = {
             "text": text,
@@ -178,18 +178,18 @@ class Choice:
         return fields
 
 
-def _choices(submitted: SubmittedRequest, body: CompletionBody) -> list[Choice]:
+def _choices(submitted: SubmittedRequest, body: CompletionBody) -> list[ChoiceWriter]:
     tokenizer = submitted.model.tokenizer
     prompts = zip(body.echoes(tokenizer), submitted.prompts, strict=True)
     return [
-        Choice(body, echo=echo, prompt_ids=ids, tokenizer=tokenizer)
+        ChoiceWriter(body, echo=echo, prompt_ids=ids, tokenizer=tokenizer)
         for echo, ids in prompts
         for _ in range(body.num_choices)
     ]
 
 
 def _answer(submitted: SubmittedRequest, body: CompletionBody, deltas: list[Delta]) -> Response:
-    completions, usage = choose(body, [body.wanted(delta) for delta in deltas])
+    completions, usage = choose(body, [body.requested_part(delta) for delta in deltas])
     writers = _choices(submitted, body)
     choices = [
         {"index": index} | writer.part(completion)

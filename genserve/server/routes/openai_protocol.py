@@ -1,4 +1,4 @@
-"""OpenAI protocol: what the bodies and the answers of its routes have in common.
+"""OpenAI protocol: the common part of the bodies and answers of OpenAI's routes.
 
 A field that OpenAI knows and this server does not honour is refused by name, unless its value asks for
 nothing. A field that nobody knows is ignored, and named in the header `x-genserve-ignored`, as is a field
@@ -33,7 +33,7 @@ __all__ = ["FINISH", "OpenAIBody", "OpenAIFrames", "StreamOptions", "choose", "h
 
 # What huggingface_hub's InferenceClient writes for "the model at this URL".
 _ANY_MODEL = frozenset({"dummy", "tgi"})
-# Labels for OpenAI's own bookkeeping; they change nothing in an answer.
+# Labels for OpenAI's own bookkeeping, without effect on an answer.
 _INERT = frozenset(
     {
         "metadata",
@@ -47,7 +47,7 @@ _INERT = frozenset(
     }
 )
 _REMEDIES = {
-    "chat_template": "a template is a program, and none comes over the wire: "
+    "chat_template": "templates are programs, which are not accepted from clients: "
     "put chat_template.jinja into the model's tokenizer stage",
 }
 MAX_CHOICES = 128
@@ -64,7 +64,7 @@ class OpenAIBody(DecodingFields):
     """Base of the bodies of `/v1`; extras beyond OpenAI's have vLLM's names.
 
     Attributes:
-        neutral: known and not honoured: the values with which a client asks for nothing.
+        neutral: the fields that are not supported, with the values that have no effect.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -88,14 +88,14 @@ class OpenAIBody(DecodingFields):
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts in their order; raises InvalidRequest."""
+        """See `GenerationBody`."""
 
     @abstractmethod
     def params(self) -> SamplingParams:
-        """The sampling parameters; raises InvalidRequest."""
+        """See `GenerationBody`."""
 
     def sampling(self, *, max_tokens: int | None, **others: Any) -> SamplingParams:
-        """The sampling parameters that both routes have, and others; raises InvalidRequest."""
+        """Return the sampling parameters of both routes, and others; raises InvalidRequest."""
         return sampling_params(
             {
                 **self.said(),
@@ -114,7 +114,7 @@ class OpenAIBody(DecodingFields):
         )
 
     def detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
-        """A fresh detokenizer for an answer, as the request wants its text."""
+        """Return a fresh detokenizer for an answer, with the request's options."""
         return tokenizer.detokenizer(
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
@@ -126,33 +126,33 @@ class OpenAIBody(DecodingFields):
 
     @property
     def num_choices(self) -> int:
-        """How many answers to each prompt are returned."""
+        """The number of answers to return per prompt."""
         return self.n or 1
 
     @property
     def num_drawn(self) -> int:
-        """How many answers to each prompt are made, of which the likeliest are returned."""
+        """The number of answers to draw per prompt, of which the likeliest are returned."""
         return self.best_of or self.num_choices
 
     def names(self) -> dict[str, str]:
-        """Our names of what can be wrong, and this request's."""
+        """See `GenerationBody`."""
         return {"structured_outputs": "response_format"} if self.structured_outputs is None else {}
 
     @property
     def model_name(self) -> str | None:
-        """The model's name; None: the only one."""
+        """The model's name; None: the only model."""
         return None if self.model in _ANY_MODEL else self.model
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream shall end with the usage."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Refuse what we do not honour.
+        """Reject unsupported fields.
 
         Raises:
-            InvalidRequest: a field asks for something that OpenAI has and we do not, or two contradict.
+            InvalidRequest: a field of OpenAI's is not supported, or two fields contradict each other.
         """
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral and value is not None and value not in self.neutral[name]:
@@ -182,7 +182,7 @@ FINISH = {
 
 
 def choose(body: OpenAIBody, deltas: Sequence[Delta]) -> tuple[list[Completion], dict[str, Any]]:
-    """Return the completions that a whole answer has, of all that were drawn, and the usage."""
+    """Return the completions of a whole answer, chosen from all that were drawn, and the usage."""
     drawn = join_choices(deltas)
     completions = _best(drawn, n=body.num_choices, num_drawn=body.num_drawn)
     return completions, _usage([completion.usage for completion in drawn], num_drawn=body.num_drawn)

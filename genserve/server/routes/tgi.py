@@ -19,7 +19,7 @@ from genserve.sampling.sampling_params import SamplingParams, unused_parameters
 from genserve.server.error_responses import tgi_error
 from genserve.server.generation_handler import SubmittedRequest, handle_generation
 from genserve.server.request_body import StrictRoute
-from genserve.server.routes.logprob_formats import LikelyTokens, prefill
+from genserve.server.routes.logprob_formats import TopTokenReader, tgi_prefill
 from genserve.server.routes.tgi_fields import CompatibleBody, GenerateBody
 from genserve.server.services import Services, SharedServices
 from genserve.server.sse_response import event
@@ -144,7 +144,7 @@ class TokenFrames:
         self._sampling = body.parameters.draws
         self._text: list[str] = [body.inputs] if body.parameters.return_full_text else []
         self._num_tokens = 0
-        self._likely = LikelyTokens(submitted.model.tokenizer) if body.parameters.top_n_tokens else None
+        self._top_tokens = TopTokenReader(submitted.model.tokenizer) if body.parameters.top_n_tokens else None
 
     def start(self) -> bytes:
         """See `Frames`."""
@@ -156,12 +156,12 @@ class TokenFrames:
         events = b""
         # A decoding loop may end its sequence without a last token; the event of the ending needs one.
         tokens = _tokens(delta, self._submitted) or [{**_NO_TOKEN, "text": delta.text}]
-        likely = self._likely.read(delta) if self._likely else []
+        top_tokens = self._top_tokens.read(delta) if self._top_tokens else []
         for index, token in enumerate(tokens):
             self._num_tokens += 1
             last = delta.finish_reason is not None and index == len(tokens) - 1
             ending = self._ending(delta) if last else '"generated_text": null, "details": null'
-            top = f'"top_tokens": {json.dumps(likely[index])}, ' if likely else ""
+            top = f'"top_tokens": {json.dumps(top_tokens[index])}, ' if top_tokens else ""
             events += event(f'{{"index": {self._num_tokens}, "token": {_token_json(token)}, {top}{ending}}}')
         return events
 
@@ -208,10 +208,10 @@ def _details(
 ) -> dict[str, Any]:
     parameters, choice = body.parameters, deltas[0].choice
     tokenizer = submitted.model.tokenizer
-    likely = LikelyTokens(tokenizer)
+    top_tokens = TopTokenReader(tokenizer)
     scored_prompt = []
     if parameters.decoder_input_details:
-        scored_prompt = prefill(tokenizer, submitted.prompts[0], completion.prompt_logprobs)
+        scored_prompt = tgi_prefill(tokenizer, submitted.prompts[0], completion.prompt_logprobs)
     details: dict[str, Any] = {
         "finish_reason": FINISH[completion.finish_reason],
         "stop_reason": completion.stop_reason,
@@ -221,7 +221,7 @@ def _details(
         "tokens": [token for delta in deltas for token in _tokens(delta, submitted)],
     }
     if parameters.top_n_tokens:
-        details["top_tokens"] = [top for delta in deltas for top in likely.read(delta)]
+        details["top_tokens"] = [top for delta in deltas for top in top_tokens.read(delta)]
     return details
 
 

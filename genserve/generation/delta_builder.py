@@ -1,0 +1,111 @@
+"""Delta builder: collects what an answer gains until the next part of its stream is due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from genserve.completion import Delta, FinishReason, StopReason, TokenLogprob, TopTokens, Usage
+from genserve.sampling.sampling_params import SamplingParams
+
+__all__ = ["AnswerText", "DeltaBuilder"]
+
+
+class AnswerText(Protocol):
+    """The text of an answer as it grows: whole characters, never past the stop that ends it."""
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text; None while it continues."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that can be shown now."""
+
+    def flush(self) -> str:
+        """Return the text that was held back; called once, after the last token."""
+
+
+class DeltaBuilder:
+    """Text and log-probabilities of one answer since its last delta. Belongs to the engine's thread.
+
+    Attributes:
+        text: since the last delta.
+        sampled: log-probability of the token to be appended next, if it was sampled and is asked for.
+        prompt_logprobs: log-probabilities of prompt tokens.
+    """
+
+    __slots__ = (
+        "_interval",
+        "_logprobs",
+        "_num_delivered",
+        "_num_prompt_tokens",
+        "_top_logprobs",
+        "_wants_top",
+        "prompt_logprobs",
+        "sampled",
+        "text",
+    )
+
+    def __init__(self, params: SamplingParams, *, num_prompt_tokens: int) -> None:
+        """Start behind the prompt."""
+        self.text = ""
+        self.sampled: TokenLogprob | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopTokens] = []
+        self._wants_top = bool(params.top_logprobs or params.logprob_token_ids)
+        self._interval = params.stream_interval
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_delivered = num_prompt_tokens
+
+    def add_logprob(self) -> None:
+        """Add `sampled` for the token that was appended; NaN if it was not sampled."""
+        sampled, self.sampled = self.sampled, None
+        self._logprobs.append(math.nan if sampled is None else sampled.logprob)
+        if self._wants_top:
+            self._top_logprobs.append(() if sampled is None else sampled.top)
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        *,
+        num_cached_tokens: int,
+        finish_reason: FinishReason | None,
+        stop_reason: StopReason | None,
+    ) -> Delta | None:
+        """Return the delta since the last call; None if it has fewer tokens than `stream_interval`.
+
+        Args:
+            token_ids: prompt and answer.
+            num_cached_tokens: tokens of the prompt that were in the prefix cache.
+            finish_reason: None while the answer continues.
+            stop_reason: the stop that ended it.
+        """
+        num_new = len(token_ids) - self._num_delivered
+        is_first = self._num_delivered == self._num_prompt_tokens
+        if finish_reason is None and num_new < (1 if is_first else self._interval):
+            return None
+        usage = None
+        if finish_reason is not None:
+            usage = Usage(
+                prompt_tokens=self._num_prompt_tokens,
+                completion_tokens=len(token_ids) - self._num_prompt_tokens,
+                cached_tokens=num_cached_tokens,
+            )
+        delta = Delta(
+            text=self.text,
+            token_ids=tuple(token_ids[self._num_delivered :]),
+            logprobs=tuple(self._logprobs),
+            top_logprobs=tuple(self._top_logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            usage=usage,
+        )
+        self._num_delivered = len(token_ids)
+        self.text = ""
+        self._logprobs.clear()
+        self._top_logprobs.clear()
+        self.prompt_logprobs.clear()
+        return delta
