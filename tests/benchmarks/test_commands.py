@@ -25,7 +25,7 @@ def run(script: str, *flags: str, report: Path) -> tuple[str, Any]:
     return done.stdout, json.loads(report.read_text())
 
 
-def test_the_server_is_measured_beside_the_bare_forward_and_a_peer(
+def test_the_server_is_compared_with_the_bare_forward_and_a_peer(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     told, report = run(
@@ -45,7 +45,7 @@ def test_the_server_is_measured_beside_the_bare_forward_and_a_peer(
     assert told.count("\n| genserve ") == 2
 
 
-def test_each_method_is_measured_beside_the_plain_one_and_beside_steps(
+def test_each_method_is_compared_with_the_plain_one_and_with_steps(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     told, report = run(
@@ -67,7 +67,7 @@ def test_each_method_is_measured_beside_the_plain_one_and_beside_steps(
 
 
 @pytest.mark.slow
-def test_the_floor_of_every_size_is_told(tiny_repository: Path, tmp_path: Path) -> None:
+def test_the_floor_of_every_size_is_printed(tiny_repository: Path, tmp_path: Path) -> None:
     told, report = run(
         "floor.py",
         f"--model-repository={tiny_repository}",
@@ -81,7 +81,7 @@ def test_the_floor_of_every_size_is_told(tiny_repository: Path, tmp_path: Path) 
     assert all(f"| {size} " in told for size in sizes)
 
 
-def test_speculation_is_measured_beside_plain_decoding(tiny_repository: Path, tmp_path: Path) -> None:
+def test_speculation_is_compared_with_plain_decoding(tiny_repository: Path, tmp_path: Path) -> None:
     told, report = run(
         "speculation.py",
         f"--model-repository={tiny_repository}",
@@ -94,7 +94,7 @@ def test_speculation_is_measured_beside_plain_decoding(tiny_repository: Path, tm
     assert "| story, 2" in told
 
 
-def test_what_more_clients_than_slots_get_is_told_as_a_share(tiny_repository: Path, tmp_path: Path) -> None:
+def test_overload_is_reported_as_a_share_of_the_capacity(tiny_repository: Path, tmp_path: Path) -> None:
     told, report = run(
         "overload.py",
         f"--model-repository={tiny_repository}",

@@ -46,7 +46,7 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path, model: str) -> Non
 
 
 @pytest.mark.parametrize("model", WITH_BODY)
-def test_without_our_kernels_it_has_the_types_and_shapes_that_onnx_runtime_wants(
+def test_without_our_kernels_onnx_runtime_accepts_its_types_and_shapes(
     tmp_path: Path, model: str
 ) -> None:
     path = fp16_graph(tmp_path, model).folder / "model.onnx"
@@ -73,7 +73,7 @@ def failure(path: Path) -> str:
 
 
 @pytest.mark.parametrize("model", ["bloom_4_heads", "gpt2_odd", "gpt_neox_odd"])
-def test_what_the_operator_for_cuda_cannot_compute_has_no_body_and_runs_on_the_cpu(
+def test_attention_that_cuda_does_not_support_has_no_body_and_runs_on_the_cpu(
     tmp_path: Path, model: str
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])

@@ -79,7 +79,7 @@ def test_prompts_chunks_and_decodes_in_one_forward_equal_each_sequence_alone(
         assert np.abs(np.concatenate(parts) - expected).max() < MAX_DIFFERENCE
 
 
-def test_only_the_tokens_that_are_asked_for_get_logits_in_their_order(tmp_path: Path) -> None:
+def test_only_the_requested_tokens_have_logits_in_their_order(tmp_path: Path) -> None:
     source, ids = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"]), random_ids(30, seed=2)
     model = write_graph(source, tmp_path / "graph").logits(max_num_seqs=1, max_length=32)
     expected = reference_logits(reference_model(source), ids)
@@ -101,7 +101,7 @@ def test_only_the_tokens_that_are_asked_for_get_logits_in_their_order(tmp_path: 
         ("gpt2", {"activation": "gelu"}),
     ],
 )
-def test_a_graph_without_what_its_family_has_is_far_from_the_reference(
+def test_a_graph_without_a_part_of_its_family_is_far_from_the_reference(
     tmp_path: Path, model: str, wrong: dict[str, Any]
 ) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS[model])
@@ -111,7 +111,7 @@ def test_a_graph_without_what_its_family_has_is_far_from_the_reference(
 
 
 @pytest.mark.parametrize("wrong", [{"window": None}, {"rotary": None}])
-def test_layers_may_differ_in_their_windows_and_angles(tmp_path: Path, wrong: dict[str, None]) -> None:
+def test_layers_may_have_different_windows_and_angles(tmp_path: Path, wrong: dict[str, None]) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gemma3"])
     conversion = conversion_of(source)
     first, *others = conversion.decoder.attentions
@@ -121,7 +121,7 @@ def test_layers_may_differ_in_their_windows_and_angles(tmp_path: Path, wrong: di
 
 
 @pytest.mark.parametrize("model", ["gemma3", "gpt_neox", "opt", "phi3", "qwen3", "smollm3"])
-def test_an_export_in_fp32_is_its_source(tmp_path: Path, model: str) -> None:
+def test_an_export_in_fp32_equals_its_source(tmp_path: Path, model: str) -> None:
     assert export(model, tmp_path, precision="fp32").largest_logit_difference < MAX_DIFFERENCE
 
 
@@ -133,7 +133,7 @@ def test_an_export_in_int8_is_close_to_its_source(tmp_path: Path, model: str) ->
 
 
 @pytest.mark.parametrize("model", ["bloom_6_heads", "gpt2"])
-def test_answers_that_grow_beside_each_other_are_those_of_transformers(tmp_path: Path, model: str) -> None:
+def test_batched_answers_are_those_of_transformers(tmp_path: Path, model: str) -> None:
     export(model, tmp_path, precision="fp32")
     prompts = ["the rain in spain", "a", "stays mainly in the plain, and so on"]
     with LLM(tmp_path / "repository") as llm, ThreadPoolExecutor(len(prompts)) as pool:
@@ -142,7 +142,7 @@ def test_answers_that_grow_beside_each_other_are_those_of_transformers(tmp_path:
     assert found == [greedy_answer(tmp_path / "tiny", prompt, num_tokens=16) for prompt in prompts]
 
 
-def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_without_its_head_has_the_same_graph(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gpt2"])
     path = source / "model.safetensors"
     headless = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_was_saved_without_its_head_has_the_same_graph(tmp_pat
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
-def test_what_the_graph_would_not_honour_is_refused_by_name(
+def test_config_options_that_the_graph_does_not_support_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], what: str
 ) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint", **config)
@@ -181,13 +181,15 @@ def test_what_the_graph_would_not_honour_is_refused_by_name(
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32"),
     ],
 )
-def test_each_family_refuses_what_its_graph_has_not(model: str, config: dict[str, Any], what: str) -> None:
+def test_each_family_refuses_options_that_its_graph_does_not_support(
+    model: str, config: dict[str, Any], what: str
+) -> None:
     family = next(family for family in FAMILIES.values() if family.name == model)
     with pytest.raises(ExportError, match=what):
         family.decoder({"model_type": model} | config)
 
 
-def test_a_text_ends_where_longrope_would_turn_by_other_angles() -> None:
+def test_the_context_ends_where_longrope_changes_its_angles() -> None:
     decoder = FAMILIES["Phi3ForCausalLM"].decoder({**TINY_MODELS["phi3_longrope"], "pad_token_id": 2})
     assert decoder.context_length == 128
 
@@ -198,7 +200,7 @@ def test_an_architecture_without_a_family_has_none() -> None:
 
 
 @pytest.mark.parametrize("unnamed", [{}, {"architectures": None}, {"architectures": []}])
-def test_a_config_that_names_no_architecture_is_of_that_of_its_model_type(unnamed: dict[str, Any]) -> None:
+def test_a_config_without_an_architecture_has_that_of_its_model_type(unnamed: dict[str, Any]) -> None:
     config = {**TINY_MODELS["llama"], **unnamed}
     family = family_of(config)
     assert family is FAMILIES["LlamaForCausalLM"]
@@ -216,7 +218,7 @@ def test_a_config_that_names_no_architecture_is_of_that_of_its_model_type(unname
         {"model_type": "gpt2"},
     ],
 )
-def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
+def test_an_invalid_config_is_an_export_error(tmp_path: Path, broken: dict[str, Any]) -> None:
     source = tiny_llama_checkpoint(tmp_path / "checkpoint")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | broken))
@@ -224,7 +226,7 @@ def test_a_config_that_makes_no_sense_is_an_export_error(tmp_path: Path, broken:
         write_graph(source, tmp_path / "graph")
 
 
-def test_the_graph_says_what_it_is(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_graph_has_metadata(tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = write_graph(tiny_checkpoint, tmp_path, precision="fp16").folder
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {entry.key: entry.value for entry in model.metadata_props} == {

@@ -59,7 +59,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
-def test_a_model_of_full_size_is_exported_and_served_within_the_memory(
+def test_a_full_size_model_is_exported_and_served_within_the_memory(
     checkpoint: Path, tmp_path: Path, precision: str
 ) -> None:
     command = [sys.executable, "-c", SCRIPT, str(checkpoint), str(tmp_path), precision]

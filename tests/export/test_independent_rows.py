@@ -52,12 +52,12 @@ def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
     return write_graph(checkpoint, checkpoint.parent / request.param, precision=precision, kv_cache=kv_cache)
 
 
-def test_a_sequences_logits_are_the_same_in_any_company_pieces_and_blocks(graph: WrittenGraph) -> None:
+def test_the_logits_of_a_sequence_do_not_depend_on_batch_chunks_and_blocks(graph: WrittenGraph) -> None:
     compare(graph, ragged_rows(NUM_ROWS, longest=MAX_LENGTH), chunks=(1, 7, 16, 33))
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_so_are_they_behind_more_than_a_thousand_tokens(tmp_path: Path, numbers: str) -> None:
+def test_nor_do_they_after_more_than_a_thousand_tokens(tmp_path: Path, numbers: str) -> None:
     """Attention adds up long pasts in parts."""
     config = {**TINY_MODELS["llama"], "max_position_embeddings": 1200}
     precision, kv_cache = NUMBERS[numbers]

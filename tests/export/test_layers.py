@@ -29,7 +29,7 @@ INPUTS, OUTPUTS = 90, 50    # which divide nothing
 
 @PRECISIONS
 @pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
-def test_a_linear_layer_multiplies_shifts_and_adds(
+def test_a_linear_layer_has_a_bias_and_a_residual(
     tmp_path: Path, precision: Precision, kind: LinearKind
 ) -> None:
     weight, bias = random(OUTPUTS, INPUTS), random(OUTPUTS)
@@ -43,7 +43,7 @@ def test_a_linear_layer_multiplies_shifts_and_adds(
 
 @PRECISIONS
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_it_norms_what_it_reads(tmp_path: Path, precision: Precision, kind: Any) -> None:
+def test_a_linear_layer_norms_its_inputs(tmp_path: Path, precision: Precision, kind: Any) -> None:
     weight, x = random(OUTPUTS, INPUTS), 3 * random(5, INPUTS) + 1
     norm = Norm(
         name="norm",
@@ -60,7 +60,7 @@ def test_it_norms_what_it_reads(tmp_path: Path, precision: Precision, kind: Any)
 @PRECISIONS
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_activation_bends_its_outputs_or_lets_others_through(
+def test_an_activation_applies_to_outputs_or_gates(
     tmp_path: Path, precision: Precision, activation: Activation, gated: bool
 ) -> None:
     weight, bias, x = random(2 * OUTPUTS, INPUTS) / 10, random(2 * OUTPUTS), random(5, INPUTS)
@@ -86,7 +86,7 @@ def test_an_activation_bends_its_outputs_or_lets_others_through(
 @PRECISIONS
 @pytest.mark.parametrize("hidden", [128, 90], ids=["whole_blocks", "padded"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_vocabulary_is_embedding_and_head(
+def test_a_tied_vocabulary_is_embedding_and_head(
     tmp_path: Path, precision: Precision, hidden: int, softcap: float | None
 ) -> None:
     weight, ids = random(40, hidden), np.array([3, 39, 0, 7, 7, 1])
@@ -106,7 +106,7 @@ def test_a_vocabulary_is_embedding_and_head(
     assert np.abs(found - expected).max() < TOLERANCE[precision] * np.sqrt(hidden)
 
 
-def test_in_fp16_a_vocabulary_is_stored_once(tmp_path: Path) -> None:
+def test_in_fp16_a_tied_vocabulary_is_stored_once(tmp_path: Path) -> None:
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(128, np.float32), bias=None)
     with OnnxGraph(tmp_path) as graph:
         layers = layers_of(graph, "fp16")
@@ -128,7 +128,7 @@ def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> N
 
 
 @pytest.mark.parametrize("kind", get_args(LinearKind)[:2])
-def test_a_row_loses_no_more_when_another_is_a_thousand_times_as_large(
+def test_a_large_row_does_not_affect_the_precision_of_another(
     tmp_path: Path, kind: LinearKind
 ) -> None:
     weight, x = random(OUTPUTS, INPUTS), random(2, INPUTS)
@@ -143,7 +143,7 @@ def test_a_row_of_zeros_gives_zeros(tmp_path: Path, kind: LinearKind) -> None:
     assert not run_layer(tmp_path, "int8", weight, x=x, kind=kind, num_outputs=OUTPUTS).any()
 
 
-def test_weights_begin_where_pages_of_memory_do(tmp_path: Path) -> None:
+def test_weights_are_aligned_to_pages(tmp_path: Path) -> None:
     with OnnxGraph(tmp_path) as graph:
         for name in ("a", "b", "c"):
             graph.weight(name, random(3, 5))

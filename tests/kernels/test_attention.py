@@ -65,7 +65,7 @@ def assert_rounded(got: NDArray[Any], want: NDArray[Any], cache_type: str) -> No
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MODELS, SEQUENCES, st.integers(0, 2**32), st.integers(1, 3))
-def test_any_call_is_as_in_float64(
+def test_any_call_agrees_with_float64(
     model: Model, sequences: list[tuple[int, int]], seed: int, threads: int
 ) -> None:
     call = make_call(model, sequences, seed=seed)
@@ -164,7 +164,7 @@ def test_instruction_sets_give_equal_bits(family: str) -> None:
             np.testing.assert_array_equal(bits(other), bits(one))
 
 
-def test_calls_at_the_same_time_have_memory_of_their_own() -> None:
+def test_concurrent_calls_have_separate_memory() -> None:
     models = list(FAMILIES.values()) * 2
     sequences = [(40, 20), (600, 1), (0, 130)]
     want = [run(make_call(model, sequences), threads=1) for model in models]
@@ -196,7 +196,7 @@ def test_float16_holds_its_largest_number_instead_of_infinity() -> None:
 
 @pytest.mark.parametrize("cache_type", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_changes_no_token_before_it(cache_type: str, bad: float) -> None:
+def test_a_value_that_is_not_finite_does_not_affect_earlier_tokens(cache_type: str, bad: float) -> None:
     model = Model(num_heads=2, kv_num_heads=1, head_dim=16, cache_type=cache_type)
     good, spoiled = (make_call(model, [(3, 6)]) for _ in range(2))
     spoiled.query[5] = bad
@@ -215,7 +215,7 @@ def test_int8_cache_is_near_the_exact_one() -> None:
     assert np.sqrt(np.mean((run(rounded) - want) ** 2) / np.mean(want**2)) < 0.02
 
 
-def test_no_tokens_are_no_work() -> None:
+def test_a_call_without_tokens_is_valid() -> None:
     assert run(make_call(Model(), [])).shape == (0, 192)
     assert run(make_call(Model(), [(5, 0), (0, 0)])).shape == (0, 192)
 

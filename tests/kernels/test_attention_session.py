@@ -70,7 +70,7 @@ def run_session(
 
 
 @pytest.mark.parametrize("family", ["llama", "llama, int8 cache", "qwen3, float16 query", "gemma2"])
-def test_session_gives_what_the_function_gives(family: str) -> None:
+def test_a_session_computes_the_same_as_the_function(family: str) -> None:
     sequences = [(600, 1), (30, 40), (0, 2)]
     call, other = make_call(FAMILIES[family], sequences), make_call(FAMILIES[family], sequences)
     output = run_session(make_session(call), call)
@@ -80,7 +80,7 @@ def test_session_gives_what_the_function_gives(family: str) -> None:
             np.testing.assert_array_equal(bits(getattr(call, name)), bits(getattr(other, name)))
 
 
-def test_session_says_what_is_wrong() -> None:
+def test_errors_of_a_session_have_the_reason() -> None:
     call = make_call(FAMILIES["llama"], [(600, 1), (30, 40)])
     session = make_session(call)
     with pytest.raises(Exception, match="PagedAttention: key_cache_out and value_cache_out are not bound"):

@@ -70,7 +70,7 @@ def test_a_sanitizer_finds_nothing(sanitizer: str, name: str, hashes: str, tmp_p
 
 @x86_only
 @pytest.mark.parametrize("name", ["neon", "portable"])
-def test_aarch64_gives_the_bits_of_x86(name: str, hashes: str, tmp_path: Path) -> None:
+def test_aarch64_computes_the_bits_of_x86(name: str, hashes: str, tmp_path: Path) -> None:
     qemu = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if qemu is None:
         pytest.skip("qemu-aarch64 is not installed (Debian has it in qemu-user)")

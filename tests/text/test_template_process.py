@@ -52,7 +52,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_it_renders_one_chat_after_the_other() -> None:
+def test_one_process_renders_several_chats() -> None:
     template = process("{{ text }}{{ eos_token }}")
     assert template.compile() == {"text"}
     first = pid(template)
@@ -75,7 +75,7 @@ def test_it_renders_one_chat_after_the_other() -> None:
         "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
     ],
 )
-def test_a_template_that_takes_too_much_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
+def test_a_template_that_exceeds_its_limits_is_stopped_and_the_next_chat_is_rendered(source: str) -> None:
     hostile = "{% if hostile %}" + source + "{% endif %}{{ text }}"
     template = TemplateProcess(hostile, special_tokens={}, max_cpu_s=0.5)
     with pytest.raises(TemplateExceeded, match=r"CPU time|memory|characters"):
@@ -92,14 +92,14 @@ def test_a_template_that_takes_too_much_is_stopped_and_the_next_chat_is_rendered
     ],
     ids=["power", "brackets", "blocks"],
 )
-def test_a_template_that_takes_too_much_to_compile_is_refused(source: str) -> None:
+def test_a_template_that_exceeds_its_limits_when_compiled_is_refused(source: str) -> None:
     with pytest.raises(RepositoryError, match="the chat template cannot be compiled: ") as raised:
         ChatTemplate(source, special_tokens={}, name="chat_template.jinja")
     assert raised.value.message.startswith("chat_template.jinja: ")
     assert raised.value.remedy
 
 
-def test_this_process_needs_no_memory_for_it() -> None:
+def test_rendering_takes_no_memory_of_this_process() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(TemplateExceeded):
         process("{{ 'a' * 10 ** 9 }}").render({})
@@ -107,12 +107,12 @@ def test_this_process_needs_no_memory_for_it() -> None:
     assert after.ru_maxrss - before.ru_maxrss < 2**18, "kB"
 
 
-def test_long_chats_may_be_shown_several_times() -> None:
+def test_a_template_may_repeat_a_long_chat() -> None:
     long = "long " * MAX_OWN_CHARS
     assert process("{{ text }}{{ text }}").render({"text": long}) == long * 2
 
 
-def test_what_a_template_says_of_its_failure_is_short() -> None:
+def test_messages_of_failures_are_short() -> None:
     with pytest.raises(ChatRefused) as refused:
         process("{{ raise_exception('no' * 9999) }}").render({})
     with pytest.raises(TemplateFailed) as failed:
@@ -128,7 +128,7 @@ def test_a_process_that_has_died_is_replaced() -> None:
     assert template.render({"text": "fine"}) == "fine"
 
 
-def test_the_signals_of_a_terminal_and_of_a_service_manager_do_not_end_it() -> None:
+def test_signals_to_the_process_group_do_not_end_it() -> None:
     template = process(UNTIL_TOLD)
     template.compile()
     first = pid(template)
@@ -149,7 +149,7 @@ def test_it_ends_when_it_is_closed_and_the_next_chat_starts_another() -> None:
     assert pid(template) != first
 
 
-def test_it_ends_with_what_it_belongs_to() -> None:
+def test_it_ends_with_its_owner() -> None:
     template = process(UNTIL_TOLD)
     template.compile()
     first = pid(template)
@@ -158,7 +158,7 @@ def test_it_ends_with_what_it_belongs_to() -> None:
     assert has_ended(first)
 
 
-def test_many_threads_may_ask() -> None:
+def test_many_threads_may_render() -> None:
     template = process(UNTIL_TOLD)
     wrong: list[Any] = []
 
@@ -225,7 +225,7 @@ def test_ctrl_c_in_the_middle_of_a_chat_leaves_no_answer_for_the_next() -> None:
     assert template.render({"text": "new"}) == "new"
 
 
-def test_whoever_closes_it_does_not_take_it_from_another_ones_chat() -> None:
+def test_closing_it_does_not_interrupt_another_threads_chat() -> None:
     template = process(UNTIL_TOLD)
     template.compile()
     first = pid(template)
@@ -243,7 +243,7 @@ def test_whoever_closes_it_does_not_take_it_from_another_ones_chat() -> None:
     assert template.render({"text": "fine"}) == "fine"
 
 
-def test_many_threads_may_close_it_while_others_ask() -> None:
+def test_many_threads_may_close_it_while_others_render() -> None:
     template = process(UNTIL_TOLD)
     rendered: list[str] = []
 
@@ -261,7 +261,7 @@ def test_many_threads_may_close_it_while_others_ask() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff", b"no JSON", b"5", b"[]", b'["done"]', b"[" * 99999, None])
-def test_an_answer_that_makes_no_sense_is_no_fault_of_the_chat(answer: bytes | None) -> None:
+def test_an_invalid_answer_of_the_process_is_not_blamed_on_the_chat(answer: bytes | None) -> None:
     template = process(UNTIL_TOLD)
     template.compile()
     assert template._child is not None
@@ -273,7 +273,7 @@ def test_an_answer_that_makes_no_sense_is_no_fault_of_the_chat(answer: bytes | N
     assert template.render({"text": "fine"}) == "fine"
 
 
-def test_it_knows_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     template = process(UNTIL_TOLD)
