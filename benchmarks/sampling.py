@@ -86,7 +86,8 @@ class Model:
         index = scan([repository])
         stage = index[f"{name}_logits"]
         self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
-        text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(read_text("calibration"))
+        tokenizer = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version())
+        text = tokenizer.encode(read_text("calibration"))
         lengths = range(prompt_tokens, prompt_tokens + rows)
         self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
         self._length = max(lengths) + 1
