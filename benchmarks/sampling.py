@@ -159,7 +159,7 @@ def _compare(
 
 
 def _between_steps(method: str, model: Model, *, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Wall-clock milliseconds of a decode step, and CPU milliseconds of the sampling after it, alternately."""
+    """Wall-clock milliseconds of a decode step, and CPU milliseconds of the sampling after it."""
     num_rows, vocab_size = model.rows.shape
     sequences = _sequences(method, num_rows, vocab_size=vocab_size, options=options)
     rounds = []

@@ -1,4 +1,4 @@
-"""The benchmarks as they are run: each prints its tables and writes its figures."""
+"""The benchmark commands print tables and write figures."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_each_method_is_compared_with_the_plain_one_and_with_steps(
     assert set(report["picks"]) == {
         f"{method} | {size} | {kind}" for method in METHODS for size in sizes for kind in kinds
     }
-    assert all(one["ours_us"] > 0 for [one] in report["picks"].values())
+    assert all(pair["ours_us"] > 0 for [pair] in report["picks"].values())
     assert all(f" {size} |" in printed for size in sizes)
 
 

@@ -1,4 +1,4 @@
-"""What a step of an exported graph must read and compute, against torch's own counting."""
+"""The bytes and operations of a step, compared with torch's count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark says of its rounds."""
+"""The summary of a benchmark's rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs: tiny checkpoints turned into graphs, without the check and the installation around it."""
+"""Graphs: tiny checkpoints converted to graphs, without the check and the installation of an export."""
 
 from __future__ import annotations
 

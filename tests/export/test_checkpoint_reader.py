@@ -1,4 +1,4 @@
-"""Checkpoint layout: what is read from them, and what is refused."""
+"""Checkpoint folders: reading them, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports into a repository: what appears there, what stays, and what a failure leaves."""
+"""Exports into a repository: added and kept files, and failures."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_an_interrupted_overwrite_changes_nothing(tiny_checkpoint: Path, tmp_pat
 def test_an_export_too_far_from_its_source_is_not_installed(tmp_path: Path) -> None:
     source = tiny_llama_checkpoint(tmp_path / "wild")
     weights = load_file(source / "model.safetensors")
-    # Logits of some 10^5: float32 cannot tell them to the thousandth.
+    # Logits of about 10^5, which float32 cannot represent to 0.001.
     weights["model.norm.weight"] *= 1e5
     save_file(weights, source / "model.safetensors")
     with pytest.raises(ExportError, match="too far from its source"):
@@ -293,7 +293,7 @@ def test_an_additional_graph_needs_its_model_and_a_valid_name(
     wider = tiny_llama_checkpoint(tmp_path.parent / "wider", vocab_size=400)
     with pytest.raises(ExportError, match="or other outputs or states, than wider") as caught:
         export(wider, tmp_path, beside="other", overwrite=True)
-    assert "--overwrite" not in caught.value.remedy     # would not help: the config is not the graph's own
+    assert "--overwrite" not in caught.value.remedy     # the config belongs to another graph
     assert not (tmp_path / "tiny_logits" / "1" / "other").exists()
 
 

@@ -1,4 +1,4 @@
-"""The graphs of all families against transformers' own models of the same checkpoints."""
+"""The graphs of all families, compared with transformers' models of the same checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_prompt_in_chunks_equals_the_reference_after_every_token(
 def test_prompts_chunks_and_decodes_in_one_forward_equal_each_sequence_alone(
     graph: WrittenGraph, reference: PreTrainedModel
 ) -> None:
-    """Of four rows: a chunk behind a chunk, a whole prompt, decodes, and a decode with drafted tokens."""
+    """Four rows: a second chunk, a whole prompt, decodes, and a decode with drafted tokens."""
     rows = [Row(random_ids(length, seed=length)) for length in (60, 41, 33, 9)]
     pool = BlockPool(graph.logits(max_num_seqs=4, max_length=64), seed=0)
     found: list[list[NDArray[np.float32]]] = [[] for _ in rows]
@@ -128,7 +128,7 @@ def test_an_export_in_fp32_equals_its_source(tmp_path: Path, model: str) -> None
 @pytest.mark.parametrize("model", ["bloom_6_heads", "gemma2", "gpt_neox"])
 def test_an_export_in_int8_is_close_to_its_source(tmp_path: Path, model: str) -> None:
     report = export(model, tmp_path, precision="int8")
-    assert report.largest_logit_difference > MAX_DIFFERENCE  # or it is not in 8 bits
+    assert report.largest_logit_difference > MAX_DIFFERENCE  # or it would not be quantized
     assert report.perplexity_ratio < 1.01
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_saved_without_its_head_has_the_same_graph(tmp_path: Path) 
     source = tiny_checkpoint(tmp_path / "checkpoint", **TINY_MODELS["gpt2"])
     path = source / "model.safetensors"
     headless = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
-    # Recomputed from the config, and yet in old checkpoints.
+    # Old checkpoints have it, although it is recomputed from the config.
     save_file(headless | {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8)}, path)
     assert difference_of(write_graph(source, tmp_path / "graph"), source) < MAX_DIFFERENCE
 

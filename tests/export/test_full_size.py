@@ -1,4 +1,4 @@
-"""Models of full size: random weights in published shapes, exported and served within the memory."""
+"""Full-size models: random weights of published shapes, exported and served within the memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MAX_GIB = 12
 
-# A process of its own: its peak is that of this model.
+# A separate process, whose peak memory is that of this model.
 SCRIPT = """
 import json, resource, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GGUF files against the checkpoint folder that they were made from."""
+"""GGUF files, compared with the checkpoint folders they were made from."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_files_of_other_families_are_read_like_their_folders(tmp_path: Path,
     folder = tiny_checkpoint(tmp_path / "tiny", **models[model])
     expected = read_checkpoint(folder, source="tiny")
     found = read_checkpoint(write_gguf(folder, tmp_path / "tiny.gguf"), source="tiny")
-    # llama.cpp's converter may write the embedding again as head.
+    # llama.cpp's converter may write a tied head as another tensor.
     assert found.tensor_names - expected.tensor_names <= {"lm_head.weight"}
     for name in expected.tensor_names:
         assert np.array_equal(found.tensor(name), expected.tensor(name)), name
@@ -152,5 +152,5 @@ def decoder_of(checkpoint: Checkpoint) -> Decoder:
     family = family_of(checkpoint.config)
     assert family is not None
     decoder = family.decoder(checkpoint.config)
-    # GGUF files have numbers in single precision.
+    # GGUF files store numbers in single precision.
     return replace(decoder, norm_epsilon=float(np.float32(decoder.norm_epsilon)))

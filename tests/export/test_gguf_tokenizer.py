@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata against known ones."""
+"""Tokenizers built from GGUF metadata, compared with known ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs whose KV cache is in int8, beside the same graphs with it in float."""
+"""Graphs with an int8 KV cache, compared with the same graphs with a float cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of every precision, run by ONNX Runtime with our operators, against numpy."""
+"""Layers of every precision, run by ONNX Runtime with our operators, compared with numpy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from genserve.export.layers import FusedLayers, Layers, LinearKind, Norm, Standa
 from genserve.export.onnx_graph import OnnxGraph
 from genserve.export.precision import SCHEMES
 
-# Largest error over the standard deviation of the product: weights and activations are rounded.
+# Largest error over the standard deviation of the product, from quantization.
 TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 1e-2, "int8": 0.06, "int4": 0.6}
 PRECISIONS = pytest.mark.parametrize("precision", get_args(Precision))
 ACTIVATIONS: dict[Activation, nn.Module] = {
     "silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()
 }
-INPUTS, OUTPUTS = 90, 50    # which divide nothing
+INPUTS, OUTPUTS = 90, 50    # not multiples of anything
 
 
 @PRECISIONS

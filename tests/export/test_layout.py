@@ -1,4 +1,4 @@
-"""The layout of a model: what ships with the project is what an export writes, and Triton's schema holds."""
+"""The layout of a model: the shipped files equal those of an export, and match Triton's schema."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_sequence_length_is_the_context_length_up_to_a_limit(context: int, e
 
 
 class Countdown:
-    """A token sequence of which the tokens are what a model of three logits would pick."""
+    """A token sequence with the tokens of a model with three logits."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

@@ -37,7 +37,7 @@ def contents(repository: Path) -> dict[str, str]:
 
 
 def install_without(missing: str, repository: Path, *, overwrite: bool) -> None:
-    """Fails when it comes to the missing file."""
+    """Install, and fail at the missing file."""
     with staging_folder(repository, STAGES) as staged:
         write_files(staged, content="new")
         (staged / missing).unlink()

@@ -1,4 +1,4 @@
-"""The check after an export: it finds a graph that computes something else."""
+"""The check after an export finds graphs that compute something else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_running_the_source_layer_by_layer_equals_transformers(tmp_path: Path, n
 def test_the_activations_of_a_norm_come_from_the_calibration_text(tiny_checkpoint: Path) -> None:
     checkpoint = read_checkpoint(tiny_checkpoint, source="tiny")
     reference = run_source(checkpoint, context_length=64, norms={"norm": "model.norm"})
-    # A norm puts out numbers whose mean square is 1, before it multiplies by its weight.
+    # The mean square of a norm's output is 1, before it is multiplied by the weight.
     weight = checkpoint.load("model.norm.weight")
     assert np.mean((reference.activations["norm"] / weight) ** 2) == pytest.approx(1, rel=0.05)
 
@@ -70,7 +70,7 @@ def test_the_divergence_and_the_ratio_of_perplexities_are_those_of_torch(
     parity = check(exact, graph.folder)
     assert (parity.top1_agreement, parity.perplexity_ratio) == (1, pytest.approx(1, abs=1e-4))
     assert parity.divergence == pytest.approx(0, abs=1e-5)
-    # Against a source that is twice as sure of itself.
+    # Compared with a source of doubled logits.
     sure = replace(exact, logits=2 * exact.logits)
     num_rows, length = exact.ids.shape
     found = _compare(graph.logits(max_num_seqs=num_rows, max_length=length), sure, precision="fp32")
@@ -84,7 +84,7 @@ def test_the_divergence_and_the_ratio_of_perplexities_are_those_of_torch(
 
 
 def mean_over_compared(values: torch.Tensor) -> float:
-    """Of values [rows, places]: those of the prefill, and of the decode, half a row from its start."""
+    """The mean of values [rows, positions] over the prefill, and over the decode of half a row."""
     num_rows, length = len(values), 64
     starts = [length // 2 - (num_rows - 1 - row) for row in range(num_rows)]
     decoded = [values[row, start : start + length // 2] for row, start in enumerate(starts)]

@@ -1,4 +1,4 @@
-"""Smoothed weights: they compute the same, and lose less when they are rounded."""
+"""Smoothed weights are equivalent, and lose less in quantization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READERS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bloom_4_heads", "gpt_neox", "gemma", "gemma2", "opt"])
 def test_smoothing_does_not_change_the_outputs(tmp_path: Path, model: str) -> None:
-    # In fp32 a head that is the embedding is stored once, and cannot be smoothed.
+    # In fp32 a tied head is stored once, and cannot be smoothed.
     config = {**TINY_MODELS[model], "tie_word_embeddings": False}
     source = tiny_checkpoint(tmp_path / "checkpoint", **config)
     conversion = conversion_of(source, precision="int8")
@@ -55,7 +55,7 @@ def exact(conversion: Conversion) -> Conversion:
 
 
 def with_large_channels(conversion: Conversion) -> Conversion:
-    """The same model, with norms that put out some channels a hundred times as large as what reads them."""
+    """An equivalent model, in which norms have outlier channels a hundred times as large."""
     checkpoint = conversion.layout.checkpoint
 
     def larger(name: str) -> FloatArray:

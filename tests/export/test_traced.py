@@ -1,4 +1,4 @@
-"""What cannot be traced; what can is served in tests/repository/test_logits_runtime.py."""
+"""Traced models: accuracy and refusals; tests/repository/test_logits_runtime.py serves one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZES = {
     "max_position_embeddings": 128,
 }
 
-# What no family's graph has: the name of a tiny model, what is changed of it, and what is said.
+# Options that no family supports: the name of a tiny model, its changed config, and the message.
 _BEYOND_FAMILIES = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
@@ -119,7 +119,7 @@ def test_a_model_that_transformers_does_not_know_is_refused(
     (source / "config.json").write_text(json.dumps(config | unknown))
     with pytest.raises(ExportError, match="has the architecture PhantomForCausalLM") as caught:
         export(source, tmp_path / "repository")
-    assert len(caught.value.message) < 400      # transformers would list the models that it knows
+    assert len(caught.value.message) < 400      # transformers would list all models that it knows
     assert "LlamaForCausalLM" in caught.value.remedy
 
 

@@ -1,4 +1,4 @@
-"""PagedAttention: against float64 numpy, to the bit whatever else a call holds, and what it refuses."""
+"""PagedAttention: compared with float64 numpy, equal bits in any call, and refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SEQUENCES = st.lists(
 
 
 def assert_rounded(got: NDArray[Any], want: NDArray[Any], cache_type: str) -> None:
-    """Each head of `got` is `want` as the cache holds it: fp16 has 11 bits, int8 254 steps for a head."""
+    """Each head of `got` is `want` as rounded by the cache: fp16 has 11 bits, int8 254 steps per head."""
     steps = {"float32": 2**20, "float16": 2**11, "int8": 253}[cache_type]
     assert (np.abs(got - want) <= np.abs(want).max(axis=-1, keepdims=True) / steps).all()
 
@@ -97,13 +97,13 @@ def serve(
     threads: int = 1,
     isa: str = "",
 ) -> list[NDArray[Any]]:
-    """Run prompts, [tokens, columns] each, side by side through one cache.
+    """Run prompts, [tokens, columns] each, together through one cache.
 
-    Each step takes the next chunk of every prompt that has tokens left, of as many tokens as `chunks` says
-    in turn. The seed decides where blocks lie.
+    Each step takes the next chunk of every prompt that has tokens left; `chunks` are their sizes in turn. The
+    seed determines the order of the blocks.
 
     Returns:
-        Of each prompt the output [tokens, Hq * D].
+        The output [tokens, Hq * D] of each prompt.
     """
     whole = make_call(model, [(0, len(prompt)) for prompt in prompts], seed=seed)
     past = [0] * len(prompts)
@@ -146,7 +146,7 @@ def test_bits_do_not_depend_on_batch_chunks_threads_and_blocks(family: str, chun
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_of_a_long_context_do_not_depend_on_how_it_is_split(family: str) -> None:
-    """One token behind many segments: with one thread in one piece, with more in a piece for each segment."""
+    """One token after many segments: one thread computes them in one piece, several one by one."""
     model = FAMILIES[family]
     calls = [make_call(model, [(2100, 1), (5, 3)]) for _ in range(3)]
     outputs = [bits(run(call, threads=threads)) for call, threads in zip(calls, (1, 2, 8), strict=True)]
@@ -178,7 +178,7 @@ def test_concurrent_calls_have_separate_memory() -> None:
 
 
 def test_a_sequence_reads_what_another_one_writes_in_the_same_call() -> None:
-    """Two sequences share their first block, which the first one fills now."""
+    """Two sequences share their first block, which the first one fills in this call."""
     model = Model(rotary_dims=32)
     prompt = make_prompts(model, [20])[0]
     want = serve(model, [prompt], [20])[0]
@@ -204,7 +204,7 @@ def test_a_value_that_is_not_finite_does_not_affect_earlier_tokens(cache_type: s
 
 
 def test_int8_cache_is_near_the_exact_one() -> None:
-    """A scale for each token and head: 127 steps, so about 0.5 % of a normal distribution's width."""
+    """A scale per token and head: 127 steps, about 0.5 % of a normal distribution's width."""
     exact = make_call(Model(cache_type="float32", head_dim=64), [(900, 4), (30, 60)])
     rounded = make_call(Model(cache_type="int8", head_dim=64), [(900, 4), (30, 60)])
     rounded.query = exact.query

@@ -1,4 +1,4 @@
-"""PagedAttention in ONNX Runtime: the operator gives what the plain C function gives."""
+"""PagedAttention in ONNX Runtime equals the plain C function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels.reference_attention import PagedAttentionCall
 
 
 def make_session(call: PagedAttentionCall) -> onnxruntime.InferenceSession:
-    """A graph of the operator alone; norms and tables are constants of it."""
+    """A graph with only the operator; norms and tables are its constants."""
     constants = ("cos_cache", "sin_cache", "q_norm_weight", "k_norm_weight", "alibi_slopes")
     present = {name: getattr(call, name, None) for name in INPUTS}
     names = [name if present[name] is not None else "" for name in INPUTS]

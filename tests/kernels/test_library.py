@@ -1,4 +1,4 @@
-"""The library: which one is chosen, what is said where there is none, and how it is built."""
+"""The libraries: their selection, their errors, and their build."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_error_without_libraries_has_a_remedy(
 def test_the_error_for_a_broken_library_has_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one of another architecture, in a folder that two machines share."""
+    """Such as a library of another architecture, in a shared folder."""
     (tmp_path / kernels.library_path().with_stem("libgenserve_portable").name).write_bytes(b"\x7fELF")
     monkeypatch.setattr(kernels, "LIBRARIES", tmp_path)
     kernels._choose.cache_clear()
@@ -111,7 +111,7 @@ def test_an_unknown_machine_cannot_be_built_for(
 def test_a_missing_compiler_is_a_readable_error(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interpreter that finds no installed packages finds no compiler."""
+    """An interpreter without installed packages has no compiler."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Linear: against numpy, to the bit whatever else is computed, and what it refuses."""
+"""Linear: compared with numpy, equal bits in any call, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_any_layer_agrees_with_float64(
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(INTEGER_FORMATS), st.integers(1, 400), st.integers(1, 70), st.integers(0, 2**32))
 def test_products_of_integers_are_exact(weight_format: str, inputs: int, outputs: int, seed: int) -> None:
-    """Inputs whose largest is 127 in each block are integers already, and every scale is one."""
+    """Integer inputs with a largest value of 127 per block have scales of one."""
     rng = np.random.default_rng(seed)
     lowest, highest = (-8, 7) if weight_format == "int4_block" else (-127, 127)
     extremes = rng.random() < 0.5

@@ -1,4 +1,4 @@
-"""Linear in ONNX Runtime: equal to the plain function, on any threads, and errors where a graph is wrong."""
+"""Linear in ONNX Runtime: equals the plain function on any threads, and refuses wrong graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def model_of(layers: list[Layer], *, residual: bool = False, constant: bool = True, **changed: Any) -> bytes:
-    """A graph of layers, one behind the other; `changed` are attributes of the first."""
+    """A graph of consecutive layers; `changed` are attributes of the first."""
     nodes, tensors, given = [], [], []
     for i, layer in enumerate(layers):
         named = [name if name in layer.inputs else "" for name in INPUTS]

@@ -1,4 +1,4 @@
-"""Logits: the best tokens of rows, as numpy sorts them."""
+"""Logits: scans and draws, compared with numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.c_types import instruction_sets
 def test_rows_are_sorted_as_numpy_does(
     rows: int, size: int, data: st.DataObject, values: int, seed: int
 ) -> None:
-    """Few distinct values: many are equal, and the lower id comes first; some are -inf."""
+    """Few distinct values, so that many are equal (the lower id comes first), and some -inf."""
     rng = np.random.default_rng(seed)
     logits = (rng.integers(-values, values + 1, (rows, size)) / 7).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = -np.inf
@@ -90,7 +90,7 @@ def rules_of(num: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.ndarray, float]:
-    """What a row keeps, the cumulative distribution of that, and how far top-p is from another cut."""
+    """The candidates of a row, their cumulative distribution, and the distance of top-p from another cut."""
     scaled = (row - row.max()) / rule["temperature"]
     ordered = np.sort(scaled)[::-1][: rule["top_k"] or None].astype(np.float64)
     shares = np.exp(ordered).cumsum() / np.exp(ordered).sum()
@@ -104,7 +104,7 @@ def kept_and_borders(row: np.ndarray, rule: np.void) -> tuple[np.ndarray, np.nda
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 3000), st.sampled_from([0.3, 2.0, 12.0]), st.booleans(), st.integers(0, 2**32))
 def test_draws_agree_with_float64(size: int, spread: float, whole: bool, seed: int) -> None:
-    """Whole numbers: many are equal, also to the k-th, and all of those are kept."""
+    """Integers, so that many are equal, also to the k-th, and are all kept."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((10, size)) * spread).astype(np.float32)
     if whole:

@@ -1,4 +1,4 @@
-"""Chat templates against transformers' own rendering, and what happens when they fail."""
+"""Chat templates, compared with transformers' rendering, and their failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 FILE = "m_tokenizer/1/chat_template.jinja"
 
-# As the models of these names have them on the Hugging Face hub, where they differ in what they ask of Jinja.
+# From models of the Hugging Face hub, with different features of Jinja.
 TEMPLATES = {
     "chatml, with a default system prompt": (
         "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -132,7 +132,7 @@ def test_without_a_generation_prompt_as_well(name: str, chat: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_last_message_is_continued_as_in_transformers(name: str, chat: str) -> None:
     expected = reference(TEMPLATES[name], chat, continue_final_message=True, add_generation_prompt=False)
-    expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # of a message that is shown twice
+    expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # for templates that repeat a message
     rendered = template(TEMPLATES[name]).render(messages(chat, continue_final_message=True))
     assert rendered == expected
     assert rendered.rstrip().endswith(CHATS[chat][-1][1].strip())
@@ -184,7 +184,7 @@ def test_a_missing_part_of_the_messages_is_an_invalid_request() -> None:
 
 
 def test_adjacent_lone_surrogates_do_not_become_a_pair() -> None:
-    # They stand for special tokens.
+    # They stand in for special tokens.
     chat = Chat(messages=(Message(role="user", content="\ud800\udc00\U00010000"),))
     assert template("{{ messages[0].content }}").render(chat) == "\ud800\udc00\U00010000"
 

@@ -1,4 +1,4 @@
-"""The incremental text of a token sequence against its full decode."""
+"""The incremental text of a token sequence, compared with its full decode."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_spaces_between_special_tokens_can_be_left_out() -> None:
 
 
 def test_the_librarys_own_stream_loses_text_and_raises() -> None:
-    """Why there is a detokenizer of our own; where this fails, the library may do."""
+    """The reason for our own detokenizer; if this fails, the library's may suffice."""
     tokenizer = TOKENIZERS["byte_level_bpe"]
     stream = DecodeStream(skip_special_tokens=True)
     ids = tokenizer.encode("a\N{GRINNING FACE}")[:-1]

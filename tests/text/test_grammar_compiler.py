@@ -22,7 +22,7 @@ from tests.text.vocabularies import (
     word_piece,
 )
 
-VOCAB_SIZE = 333     # padded, as models do
+VOCAB_SIZE = 333     # padded, as in models
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def next_ids(grammar: GuidanceGrammar, *, vocab_size: int = VOCAB_SIZE) -> list[
 def random_text(
     grammar: GuidanceGrammar, tokenizer: Tokenizer, *, seed: int, vocab_size: int = VOCAB_SIZE
 ) -> str | None:
-    """What a model gives that knows nothing; None if it does not come to an end."""
+    """The text of a random model, or None if it does not end."""
     rng = np.random.default_rng(seed)
     token_ids: list[int] = []
     for _ in range(400):
@@ -64,7 +64,7 @@ def random_text(
 
 
 def accepts(grammar: GuidanceGrammar, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the whole text, and its end behind it, are allowed."""
+    """Whether the whole text, followed by its end, is allowed."""
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         if token_id not in next_ids(grammar):
             return False
@@ -253,7 +253,7 @@ def test_a_model_without_an_eos_token_is_refused():
 
 
 def ending(backend) -> Tokenizer:
-    """A tokenizer that ends a text with the third of its tokens."""
+    """A tokenizer whose third token ends a text."""
     tokenizer = tokenizer_of(backend)
     tokenizer.eos_token_ids = frozenset({2})
     return tokenizer

@@ -1,4 +1,4 @@
-"""Forms that would hold up a server, or end it."""
+"""Grammars that would block or crash a server."""
 
 from __future__ import annotations
 

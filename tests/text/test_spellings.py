@@ -7,7 +7,7 @@ from tests.text.vocabularies import byte_level_bpe, sentencepiece_bpe, tokenizer
 
 
 class Letters:
-    """Tokens are runs of letters; texts are written letter by letter."""
+    """A tokenizer with tokens of several letters that encodes texts letter by letter."""
 
     texts = ("a", "b", "c", "ab", "xab", "bcx", "", "cab")
 

@@ -1,4 +1,4 @@
-"""Where a growing text ends, against a naive search over the whole of it."""
+"""The end of a growing text, compared with a naive search over the whole text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ regexes = st.recursive(
 
 
 class Pieces:
-    """A detokenizer whose token ids are the numbers of pieces of text."""
+    """A detokenizer whose token ids are indices into pieces of text."""
 
     def __init__(self, pieces: Sequence[str], rest: str = "") -> None:
         self._pieces = pieces
@@ -70,7 +70,7 @@ def released(text: StopChecker, num_pieces: int) -> list[str]:
 def first_stop(
     text: str, stops: Sequence[str], regexes: Sequence[str] = (), *, after: int = 0
 ) -> tuple[int, int, str] | None:
-    """Where a text has to end, the length of the stop and its name: earliest end, then earliest start."""
+    """The end, length and name of a text's first stop: earliest end, then earliest start."""
     patterns = {stop: re.escape(stop) for stop in stops} | {regex: regex for regex in regexes}
     for end in range(after + 1, len(text) + 1):
         for start in range(end):

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, against transformers on the same folder."""
+"""The tokenizer of a model folder, compared with transformers on the same folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chat(*messages: Message, **controls: Any) -> Chat:
     return Chat(messages=messages, **controls)
 
 
-@functools.cache    # each starts a process: too slow for each example of a property
+@functools.cache    # cached, because each starts a process
 def family_tokenizer(family: Any, source: str) -> tuple[Backend, Tokenizer]:
     backend = family()
     return backend, chat_tokenizer(backend, source)
