@@ -50,7 +50,7 @@ class Pieces:
         return self._rest
 
 
-def stoppable(
+def checker_over(
     pieces: Sequence[str], *stops: str, regexes: Sequence[str] = (), rest: str = "", **options: Any
 ) -> StopChecker:
     finders: list[StopFinder] = [StopStrings(stops)] if stops else []
@@ -90,7 +90,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
     text: str, stops: tuple[str, ...], at: list[int], include: bool, num_passed: int
 ) -> None:
     pieces = cut(text, at)
-    growing = stoppable(pieces, *stops, include_stop=include, min_tokens=num_passed)
+    growing = checker_over(pieces, *stops, include_stop=include, min_tokens=num_passed)
     shown = "".join(released(growing, len(pieces)))
     found = first_stop(text, stops, after=len("".join(pieces[:num_passed])))
     if found is None:
@@ -102,7 +102,7 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
 
 @given(text=texts, stops=stop_sets)
 def test_only_the_beginning_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]) -> None:
-    growing = stoppable(text, *stops)
+    growing = checker_over(text, *stops)
     shown = ""
     for end in range(1, len(text) + 1):
         shown += growing.push(end - 1)
@@ -113,14 +113,14 @@ def test_only_the_beginning_of_a_stop_string_is_held_back(text: str, stops: tupl
 
 
 def test_a_stop_string_that_spans_pieces_is_cut_out_of_the_text() -> None:
-    growing = stoppable(["Hel", "lo EN", "D never", "more"], "END")
+    growing = checker_over(["Hel", "lo EN", "D never", "more"], "END")
     assert [growing.push(i) for i in range(4)] == ["Hel", "lo ", "", ""]
     assert growing.stop == "END"
     assert growing.flush() == ""
 
 
 def test_an_included_stop_is_kept_and_nothing_is_held_back() -> None:
-    growing = stoppable(["lo EN", "D never"], "END", include_stop=True)
+    growing = checker_over(["lo EN", "D never"], "END", include_stop=True)
     assert [growing.push(i) for i in range(2)] == ["lo EN", "D"]
 
 
@@ -159,24 +159,24 @@ def test_a_fork_of_a_text_is_an_independent_copy(family: str, data: st.DataObjec
 
 
 def test_held_back_text_is_released_at_the_end() -> None:
-    assert released(stoppable(["bye\n\nUs"], "\n\nUser:"), 1) == ["bye", "\n\nUs"]
+    assert released(checker_over(["bye\n\nUs"], "\n\nUser:"), 1) == ["bye", "\n\nUs"]
 
 
 def test_text_held_back_by_the_detokenizer_may_complete_a_stop_string() -> None:
-    growing = stoppable(["xEN"], "END", rest="D!")
+    growing = checker_over(["xEN"], "END", rest="D!")
     assert released(growing, 1) == ["x", ""]
     assert growing.stop == "END"
 
 
 def test_the_stop_string_that_is_complete_first_wins() -> None:
-    growing = stoppable(["xabcd"], "abcd", "c")
+    growing = checker_over(["xabcd"], "abcd", "c")
     assert growing.push(0) == "xab"
     assert growing.stop == "c"
 
 
 @pytest.mark.parametrize("text", ["", "abc", "a" * 1000])
 def test_without_stops_the_text_is_unchanged(text: str) -> None:
-    assert stoppable([text]).push(0) is text
+    assert checker_over([text]).push(0) is text
 
 
 @given(
@@ -192,7 +192,7 @@ def test_stop_regexes_do_not_depend_on_how_the_text_is_cut(
 ) -> None:
     assume(not any(re.fullmatch(pattern, "") for pattern in patterns))
     pieces = cut(text, at)
-    growing = stoppable(pieces, *stops, regexes=patterns, include_stop=include, min_tokens=num_passed)
+    growing = checker_over(pieces, *stops, regexes=patterns, include_stop=include, min_tokens=num_passed)
     shown = "".join(released(growing, len(pieces)))
     found = first_stop(text, stops, patterns, after=len("".join(pieces[:num_passed])))
     end, length, stop = found or (len(text), 0, None)
@@ -201,13 +201,13 @@ def test_stop_regexes_do_not_depend_on_how_the_text_is_cut(
 
 
 def test_text_is_only_held_back_while_it_may_become_a_match() -> None:
-    growing = stoppable(["on 2024", "-1 or ", "2024-", "12", "!"], regexes=[r"\d{4}-\d\d"])
+    growing = checker_over(["on 2024", "-1 or ", "2024-", "12", "!"], regexes=[r"\d{4}-\d\d"])
     assert [growing.push(i) for i in range(5)] == ["on ", "2024-1 or ", "", "", ""]
     assert growing.stop == r"\d{4}-\d\d"
 
 
 def test_characters_of_several_bytes_are_matched_whole() -> None:
-    growing = stoppable(["caf\u00e9", " \N{GRINNING FACE}x"], regexes=[r"\p{So}"])
+    growing = checker_over(["caf\u00e9", " \N{GRINNING FACE}x"], regexes=[r"\p{So}"])
     assert [growing.push(i) for i in range(2)] == ["caf\u00e9", " "]
 
 
@@ -216,7 +216,7 @@ def test_characters_of_several_bytes_are_matched_whole() -> None:
 def test_a_match_has_a_maximum_length(at: list[int], excess: int) -> None:
     text = "x" + "a" * (MAX_MATCH_CHARS - 1 + excess) + "b"
     pieces = cut(text, at)
-    growing = stoppable(pieces, regexes=[f"a{{{MAX_MATCH_CHARS - 1 + excess}}}b"])
+    growing = checker_over(pieces, regexes=[f"a{{{MAX_MATCH_CHARS - 1 + excess}}}b"])
     assert "".join(released(growing, len(pieces))) == (text if excess else "x")
 
 

@@ -1,0 +1,135 @@
+"""What a request of OpenAI's dialect may say of how its prompt is made."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from genserve.client import Client
+from genserve.prompt import Chat, Message, read_chat
+
+QUESTION = {"role": "user", "content": "hello there"}
+BEGUN = {"role": "assistant", "content": "Well, "}
+
+
+def chat(http, **body):
+    defaults = {"model": "tiny", "messages": [QUESTION], "max_tokens": 4, "return_token_ids": True}
+    return http.post("/v1/chat/completions", json=defaults | body)
+
+
+def test_continue_final_message_continues_the_last_message(http, tiny_server):
+    tokenizer = tiny_server.model.tokenizer
+    answer = chat(http, messages=[QUESTION, BEGUN], continue_final_message=True).json()
+    assert tokenizer.decode(answer["prompt_token_ids"]).endswith("assistant\nWell, ")
+    expected = Chat(messages=read_chat([QUESTION, BEGUN]).messages, continue_final_message=True)
+    assert answer["prompt_token_ids"] == tokenizer.encode_chat(expected)
+
+
+def test_add_generation_prompt_can_be_disabled(http, tiny_server):
+    ids = chat(http, add_generation_prompt=False).json()["prompt_token_ids"]
+    begun = chat(http).json()["prompt_token_ids"]
+    assert begun[: len(ids)] == ids != begun
+
+
+def test_our_clients_send_the_options_of_a_chat(tiny_server):
+    begun = Chat(
+        messages=(Message(role="user", content="hello"), Message(role="assistant", content="Well")),
+        continue_final_message=True,
+    )
+    with Client(tiny_server.url) as client:
+        open_turn = client.chat(begun, max_tokens=4).usage.prompt_tokens
+        closed = client.chat(begun.messages, max_tokens=4).usage.prompt_tokens
+    assert open_turn == len(tiny_server.model.tokenizer.encode_chat(begun)) < closed
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "does not use it"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs", "dictionary"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "add_generation_prompt",
+        ),
+    ],
+)
+def test_unsupported_template_options_are_rejected(http, body, field, words):
+    reply = chat(http, **body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == field
+    assert words in reply.json()["error"]["message"]
+
+
+def test_a_rejected_chat_template_has_a_remedy(http):
+    assert "program" in chat(http, chat_template="{{ 1 }}").json()["error"]["remedy"]
+
+
+LONG = "the quick brown fox jumps over the lazy dog " * 40
+
+
+def complete(http, **body):
+    return http.post("/v1/completions", json={"model": "tiny", "prompt": LONG, "max_tokens": 4} | body)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_long_prompt_is_an_error_without_truncate_prompt_tokens(http, tiny_server, side):
+    ids = tiny_server.model.tokenizer.encode(LONG)
+    assert complete(http).status_code == 400
+    cut = {"truncate_prompt_tokens": 9, "truncation_side": side, "return_token_ids": True}
+    answer = complete(http, **cut).json()
+    assert answer["choices"][0]["prompt_token_ids"] == (ids[-9:] if side == "left" else ids[:9])
+    assert answer["usage"]["prompt_tokens"] == 9
+
+
+def test_tgi_calls_it_truncate(http, tiny_server):
+    def generate(prompt, **parameters):
+        parameters |= {"max_new_tokens": 8}
+        return http.post("/generate", json={"inputs": prompt, "parameters": parameters})
+
+    tokenizer = tiny_server.model.tokenizer
+    cut = tokenizer.decode(tokenizer.encode(LONG)[-9:])
+    assert tokenizer.encode(cut) == tokenizer.encode(LONG)[-9:]
+    reply = generate(LONG, truncate=9)
+    assert reply.json() == generate(cut).json()
+    assert reply.headers["x-prompt-tokens"] == "9"
+    assert generate(LONG, truncate=0).json()["field"] == "parameters.truncate"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "middle"}, "truncation_side"),
+        ({"truncate_prompt_tokens": 9, "echo": True}, "echo"),
+        ({"priority": 2**31}, "priority"),
+        ({"priority": "high"}, "priority"),
+    ],
+)
+def test_contradictory_options_are_rejected_by_name(http, body, field):
+    reply = complete(http, **body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+def test_an_error_for_an_invalid_prompt_is_one_sentence(http):
+    reply = chat(http, messages=[{"role": "user", "content": 5}])
+    assert reply.json()["error"]["message"] == "messages[0].content: must be text, or a list of text parts"
+
+
+def test_an_answer_has_the_id_of_its_request(http):
+    mine = http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert mine.headers["x-request-id"] == "mine-1"
+    made_up = {http.get("/v1/models").headers["x-request-id"] for _ in range(3)}
+    assert len(made_up) == 3
+    forged = http.get("/v1/models", headers={"x-request-id": "a b"})
+    assert " " not in forged.headers["x-request-id"]
+    assert http.post("/v1/completions", json={}, headers={"x-request-id": "e"}).headers["x-request-id"] == "e"
+
+
+def test_openais_client_reads_it(tiny_server):
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="-") as client:
+        listed = client.models.list(extra_headers={"x-request-id": "mine-2"})
+        assert listed._request_id == "mine-2"

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from genserve.inference import InferenceResponse
+from genserve.server.running_inference import ResponseDispatcher
+
+
+async def test_responses_of_many_threads_keep_their_order() -> None:
+    outbox = ResponseDispatcher(asyncio.get_running_loop())
+    streams = [outbox.open() for _ in range(8)]
+
+    def answer(number: int) -> None:
+        for index in range(200):
+            streams[number].on_response(InferenceResponse(parameters={"index": index}), False)
+        streams[number].on_response(None, True)
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for stream in streams:
+        assert [response.parameters["index"] async for response in stream] == list(range(200))
+    for thread in threads:
+        thread.join()
+
+
+async def test_abandoning_responses_wakes_their_reader() -> None:
+    responses = ResponseDispatcher(asyncio.get_running_loop()).open()
+    reading = asyncio.ensure_future(responses.next())
+    await asyncio.sleep(0)
+    responses.abandon(ConnectionError())
+    with pytest.raises(ConnectionError):
+        await reading
+    with pytest.raises(ConnectionError):
+        await responses.next()
+
+
+def test_a_response_after_the_loop_has_closed_is_dropped() -> None:
+    loop = asyncio.new_event_loop()
+    responses = ResponseDispatcher(loop).open()
+    loop.close()
+    responses.on_response(None, True)

@@ -1,0 +1,144 @@
+"""An ensemble whose logits stage speculates, beside the same one without."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve import LLM
+from genserve.backends.backend import Placement
+from genserve.config.diagnostics import Severity
+from genserve.errors import GenserveError
+from genserve.repository.index import scan
+from genserve.repository.model_validation import repository_diagnostics
+from genserve.repository.repository import Repository
+from genserve.textmodel.text_model_loader import looks_up_prompts
+from tests.checkpoints import tiny_tokenizer
+
+PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
+
+OPTIONS = (
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"repetition_penalty": 1.2, "logprobs": True},
+    {"structured_outputs": {"regex": "(abc|abd){3,40}"}},
+    {"stop": ["e"], "temperature": 1.0, "seed": 1},
+)
+
+
+def speculating(repository: Path, root: Path, **parameters: str) -> Path:
+    """A copy of the repository with these parameters of `tiny`."""
+    shutil.copytree(repository, root)
+    config = root / "tiny_logits" / "config.pbtxt"
+    for name, value in parameters.items():
+        add_parameter(config, name, value)
+    return root
+
+
+def add_parameter(config: Path, name: str, value: str) -> None:
+    parameter = f'parameters [ {{ key: "{name}" value {{ string_value: "{value}" }} }} ]\n'
+    config.write_text(config.read_text() + parameter)
+
+
+@pytest.mark.parametrize("parameter", [{}, {"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
+def test_the_texts_are_those_without(tiny_repository, tmp_path, parameter):
+    with (
+        LLM(speculating(tiny_repository, tmp_path / "plain", speculation="none")) as plain,
+        LLM(speculating(tiny_repository, tmp_path / "models", **parameter)) as speculative,
+    ):
+        for options in OPTIONS:
+            for prompt in PROMPTS:
+                found = speculative.generate(prompt, max_tokens=60, **options)
+                assert found.text == plain.generate(prompt, max_tokens=60, **options).text
+        assert speculative._model.engine.num_steps < plain._model.engine.num_steps
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"speculation": "prompt_lookups"}, "method of speculation"),
+        ({"draft_model": ""}, "'' is not in the repository"),
+        ({"draft_model": "nobody"}, "'nobody' is not in the repository"),
+        ({"draft_model": "tiny_logits"}, "'tiny_logits' is not in the repository as a model that generates"),
+        ({"draft_model": "tiny", "speculation": "prompt_lookup"}, "has two drafts"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_load(tiny_repository, tmp_path, parameters, message):
+    root = speculating(tiny_repository, tmp_path / "models", **parameters)
+    with pytest.raises(GenserveError, match=message):
+        LLM(root)
+
+
+def test_a_check_tells_the_place_of_a_draft_that_is_not_there(tiny_repository, tmp_path):
+    root = speculating(tiny_repository, tmp_path / "models", draft_model="nobody")
+    config = root / "tiny_logits" / "config.pbtxt"
+    [diagnostic] = repository_diagnostics([root])["tiny_logits"]
+    assert diagnostic.severity is Severity.ERROR
+    assert (diagnostic.path, diagnostic.line) == (config, len(config.read_text().splitlines()))
+
+
+@pytest.mark.parametrize("parameter", [{"speculation": "prompt_lookup"}, {"draft_model": "tiny"}])
+def test_a_draft_of_a_stage_that_no_ensemble_has_is_said_to_have_no_effect(
+    tiny_repository, tmp_path, caplog, parameter
+):
+    root = speculating(tiny_repository, tmp_path / "models", **parameter)
+    shutil.rmtree(root / "tiny")
+    [diagnostic] = repository_diagnostics([root])["tiny_logits"]
+    assert diagnostic.severity is Severity.WARNING
+    [name] = parameter
+    assert diagnostic.message.startswith(f"parameter '{name}' has no effect")
+    repository = Repository([root])
+    repository.start()
+    assert repository.is_ready("tiny_logits")
+    repository.close()
+    assert diagnostic.message in caplog.text
+
+
+def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
+    root = speculating(tiny_repository, tmp_path / "models", draft_model="other")
+    for stage in ("", "_tokenizer", "_logits", "_decoder"):
+        copy = shutil.copytree(tiny_repository / f"tiny{stage}", root / f"other{stage}")
+        config = copy / "config.pbtxt"
+        config.write_text(config.read_text().replace("tiny", "other"))
+    tiny_tokenizer(vocab_size=300).save(str(root / "other_tokenizer" / "1" / "tokenizer.json"))
+    with pytest.raises(GenserveError, match="another vocabulary"):
+        LLM(root, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "drafts"),
+    [
+        ({}, "CPU", True),
+        ({}, "GPU", False),
+        ({"speculation": "prompt_lookup"}, "GPU", True),
+        ({"speculation": "none"}, "CPU", False),
+    ],
+)
+def test_prompts_are_looked_up_on_the_cpu_unless_the_config_says_otherwise(
+    tiny_repository, tmp_path, parameters, kind, drafts
+):
+    assert has_drafts(speculating(tiny_repository, tmp_path / "models", **parameters), kind=kind) is drafts
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("onnxruntime", "pytorch"),
+        (" use_same_buffer_for_input_output: true", ""),    # copied at each step
+        ("past_key_values", "hidden"),                      # no cache
+    ],
+)
+def test_other_runtimes_draft_only_if_they_are_asked_to(tiny_repository, tmp_path, old, new):
+    for parameters in ({}, {"speculation": "prompt_lookup"}):
+        root = speculating(tiny_repository, tmp_path / str(len(parameters)), **parameters)
+        config = root / "tiny_logits" / "config.pbtxt"
+        config.write_text(config.read_text().replace(old, new))
+        assert has_drafts(root, kind="CPU") is bool(parameters)
+
+
+def has_drafts(root: Path, *, kind: str) -> bool:
+    config = scan([root])["tiny_logits"].config
+    assert config is not None
+    return looks_up_prompts(config, placement=Placement(name="there", kind=kind))

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from genserve.errors import Closed, ContextLengthExceeded, InvalidRequest
+from genserve.prompt import Chat, Message
+from genserve.repository.repository import Repository
+from genserve.sampling.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def ensemble(tiny_repository):
+    repository = Repository([tiny_repository])
+    repository.start()
+    yield repository.get("tiny")
+    repository.close()
+
+
+def test_a_prompt_is_tokenised_as_the_tokenizer_does(ensemble):
+    sequence = ensemble.prepare("hello there", SamplingParams())
+    assert sequence.token_ids == ensemble.tokenizer.encode("hello there")
+
+
+def test_a_chat_goes_through_the_template(ensemble):
+    sequence = ensemble.prepare(Chat(messages=(Message(role="user", content="hi"),)), SamplingParams())
+    assert "assistant" in ensemble.tokenizer.decode(sequence.token_ids)
+
+
+def test_a_seed_is_drawn_where_none_is_given(ensemble):
+    drawn = {ensemble.prepare("x", SamplingParams()).seed for _ in range(4)}
+    assert len(drawn) == 4
+    assert ensemble.prepare("x", SamplingParams(seed=5)).seed == 5
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 0, 1])
+def test_a_prompt_fits_up_to_the_context_less_one(ensemble, num_tokens):
+    length = ensemble.max_length - 1 + num_tokens
+    prompt = "!" * length
+    assert len(ensemble.tokenizer.encode(prompt)) == length
+    if length < ensemble.max_length:
+        assert ensemble.prepare(prompt, SamplingParams()).num_prompt_tokens == length
+    else:
+        with pytest.raises(ContextLengthExceeded, match=str(ensemble.max_length)) as raised:
+            ensemble.prepare(prompt, SamplingParams())
+        assert raised.value.field == "prompt"
+
+
+def test_more_tokens_than_there_is_room_for_are_refused_with_both_numbers(ensemble):
+    room = ensemble.max_length - 10
+    ensemble.prepare("!" * 10, SamplingParams(max_tokens=room))
+    with pytest.raises(ContextLengthExceeded, match=rf"{room + 1}.*{room}") as raised:
+        ensemble.prepare("!" * 10, SamplingParams(max_tokens=room + 1))
+    assert raised.value.field == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("", SamplingParams(), "prompt"),
+        ("x", SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
+        (
+            "x",
+            SamplingParams(allowed_token_ids=(5, 6), suppress_tokens=(6,), stop_token_ids=(5,), min_tokens=1),
+            "min_tokens",
+        ),
+    ],
+)
+def test_what_only_the_model_can_know_is_checked_here(ensemble, prompt, params, field):
+    with pytest.raises(InvalidRequest) as raised:
+        ensemble.prepare(prompt, params)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("limit", "side", "kept"),
+    [
+        (3, "left", slice(-3, None)),
+        (3, "right", slice(3)),
+        (1, "left", slice(-1, None)),
+        (100, "left", slice(None)),
+    ],
+)
+def test_a_prompt_is_cut_to_what_the_request_says(ensemble, limit, side, kept):
+    prompt = list(range(20, 40))
+    params = SamplingParams(truncate_prompt_tokens=limit, truncation_side=side)
+    assert ensemble.prepare(prompt, params).token_ids == prompt[kept]
+
+
+def test_a_prompt_is_cut_to_what_the_context_leaves(ensemble):
+    long = [7] * ensemble.max_length + [8]
+    assert ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1)).token_ids == long[2:]
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=10)
+    assert ensemble.prepare(long, params).num_prompt_tokens == ensemble.max_length - 10
+    with pytest.raises(ContextLengthExceeded) as raised:
+        ensemble.prepare(long, SamplingParams(truncate_prompt_tokens=-1, max_tokens=10**6))
+    assert raised.value.field == "max_tokens"
+
+
+def test_the_token_that_begins_each_text_stays_where_a_prompt_is_cut_on_the_left(ensemble, monkeypatch):
+    monkeypatch.setattr(ensemble.tokenizer, "bos_id", 5)
+    params = SamplingParams(truncate_prompt_tokens=3)
+    assert ensemble.prepare([5, 6, 7, 8, 9], params).token_ids == [5, 8, 9]
+    assert ensemble.prepare([6, 5, 7, 8, 9], params).token_ids == [7, 8, 9]
+    assert ensemble.prepare([5, 6], SamplingParams(truncate_prompt_tokens=1)).token_ids == [5]
+
+
+def test_the_time_of_a_request_begins_when_it_came_and_is_that_of_all_its_choices(ensemble):
+    params = SamplingParams(max_time_ms=1500)
+    sequences = ensemble.prepare_choices("x", params, num_choices=2, arrived_s=7.0)
+    assert [sequence.deadline_s for sequence in sequences] == [8.5, 8.5]
+    before_s = ensemble.engine.now_s
+    sequence = ensemble.prepare("x", params)
+    assert before_s + 1.5 <= sequence.deadline_s <= ensemble.engine.now_s + 1.5
+    assert ensemble.prepare("x", SamplingParams()).deadline_s is None
+
+
+def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monkeypatch):
+    encoded = []
+    encode = ensemble.tokenizer.encode
+
+    def noted(text, **options):
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(ensemble.tokenizer, "encode", noted)
+    sequences = ensemble.prepare_choices([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
+    assert encoded == ["you", " you"]
+    for sequence in sequences:
+        banned = sequence.sampling.edits([*sequence.token_ids, *encode("you")[:-1]], row=0).banned
+        assert encode("you")[-1] in banned.token_ids
+
+
+def test_what_takes_long_to_prepare_holds_up_neither_answers_with_a_form_nor_other_models(
+    ensemble, tiny_repository
+):
+    other = Repository([tiny_repository])
+    other.start()
+    may_go_on = threading.Event()
+    slow = [ensemble.run_soon(may_go_on.wait, compiles=False) for _ in range(50)]
+    assert ensemble.run_soon(lambda: "form", compiles=True).result(timeout=30) == "form"
+    assert other.get("tiny").run_soon(lambda: "other", compiles=False).result(timeout=30) == "other"
+    assert not any(one.done() for one in slow)
+    may_go_on.set()
+    assert all(one.result(timeout=30) for one in slow)
+    closed = other.get("tiny")
+    other.close()
+    with pytest.raises(Closed):
+        closed.run_soon(lambda: None, compiles=False)
