@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from genserve.backends.libraries import import_onnxruntime
 from genserve.errors import ExportError
 from genserve.export.export_options import (
     CacheType,
@@ -68,9 +69,7 @@ def export_model(
         from genserve.export.conversion import convert, write_checked
 
         if file_format == "onnx":
-            from genserve.backends.onnx_session import onnxruntime_module
-
-            onnxruntime_module()    # fails now rather than in the check, which runs the graph
+            import_onnxruntime()    # fails now rather than in the check, which runs the graph
     path = locate(source)  # outside of a stage, since the hub displays its own progress
     with progress.stage("reading the checkpoint"):
         checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
