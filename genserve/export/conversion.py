@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import filterfalse
@@ -18,19 +19,25 @@ from genserve.export.decoder import Decoder
 from genserve.export.decoder_graph import write_decoder
 from genserve.export.decoder_module import write_torchscript
 from genserve.export.decoder_weights import tensor_sources
-from genserve.export.export_options import CacheType, ModelFormat, Precision, Progress
+from genserve.export.export_options import CacheType, ExportFormat, ExportReport, Precision, Progress
 from genserve.export.family import Family, Unsupported
 from genserve.export.layers import FusedLayers, StandardLayers
 from genserve.export.layout import ModelLayout
-from genserve.export.model_folders import ModelFolders
-from genserve.export.onnx_graph import OnnxGraph
+from genserve.export.model_folders import (
+    ModelFolders,
+    install,
+    install_beside,
+    staging_folder,
+    writing_into,
+)
+from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.parity import Parity, check_parity
 from genserve.export.precision import SCHEMES, cache_dtype, require_cache, resolve_precision
 from genserve.export.smoothquant import is_smoothable, smooth
 from genserve.export.source_model import Reference, run_source
 from genserve.export.traced import TracedConversion
 
-__all__ = ["Conversion", "convert", "write_checked"]
+__all__ = ["Conversion", "convert", "write_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +56,7 @@ class Conversion:
         checkpoint: Checkpoint,
         *,
         folders: ModelFolders,
-        model_format: ModelFormat,
+        export_format: ExportFormat,
         precision: Precision | None = None,
         kv_cache: CacheType = "float",
     ) -> Self:
@@ -66,11 +73,11 @@ class Conversion:
                 remedy=f"known architectures: {', '.join(sorted(FAMILIES))}",
             )
         decoder = family.decoder(checkpoint.config)
-        require_cache(kv_cache, model_format)
+        require_cache(kv_cache, export_format)
         layout = ModelLayout(
             folders=folders,
-            model_format=model_format,
-            precision=resolve_precision(precision, model_format),
+            export_format=export_format,
+            precision=resolve_precision(precision, export_format),
             checkpoint=family.completed(checkpoint),
             dimensions=decoder.dimensions,
             kv_cache=kv_cache,
@@ -120,15 +127,15 @@ class Conversion:
         plain = self.family.weights(replace(checkpoint, load=load), self.decoder)
         weights = smooth(plain, activations)
         metadata = layout.metadata(family=self.family.name)
-        if layout.model_format is ModelFormat.TORCHSCRIPT:
-            path = version / layout.model_format.file_name
+        if layout.export_format is ExportFormat.TORCHSCRIPT:
+            path = version / layout.export_format.file_name
             write_torchscript(weights, self.decoder, path, precision=layout.precision, metadata=metadata)
             advance(layout.dimensions.num_layers)
         else:
             scheme = SCHEMES[layout.precision]
             make_layers = FusedLayers if scheme.activations is np.float32 else StandardLayers
             kv_cache = cache_dtype(layout.kv_cache, layout.precision)
-            with OnnxGraph(version) as graph:
+            with OnnxGraphBuilder(version) as graph:
                 layers = make_layers(graph, scheme)
                 write_decoder(weights, self.decoder, layers, advance, kv_cache=kv_cache)
                 graph.save(metadata=metadata)
@@ -149,7 +156,7 @@ def convert(
     checkpoint: Checkpoint,
     *,
     folders: ModelFolders,
-    model_format: ModelFormat,
+    export_format: ExportFormat,
     precision: Precision | None = None,
     kv_cache: CacheType = "float",
 ) -> Conversion | TracedConversion:
@@ -160,12 +167,12 @@ def convert(
     """
     try:
         return Conversion.of(
-            checkpoint, folders=folders, model_format=model_format, precision=precision, kv_cache=kv_cache
+            checkpoint, folders=folders, export_format=export_format, precision=precision, kv_cache=kv_cache
         )
     except Unsupported as error:
-        if model_format is not ModelFormat.ONNX:
+        if export_format is not ExportFormat.ONNX:
             raise ExportError(
-                f"{checkpoint.source}: {error.message}; {model_format.label} needs a known family",
+                f"{checkpoint.source}: {error.message}; {export_format.label} needs a known family",
                 remedy=f"export it to ONNX; {error.remedy}",
             ) from error
         logger.warning(
@@ -173,23 +180,68 @@ def convert(
             checkpoint.source,
             error.message,
         )
-    require_cache(kv_cache, ModelFormat.TRACED)
+    require_cache(kv_cache, ExportFormat.TRACED)
     family = family_of(checkpoint.config)
     return TracedConversion.of(
         checkpoint if family is None else family.completed(checkpoint),
         folders=folders,
-        precision=resolve_precision(precision, ModelFormat.TRACED),
+        precision=resolve_precision(precision, ExportFormat.TRACED),
     )
 
 
-def write_checked(
-    conversion: Conversion | TracedConversion, folder: Path, *, progress: Progress
-) -> tuple[Path, Parity]:
-    """Run the source, write the graph below `folder`, and compare both; returns the graph's folder.
+def write_model(
+    conversion: Conversion | TracedConversion,
+    repository: Path,
+    *,
+    beside: str | None,
+    overwrite: bool,
+    progress: Progress,
+    started_s: float,
+) -> ExportReport:
+    """Write a model, compare it with its source, and install it.
+
+    Args:
+        conversion: of the checkpoint.
+        repository: see `export_model`.
+        beside: see `export_model`.
+        overwrite: see `export_model`.
+        progress: see `export_model`.
+        started_s: when the export began, by `time.perf_counter`.
 
     Raises:
-        ExportError: the source cannot be run or converted, or the graph is too far from it.
+        ExportError: the source cannot be run or converted, the graph is too far from it, or the repository
+            has a config of another model, or is not writable.
     """
+    layout = conversion.layout
+    with writing_into(repository), staging_folder(repository, layout.folders) as staged:
+        if beside is not None or not overwrite:
+            layout.require_agreeing_config(repository, beside=beside is not None)
+        if beside is None:
+            layout.write(staged, repository=repository)
+        weights, parity = _write_checked(conversion, staged, progress=progress)
+        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{layout.export_format.file_name}*"))
+        if beside is None:
+            install(staged, repository, layout.folders, overwrite=overwrite)
+        else:
+            install_beside(staged, repository, layout.folders, beside=beside)
+    return ExportReport(
+        name=layout.folders.ensemble,
+        precision=parity.precision,
+        kv_cache=parity.kv_cache,
+        seconds=time.perf_counter() - started_s,
+        largest_logit_difference=parity.largest_logit_difference,
+        top1_agreement=parity.top1_agreement,
+        perplexity_ratio=parity.perplexity_ratio,
+        divergence=parity.divergence,
+        size_bytes=size_bytes,
+        path=repository / layout.folders.ensemble,
+    )
+
+
+def _write_checked(
+    conversion: Conversion | TracedConversion, folder: Path, *, progress: Progress
+) -> tuple[Path, Parity]:
+    """Run the source, write the graph below `folder`, and compare both; returns the graph's folder."""
     layout = conversion.layout
     dimensions = layout.dimensions
     with progress.stage("running the source", total=dimensions.num_layers) as advance:
@@ -204,7 +256,7 @@ def write_checked(
         parity = check_parity(
             reference,
             version,
-            model_format=layout.model_format,
+            export_format=layout.export_format,
             precision=layout.precision,
             kv_cache=layout.kv_cache,
             source=layout.checkpoint.source,

@@ -31,7 +31,7 @@ from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Attention, Decoder, Rotary, alibi_slopes
 from genserve.export.decoder_weights import DecoderWeights
 from genserve.export.layers import Layers, Norm, write_norm
-from genserve.export.onnx_graph import Dims, OnnxGraph
+from genserve.export.onnx_graph import Dims, OnnxGraphBuilder
 
 __all__ = ["has_function", "paged_attention_function", "write_decoder"]
 
@@ -78,7 +78,7 @@ class _GraphWriter:
     weights: DecoderWeights
     decoder: Decoder
     layers: Layers
-    graph: OnnxGraph
+    graph: OnnxGraphBuilder
     kv_cache: type[np.generic]
     tables: dict[Rotary | None, list[str]] = field(default_factory=dict)
 

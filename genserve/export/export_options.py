@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 
 __all__ = [
     "CacheType",
+    "ExportFormat",
     "ExportReport",
     "FileFormat",
-    "ModelFormat",
     "Precision",
     "Progress",
     "SilentProgress",
@@ -24,7 +24,7 @@ CacheType = Literal["float", "int8"]            # of the KV cache; float: fp16, 
 FileFormat = Literal["onnx", "torchscript"]     # of the logits model, as a user asks for it
 
 
-class ModelFormat(Enum):
+class ExportFormat(Enum):
     """How a logits model is written; a traced one is what `FileFormat` "onnx" falls back to."""
 
     ONNX = "onnx"                   # a graph of ours, which writes its KV cache in place
@@ -39,7 +39,7 @@ class ModelFormat(Enum):
     @property
     def file_name(self) -> str:
         """The name of the model file; the names of separate weight files start with it."""
-        return "model.pt" if self is ModelFormat.TORCHSCRIPT else "model.onnx"
+        return "model.pt" if self is ExportFormat.TORCHSCRIPT else "model.onnx"
 
 
 class Progress(Protocol):

@@ -9,19 +9,13 @@ from genserve.backends.libraries import import_onnxruntime
 from genserve.errors import ExportError
 from genserve.export.export_options import (
     CacheType,
+    ExportFormat,
     ExportReport,
     FileFormat,
-    ModelFormat,
     Precision,
     Progress,
 )
-from genserve.export.model_folders import (
-    ModelFolders,
-    install,
-    install_beside,
-    staging_folder,
-    writing_into,
-)
+from genserve.export.model_folders import ModelFolders
 
 __all__ = ["export_model"]
 
@@ -48,12 +42,10 @@ def export_model(
         name: of the model in the repository.
         file_format: of the logits stage.
         precision: of weights and activations, see `precision.py`; None: int8 in ONNX, else fp32.
-        kv_cache: float is fp16, or fp32 in an fp32 export; int8 takes half the memory of fp16, in ONNX graphs
-            of the known families.
+        kv_cache: float is fp16, or fp32 in an fp32 export; int8 needs an ONNX graph of a known family.
         beside: add only the graph to an existing model, in a folder of this name next to its model.onnx.
             `default_model_filename` of the logits stage selects a graph, set by hand or by `genserve tune`.
-        overwrite: replace existing weights and tokenizer with their configs; with `beside`, the graph of
-            that name.
+        overwrite: replace weights, tokenizer and their configs; with `beside`, the graph of that name.
         progress: displays the stages of the work.
 
     Raises:
@@ -61,48 +53,31 @@ def export_model(
             repository is not writable, or the exported graph is too far from its source.
         MissingDependency: ONNX Runtime is not installed, and the format is "onnx".
     """
-    start = time.perf_counter()
+    started_s = time.perf_counter()
     folders = ModelFolders(name)
     _require_free(folders, repository, beside=beside, overwrite=overwrite)
     with progress.stage("loading torch, transformers and onnx"):
         from genserve.export.checkpoint_reader import locate, read_checkpoint
-        from genserve.export.conversion import convert, write_checked
+        from genserve.export.conversion import convert, write_model
 
         if file_format == "onnx":
             import_onnxruntime()    # fails now rather than in the check, which runs the graph
     path = locate(source)  # outside of a stage, since the hub displays its own progress
     with progress.stage("reading the checkpoint"):
-        checkpoint = read_checkpoint(path, source=Path(source).resolve().name)
         conversion = convert(
-            checkpoint,
+            read_checkpoint(path, source=Path(source).resolve().name),
             folders=folders,
-            model_format=ModelFormat(file_format),
+            export_format=ExportFormat(file_format),
             precision=precision,
             kv_cache=kv_cache,
         )
-    layout = conversion.layout
-    with writing_into(repository), staging_folder(repository, folders) as staged:
-        if beside is not None or not overwrite:
-            layout.require_agreeing_config(repository, beside=beside is not None)
-        if beside is None:
-            layout.write(staged, repository=repository)
-        weights, parity = write_checked(conversion, staged, progress=progress)
-        size_bytes = sum(path.stat().st_size for path in weights.glob(f"{layout.model_format.file_name}*"))
-        if beside is None:
-            install(staged, repository, folders, overwrite=overwrite)
-        else:
-            install_beside(staged, repository, folders, beside=beside)
-    return ExportReport(
-        name=name,
-        precision=layout.precision,
-        kv_cache=kv_cache,
-        seconds=time.perf_counter() - start,
-        largest_logit_difference=parity.largest_logit_difference,
-        top1_agreement=parity.top1_agreement,
-        perplexity_ratio=parity.perplexity_ratio,
-        divergence=parity.divergence,
-        size_bytes=size_bytes,
-        path=repository / name,
+    return write_model(
+        conversion,
+        repository,
+        beside=beside,
+        overwrite=overwrite,
+        progress=progress,
+        started_s=started_s,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from genserve.export.checkpoint import FloatArray
 from genserve.export.decoder import Activation
-from genserve.export.onnx_graph import OnnxGraph
+from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.precision import QuantizationScheme
 from genserve.kernels.packing import (
     BLOCKS,
@@ -44,7 +44,7 @@ class Layers(Protocol):
     """Adds layers to a graph; every method returns the name of the value that it adds."""
 
     @property
-    def graph(self) -> OnnxGraph:
+    def graph(self) -> OnnxGraphBuilder:
         """The graph to which layers are added."""
 
     @property
@@ -112,7 +112,7 @@ def write_norm(layers: Layers, x: str, norm: Norm) -> str:
 class StandardLayers:
     """Implements `Layers` with weights in the type of the activations; a tied head is stored once."""
 
-    graph: OnnxGraph
+    graph: OnnxGraphBuilder
     scheme: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:
@@ -187,7 +187,7 @@ _ROWS = 1024
 class FusedLayers:
     """Implements `Layers` with `genserve.Linear`: activations in float32, packed weights."""
 
-    graph: OnnxGraph
+    graph: OnnxGraphBuilder
     scheme: QuantizationScheme
 
     def vector(self, name: str, value: FloatArray) -> str:

@@ -15,7 +15,7 @@ from genserve.config.parse import parse_model_config, read_model_config
 from genserve.errors import ExportError, RepositoryError
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import CacheType, ModelFormat, Precision
+from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.model_folders import ModelFolders
 from genserve.export.precision import cache_dtype
 from genserve.tensor import DataType
@@ -49,21 +49,21 @@ _PARAMETERS = {
 }
 
 # The words of each format in the config of the logits stage.
-_RUNTIMES: Mapping[ModelFormat, Mapping[str, str]] = MappingProxyType(
+_RUNTIMES: Mapping[ExportFormat, Mapping[str, str]] = MappingProxyType(
     {
-        ModelFormat.ONNX: {
+        ExportFormat.ONNX: {
             "backend": "onnxruntime",
             "runtime": "ONNX Runtime",
             "threads": "intra_op_thread_count",
             "cache": "blocks of tokens, written in place",
         },
-        ModelFormat.TORCHSCRIPT: {
+        ExportFormat.TORCHSCRIPT: {
             "backend": "pytorch",
             "runtime": "TorchScript",
             "threads": "INTRA_OP_THREAD_COUNT",
             "cache": "blocks of tokens, written in place",
         },
-        ModelFormat.TRACED: {
+        ExportFormat.TRACED: {
             "backend": "onnxruntime",
             "runtime": "ONNX Runtime",
             "threads": "intra_op_thread_count",
@@ -78,7 +78,7 @@ class ModelLayout:
     """The folders and files of one export."""
 
     folders: ModelFolders
-    model_format: ModelFormat
+    export_format: ExportFormat
     precision: Precision
     checkpoint: Checkpoint
     dimensions: Dimensions
@@ -102,7 +102,7 @@ class ModelLayout:
         if _signature(found, state_types=not beside) != _signature(made, state_types=not beside):
             raise ExportError(
                 f"{path} declares another backend, or other outputs or states, than "
-                f"{self.checkpoint.source} in {self.precision} as {self.model_format.label}",
+                f"{self.checkpoint.source} in {self.precision} as {self.export_format.label}",
                 remedy=f"{'' if beside else '--overwrite writes a new one; or '}export under another --name",
             )
 
@@ -134,7 +134,7 @@ class ModelLayout:
             self.folders,
             dimensions=self.dimensions,
             cache=cache_dtype(self.kv_cache, self.precision),
-            model_format=self.model_format,
+            export_format=self.export_format,
             max_num_seqs=max_num_seqs,
         )
 
@@ -144,7 +144,7 @@ def stage_files(
     *,
     dimensions: Dimensions,
     cache: type[np.generic],
-    model_format: ModelFormat = ModelFormat.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     max_num_seqs: int = MAX_NUM_SEQS,
 ) -> dict[str, str]:
     """The configs and model.py of all four stages, by their paths in the repository.
@@ -154,7 +154,7 @@ def stage_files(
     length = min(dimensions.context_length, _MAX_SEQUENCE_LENGTH)
     token_bytes = _token_bytes(dimensions, cache)
     values = {
-        **_RUNTIMES[model_format],
+        **_RUNTIMES[export_format],
         "ensemble": folders.ensemble,
         "tokenizer": folders.tokenizer,
         "logits": folders.logits,
@@ -165,8 +165,8 @@ def stage_files(
         "max_sequence_length": length,
         "token_kib": f"{token_bytes / 2**10:.4g}",
         "sequence_mib": f"{token_bytes * length / 2**20:.4g}",
-        "speculation": _read("speculation.pbtxt") if model_format is ModelFormat.ONNX else "",
-        "states": _states(dimensions, cache=cache, model_format=model_format),
+        "speculation": _read("speculation.pbtxt") if export_format is ExportFormat.ONNX else "",
+        "states": _states(dimensions, cache=cache, export_format=export_format),
         "parameters": ",\n".join(
             f'  {{ name: "{name}" data_type: {data_type} dims: [ {size} ] optional: true }}'
             for name, (data_type, size) in _PARAMETERS.items()
@@ -198,10 +198,10 @@ def _token_bytes(dimensions: Dimensions, cache: type[np.generic]) -> int:
     return 2 * dimensions.num_layers * dimensions.num_kv_heads * head_bytes
 
 
-def _states(dimensions: Dimensions, *, cache: type[np.generic], model_format: ModelFormat) -> str:
+def _states(dimensions: Dimensions, *, cache: type[np.generic], export_format: ExportFormat) -> str:
     """The states of a sequence, in which -1 is the number of its tokens."""
     heads, head_dim = dimensions.num_kv_heads, dimensions.head_dim
-    is_traced = model_format is ModelFormat.TRACED
+    is_traced = export_format is ExportFormat.TRACED
     data_type = DataType.of_numpy(np.dtype(cache)).config_name
     dims = ", ".join(map(str, (heads, -1, head_dim) if is_traced else (-1, heads, head_dim)))
     in_place = "" if is_traced else " use_same_buffer_for_input_output: true"

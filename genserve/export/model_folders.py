@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from genserve.errors import ExportError
-from genserve.export.export_options import ModelFormat
+from genserve.export.export_options import ExportFormat
 
 __all__ = ["ModelFolders", "install", "install_beside", "staging_folder", "writing_into"]
 
@@ -64,7 +64,7 @@ class ModelFolders:
     def have_weights(self, repository: Path) -> bool:
         """Whether the repository has weights that an export would replace."""
         folder = repository / self.logits / "1"
-        return any((folder / model_format.file_name).exists() for model_format in ModelFormat)
+        return any((folder / export_format.file_name).exists() for export_format in ExportFormat)
 
     def additional_graph(self, repository: Path, name: str) -> Path:
         """The folder of an additional graph of the logits model.

@@ -11,7 +11,7 @@ import onnx
 from numpy.typing import DTypeLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "OnnxGraph"]
+__all__ = ["DATA_FILE", "MODEL_FILE", "Dims", "OnnxGraphBuilder"]
 
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -24,7 +24,7 @@ _IR_VERSION = 10
 _DOMAINS = {"GatherBlockQuantized": "com.microsoft", "Linear": "genserve", "PagedAttention": "genserve"}
 
 
-class OnnxGraph:
+class OnnxGraphBuilder:
     """Builds `model.onnx` and `model.onnx.data` in a folder, with one weight at a time in memory.
 
     Values are named by strings. Use it as a context manager, and `save` it at the end.

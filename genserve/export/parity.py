@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from genserve.errors import ExportError
 from genserve.export.checkpoint import FloatArray
-from genserve.export.export_options import CacheType, ModelFormat, Precision
+from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.export.source_model import Reference
 from genserve.generation.logits_model import ForwardBatch, LogitsModel, on_host
 from genserve.textmodel.logits_config import PARITY_FILE
@@ -78,7 +78,7 @@ def check_parity(
     reference: Reference,
     folder: Path,
     *,
-    model_format: ModelFormat = ModelFormat.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     precision: Precision,
     kv_cache: CacheType = "float",
     source: str,
@@ -91,7 +91,7 @@ def check_parity(
     Args:
         reference: the source's run.
         folder: of the graph.
-        model_format: of the graph.
+        export_format: of the graph.
         precision: of the graph; sets the bounds.
         kv_cache: of the graph; int8 relaxes the bounds of fp32 and fp16 to those of int8.
         source: the name of the source in messages.
@@ -101,14 +101,14 @@ def check_parity(
     """
     num_rows, length = reference.ids.shape
     load: Callable[..., LogitsModel]
-    match model_format:
-        case ModelFormat.ONNX:
+    match export_format:
+        case ExportFormat.ONNX:
             load = OnnxLogits
-        case ModelFormat.TORCHSCRIPT:
+        case ExportFormat.TORCHSCRIPT:
             load = TorchLogits
-        case ModelFormat.TRACED:
+        case ExportFormat.TRACED:
             load = GrowingLogits
-    model = load(folder / model_format.file_name, max_num_seqs=num_rows, max_length=length)
+    model = load(folder / export_format.file_name, max_num_seqs=num_rows, max_length=length)
     parity = _compare(model, reference, precision=precision, kv_cache=kv_cache)
     is_rounded = kv_cache == "int8" and precision in ("fp32", "fp16")
     _require_within(_BOUNDS["int8" if is_rounded else precision], parity, source=source)

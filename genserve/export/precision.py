@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 
 from genserve.errors import ExportError
-from genserve.export.export_options import CacheType, ModelFormat, Precision
+from genserve.export.export_options import CacheType, ExportFormat, Precision
 from genserve.kernels.packing import WeightFormat
 
 __all__ = ["SCHEMES", "QuantizationScheme", "cache_dtype", "require_cache", "resolve_precision"]
@@ -45,39 +45,39 @@ SCHEMES: Mapping[Precision, QuantizationScheme] = MappingProxyType(
 )
 
 # The precisions of each format, the default first.
-_KNOWN: Mapping[ModelFormat, tuple[Precision, ...]] = MappingProxyType(
+_KNOWN: Mapping[ExportFormat, tuple[Precision, ...]] = MappingProxyType(
     {
-        ModelFormat.ONNX: get_args(Precision),
-        ModelFormat.TORCHSCRIPT: ("fp32", "fp16"),
-        ModelFormat.TRACED: ("fp32",),
+        ExportFormat.ONNX: get_args(Precision),
+        ExportFormat.TORCHSCRIPT: ("fp32", "fp16"),
+        ExportFormat.TRACED: ("fp32",),
     }
 )
 
 
-def resolve_precision(requested: Precision | None, model_format: ModelFormat) -> Precision:
+def resolve_precision(requested: Precision | None, export_format: ExportFormat) -> Precision:
     """The requested precision; None: the format's default.
 
     Raises:
         ExportError: the format does not support this precision.
     """
-    known = _KNOWN[model_format]
+    known = _KNOWN[export_format]
     if requested is not None and requested not in known:
         raise ExportError(
-            f"{model_format.label} does not support the precision {requested!r}",
+            f"{export_format.label} does not support the precision {requested!r}",
             remedy=f"known: {', '.join(known)}",
         )
     return requested or known[0]
 
 
-def require_cache(requested: CacheType, model_format: ModelFormat) -> None:
+def require_cache(requested: CacheType, export_format: ExportFormat) -> None:
     """Refuse a KV cache in int8 in any format but ONNX graphs of ours.
 
     Raises:
         ExportError: the format does not support this cache type.
     """
-    if requested == "int8" and model_format is not ModelFormat.ONNX:
+    if requested == "int8" and export_format is not ExportFormat.ONNX:
         raise ExportError(
-            f"{model_format.label} does not support a KV cache in int8",
+            f"{export_format.label} does not support a KV cache in int8",
             remedy="leave --kv-cache out; ONNX graphs of known architectures support it",
         )
 

@@ -20,7 +20,7 @@ from genserve.errors import ExportError
 from genserve.export.architectures import FAMILIES, architecture
 from genserve.export.checkpoint import Checkpoint
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import ModelFormat, Precision, Progress
+from genserve.export.export_options import ExportFormat, Precision, Progress
 from genserve.export.layout import ModelLayout
 from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference, source_model
@@ -49,7 +49,7 @@ class TracedConversion:
             dimensions = _dimensions(checkpoint)
         layout = ModelLayout(
             folders=folders,
-            model_format=ModelFormat.TRACED,
+            export_format=ExportFormat.TRACED,
             precision=precision,
             checkpoint=checkpoint,
             dimensions=dimensions,
@@ -66,7 +66,7 @@ class TracedConversion:
         checkpoint, dimensions = self.layout.checkpoint, self.layout.dimensions
         version = folder / self.layout.folders.logits / "1"
         version.mkdir(parents=True, exist_ok=True)
-        path = version / ModelFormat.TRACED.file_name
+        path = version / ExportFormat.TRACED.file_name
         with progress.stage("tracing", total=dimensions.num_layers) as advance:
             with _as_export_error(checkpoint), _quiet():
                 program = _export(source_model(checkpoint), dimensions)

@@ -10,7 +10,7 @@ import numpy as np
 from genserve.export.checkpoint_reader import read_checkpoint
 from genserve.export.conversion import Conversion
 from genserve.export.decoder import Dimensions
-from genserve.export.export_options import CacheType, ModelFormat, Precision, SilentProgress
+from genserve.export.export_options import CacheType, ExportFormat, Precision, SilentProgress
 from genserve.export.model_folders import ModelFolders
 from genserve.export.source_model import Reference
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
@@ -31,15 +31,15 @@ class WrittenGraph:
     """A graph on disk."""
 
     folder: Path
-    model_format: ModelFormat
+    export_format: ExportFormat
     precision: Precision
     dimensions: Dimensions
 
     def logits(
         self, *, max_num_seqs: int, max_length: int, num_threads: int = 1
     ) -> OnnxLogits | TorchLogits:
-        path = self.folder / self.model_format.file_name
-        if self.model_format is ModelFormat.TORCHSCRIPT:
+        path = self.folder / self.export_format.file_name
+        if self.export_format is ExportFormat.TORCHSCRIPT:
             return TorchLogits(path, max_num_seqs=max_num_seqs, max_length=max_length)
         return OnnxLogits(
             path, max_num_seqs=max_num_seqs, max_length=max_length, num_threads=num_threads
@@ -51,10 +51,10 @@ def write_graph(
     folder: Path,
     *,
     precision: Precision = "fp32",
-    model_format: ModelFormat = ModelFormat.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> WrittenGraph:
-    conversion = conversion_of(source, precision=precision, model_format=model_format, kv_cache=kv_cache)
+    conversion = conversion_of(source, precision=precision, export_format=export_format, kv_cache=kv_cache)
     return write_conversion(conversion, folder)
 
 
@@ -62,7 +62,7 @@ def conversion_of(
     source: Path,
     *,
     precision: Precision = "fp32",
-    model_format: ModelFormat = ModelFormat.ONNX,
+    export_format: ExportFormat = ExportFormat.ONNX,
     kv_cache: CacheType = "float",
 ) -> Conversion:
     checkpoint = read_checkpoint(source, source=source.name)
@@ -70,7 +70,7 @@ def conversion_of(
         checkpoint,
         folders=ModelFolders("tiny"),
         precision=precision,
-        model_format=model_format,
+        export_format=export_format,
         kv_cache=kv_cache,
     )
 
@@ -82,7 +82,7 @@ def write_conversion(
     layout.write(folder, repository=folder)
     return WrittenGraph(
         folder=conversion.write_graph(folder, reference=reference, progress=SilentProgress()),
-        model_format=layout.model_format,
+        export_format=layout.export_format,
         precision=layout.precision,
         dimensions=layout.dimensions,
     )

@@ -20,7 +20,7 @@ from genserve import LLM
 from genserve.errors import ExportError
 from genserve.export import ExportReport, Precision, SilentProgress, export_model
 from genserve.export.architectures import FAMILIES, family_of
-from genserve.export.export_options import ModelFormat
+from genserve.export.export_options import ExportFormat
 from genserve.export.parity import forward_rows
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import WrittenGraph, conversion_of, write_conversion, write_graph
@@ -37,13 +37,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return tiny_checkpoint(folder / "checkpoint", **TINY_MODELS[request.param])
 
 
-FORMATS = (ModelFormat.ONNX, ModelFormat.TORCHSCRIPT)
+FORMATS = (ExportFormat.ONNX, ExportFormat.TORCHSCRIPT)
 
 
-@pytest.fixture(scope="module", params=FORMATS, ids=[model_format.value for model_format in FORMATS])
+@pytest.fixture(scope="module", params=FORMATS, ids=[export_format.value for export_format in FORMATS])
 def graph(checkpoint: Path, request: pytest.FixtureRequest) -> WrittenGraph:
-    model_format: ModelFormat = request.param
-    return write_graph(checkpoint, checkpoint.parent / model_format.value, model_format=model_format)
+    export_format: ExportFormat = request.param
+    return write_graph(checkpoint, checkpoint.parent / export_format.value, export_format=export_format)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from genserve.backends.onnx_session import register_kernels
 from genserve.export.decoder import Activation
 from genserve.export.export_options import Precision
 from genserve.export.layers import FusedLayers, Layers, LinearKind, Norm, StandardLayers, write_norm
-from genserve.export.onnx_graph import OnnxGraph
+from genserve.export.onnx_graph import OnnxGraphBuilder
 from genserve.export.precision import SCHEMES
 
 # Largest error over the standard deviation of the product, from quantization.
@@ -91,7 +91,7 @@ def test_a_tied_vocabulary_is_embedding_and_head(
 ) -> None:
     weight, ids = random(40, hidden), np.array([3, 39, 0, 7, 7, 1])
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(hidden, np.float32), bias=None)
-    with OnnxGraph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         layers = layers_of(graph, precision)
         graph.input("ids", np.int64, ("num_tokens",))
         rows = layers.embedding("ids", weight, "embeddings")
@@ -108,7 +108,7 @@ def test_a_tied_vocabulary_is_embedding_and_head(
 
 def test_in_fp16_a_tied_vocabulary_is_stored_once(tmp_path: Path) -> None:
     norm = Norm(name="norm", kind="rms", epsilon=1e-5, weight=np.ones(128, np.float32), bias=None)
-    with OnnxGraph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         layers = layers_of(graph, "fp16")
         rows = layers.embedding(graph.input("ids", np.int64, ("num_tokens",)), random(40, 128), "embeddings")
         layers.head(rows, random(40, 128), "logits", norm=norm, softcap=None, tied=True)
@@ -119,7 +119,7 @@ def test_in_fp16_a_tied_vocabulary_is_stored_once(tmp_path: Path) -> None:
 def test_a_norm_by_itself_is_an_operator_of_onnx(tmp_path: Path, kind: Any) -> None:
     bias = random(INPUTS) if kind == "layer" else None
     norm, x = Norm(name="y", kind=kind, epsilon=1e-5, weight=random(INPUTS), bias=bias), random(5, INPUTS)
-    with OnnxGraph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         graph.input("x", np.float32, ("rows", INPUTS))
         write_norm(layers_of(graph, "int8"), "x", norm)
         graph.output("y", np.float32, ("rows", INPUTS))
@@ -144,7 +144,7 @@ def test_a_row_of_zeros_gives_zeros(tmp_path: Path, kind: LinearKind) -> None:
 
 
 def test_weights_are_aligned_to_pages(tmp_path: Path) -> None:
-    with OnnxGraph(tmp_path) as graph:
+    with OnnxGraphBuilder(tmp_path) as graph:
         for name in ("a", "b", "c"):
             graph.weight(name, random(3, 5))
     assert (tmp_path / "model.onnx.data").stat().st_size == 2 * 4096 + 3 * 5 * 4
@@ -162,7 +162,7 @@ def run_layer(
     **options: Any,
 ) -> NDArray[np.generic]:
     dtype, inputs = SCHEMES[precision].activations, {"x": x}
-    with OnnxGraph(folder) as graph:
+    with OnnxGraphBuilder(folder) as graph:
         graph.input("x", dtype, ("rows", weight.shape[1]))
         if residual is not None:
             inputs["residual"] = residual
@@ -173,7 +173,7 @@ def run_layer(
     return run(folder, **{name: value.astype(dtype) for name, value in inputs.items()})
 
 
-def layers_of(graph: OnnxGraph, precision: Precision) -> Layers:
+def layers_of(graph: OnnxGraphBuilder, precision: Precision) -> Layers:
     scheme = SCHEMES[precision]
     return StandardLayers(graph, scheme) if precision == "fp16" else FusedLayers(graph, scheme)
 
