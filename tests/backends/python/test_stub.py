@@ -473,7 +473,7 @@ def test_a_process_with_an_endless_batch_is_killed_when_its_model_is_unloaded(mo
     assert not stopped.is_alive()
     assert "is not healthy" in answer.error.message
     assert "the process of m_0 does not finish its batch and is killed" in caplog.text
-    assert "left behind" not in caplog.text
+    assert "abandoned" not in caplog.text
 
 
 def test_a_process_that_ends_in_time_is_not_killed_even_if_many_threads_wait(models, caplog):
