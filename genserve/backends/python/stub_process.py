@@ -26,7 +26,6 @@ from genserve.inference import Backlog, Inference, InferenceRequest, InferenceRe
 
 __all__ = ["ModelSetup", "run_model"]
 
-
 logger = logging.getLogger(__name__)
 
 _TRACEBACKS = logging.Formatter()
@@ -49,10 +48,8 @@ class ModelSetup:
 def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelContext) -> None:
     """Run the stub process: the model runs on the main thread."""
     multiprocessing.current_process().daemon = False  # so that the model may start processes
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # a terminal sends them to all processes; the server ends this one
+    # A terminal sends these to all processes of the server, which ends this one itself.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(pipe)
     logging.basicConfig(handlers=[_LogHandler(channel)])
@@ -146,8 +143,8 @@ class _ServerConnection:
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         match message:
-            case ("execute", number, asked):
-                self.work.put((number, asked))
+            case ("execute", number, requests):
+                self.work.put((number, requests))
             case ("cancel", number):
                 if inference := self._inferences.get(number):
                     inference.cancel()
@@ -170,7 +167,7 @@ class _ServerConnection:
 
 
 class _RemoteServer(InferenceServer):
-    """The server, from the process of a model."""
+    """The server, as seen from the stub process."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

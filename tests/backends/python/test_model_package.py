@@ -15,14 +15,14 @@ def load():
     files = []
 
     def load(path, **names):
-        file = ModelPackage(path, model="m", folders=[path.parent, path.parent.parent], names=names)
+        file = ModelPackage(path, model="m", folders=[path.parent, path.parent.parent], module_globals=names)
         files.append(file)
         return file.load()
 
     load.files = files
     yield load
     for file in files:
-        file.forget()
+        file.unload()
 
 
 def write(folder, **sources):
@@ -109,7 +109,7 @@ def test_the_given_globals_are_in_every_module(tmp_path, load):
 def test_forgetting_removes_every_module(tmp_path, load):
     model = load(write(tmp_path / "1", model="import helper", helper=""))
     before = [name for name in sys.modules if name.startswith(model.__package__)]
-    load.files[0].forget()
+    load.files[0].unload()
     assert len(before) == 3
     assert not [name for name in sys.modules if name.startswith(model.__package__)]
 
