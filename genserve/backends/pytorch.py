@@ -16,7 +16,7 @@ import numpy as np
 from genserve.backends.backend import Placement, boolean_parameter, integer_parameter
 from genserve.backends.libraries import import_torch
 from genserve.backends.network_backend import NetworkBackend
-from genserve.backends.string_tensors import decode_strings, string_tensor
+from genserve.backends.tensor_data import decode_strings, string_tensor
 from genserve.config.model_config import ModelConfig
 from genserve.errors import InferenceError, RepositoryError, Status
 from genserve.tensor import DataType, Tensor

@@ -14,7 +14,7 @@ def spec(kind, name, *, data_type="TYPE_FP32", dims="-1", more=""):
 
 
 def run_batch(config, *asked, outputs):
-    """Execute a batch; return what the network saw, and the answers."""
+    """Execute a batch; return the inputs of the network, and the responses."""
     seen = {}
 
     def run(inputs, names):

@@ -15,7 +15,7 @@ from tests.backends.networks import save_onnx
 
 
 class Recorder:
-    """A backend that answers everything, and remembers what it was given."""
+    """A backend that answers all requests, and records them."""
 
     def __init__(self, answer=None):
         self.batches = []

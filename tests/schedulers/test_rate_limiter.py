@@ -26,7 +26,7 @@ def claim(priority=1, **counts) -> ResourceClaim:
 
 
 def asks(permit) -> bool:
-    """Whether a permit is granted at once."""
+    """Whether a permit is granted immediately."""
     permit.ask()
     return permit.granted.acquire(blocking=False)
 

@@ -238,7 +238,7 @@ def test_sequences_with_states_of_different_shapes_do_not_share_a_batch(strategy
     queue.add(a1, b1)
     assert queue.take() == [a1, b1]
     a2 = of(1)
-    queue.add(a2)  # while the first runs: what its state will be is not known yet
+    queue.add(a2)  # while the first runs: its next state is not known yet
     a1.inference.states["S"] = Tensor("S", np.ones((1, 2), np.float32))
     queue.finish([a1, b1])
     b2, c1 = of(2), of(3, START)
@@ -416,7 +416,7 @@ def test_states_of_strings_begin_empty(tmp_path):
 
 
 def iterate(queue: QueueDriver, *, again) -> list[SentRequest]:
-    """Run what may; those of `again` ask for another turn."""
+    """Run the planned batch, and reschedule the requests of `again`."""
     batch = queue.take()
     for one in batch:
         if one in again:
@@ -482,7 +482,7 @@ def test_an_iteration_longer_than_the_idle_limit_fails_in_tritons_words():
     batch = queue.take()
     one.inference.reschedule = True
     queue.pass_time(6)
-    queue.tell(queue.queue.done(0, [one.inference], now_ns=queue.now_ns))
+    queue.send(queue.queue.done(0, [one.inference], now_ns=queue.now_ns))
     assert batch == [one]
     assert one.error == f"inference request for sequence 1 to model 'm' {NO_START}"
 

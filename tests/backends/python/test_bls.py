@@ -26,7 +26,7 @@ REPEAT = """
 
 
 def calling(body, kind="def"):
-    """A model whose `call` has this body; what it returns is shown as text."""
+    """A model whose `call` has this body and returns text."""
     lines = "".join(f"\n            {line}" for line in body.splitlines())
     wait = "await " if kind == "async def" else ""
     return f"""
@@ -72,7 +72,7 @@ sent = np.arange(5, dtype=np.float32)
 held = weakref.ref(sent)
 gc.disable()
 try:
-    for array in (sent, np.zeros(1, np.float32)):  # with the second, the instance has let go of the first
+    for array in (sent, np.zeros(1, np.float32)):  # the second one makes the instance drop the first
         assert not ask("double", pb_utils.Tensor("X", array)).exec().has_error()
     del sent, array
     return held() is None

@@ -143,7 +143,7 @@ def in_line(*others):
 
 
 def answering(instance, *waiting):
-    """Return what an instance executes and has answered, with what waits of its responses."""
+    """Return an inference that an instance executes, with a backlog of responses."""
     made = inference(backlog=Backlog())
     executing(instance, made)
     for other in waiting:

@@ -14,7 +14,7 @@ from genserve.backends.python.pb_utils import InferenceRequest, InferenceRespons
 
 X = Tensor("X", np.zeros(1, np.float32))
 
-# dir() of the module in the real server, with what can be reached from it.
+# dir() of the module in a Triton server, and of its classes.
 SURFACE = """
     InferenceRequest InferenceResponse Logger MetricFamily ModelConfig PreferredMemory TRITONSERVER_MEMORY_CPU
     TRITONSERVER_MEMORY_GPU TRITONSERVER_REQUEST_FLAG_SEQUENCE_END TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
