@@ -22,6 +22,7 @@ __all__ = [
     "answers",
     "ask",
     "assert_runs_concurrently",
+    "assert_share_a_network",
     "config_of",
     "source_of",
     "started",
@@ -89,6 +90,15 @@ def answers(backend, *batch: Asked) -> list[dict[str, np.ndarray]]:
     """Execute a batch; return the arrays of each response by name."""
     backend.execute([asked.inference for asked in batch])
     return [asked.outputs() for asked in batch]
+
+
+def assert_share_a_network(backend, config: ModelConfig, path: Path) -> None:
+    """Start two instances; assert that they use one network."""
+    source = source_of(config, path)
+    shared = backend.load(source)
+    first = backend(source, shared, ON_CPU)
+    second = backend(source, shared, Placement(name="m_1", kind="CPU"))
+    assert first._network is second._network
 
 
 def assert_runs_concurrently(backend, config: ModelConfig, path: Path, *, requests) -> None:

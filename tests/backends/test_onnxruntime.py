@@ -22,8 +22,8 @@ from tests.backends.inferences import (
     answers,
     ask,
     assert_runs_concurrently,
+    assert_share_a_network,
     config_of,
-    source_of,
     started,
 )
 from tests.backends.networks import bloom_onnx, save_onnx, sentence_vectors_onnx
@@ -236,11 +236,7 @@ def test_each_request_gets_its_requested_outputs(tmp_path):
 
 def test_instances_share_one_session(tmp_path):
     one_node(tmp_path)
-    source = source_of(plain(), tmp_path)
-    shared = OnnxRuntimeBackend.load(source)
-    first = OnnxRuntimeBackend(source, shared, ON_CPU)
-    second = OnnxRuntimeBackend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._network is second._network
+    assert_share_a_network(OnnxRuntimeBackend, plain(), tmp_path)
 
 
 def test_instances_run_at_the_same_time(tmp_path):

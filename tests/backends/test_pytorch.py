@@ -12,12 +12,11 @@ from genserve.backends.pytorch import PyTorchBackend
 from genserve.errors import InferenceError, RepositoryError
 from genserve.tensor import DataType, Tensor
 from tests.backends.inferences import (
-    ON_CPU,
     answers,
     ask,
     assert_runs_concurrently,
+    assert_share_a_network,
     config_of,
-    source_of,
     started,
 )
 from tests.backends.networks import chat_torchscript, save_torchscript, two_outputs_torchscript
@@ -366,11 +365,7 @@ def test_an_instance_without_its_gpu_runs_on_the_cpu_with_a_warning(tmp_path, ca
 
 def test_instances_share_one_module(tmp_path):
     identity(tmp_path)
-    source = source_of(plain(), tmp_path)
-    shared = PyTorchBackend.load(source)
-    first = PyTorchBackend(source, shared, ON_CPU)
-    second = PyTorchBackend(source, shared, Placement(name="m_1", kind="CPU"))
-    assert first._network is second._network
+    assert_share_a_network(PyTorchBackend, plain(), tmp_path)
 
 
 def test_instances_run_at_the_same_time(tmp_path):

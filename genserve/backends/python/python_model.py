@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ from genserve.backends.python.pb_utils.pb_error import TritonModelException
 from genserve.errors import GenserveError, InferenceError, Status
 from genserve.inference import CURRENT_EXECUTOR, Inference
 
-__all__ = ["EventLoop", "PythonModel", "complete_config", "failure_text"]
+__all__ = ["EventLoop", "ModelSetup", "PythonModel", "complete_config", "failure_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,47 +31,46 @@ _CLOSE_TIMEOUT_S = 10.0
 _TRACED_MODULE = "genserve.backends.python.pb_utils.pb_config"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSetup:
+    """The code of a model, and how to initialize it."""
+
+    path: Path                      # the model.py
+    folders: tuple[Path, ...]       # searched for other modules
+    arguments: Mapping[str, str]    # of `initialize`
+    iterative: bool                 # whether it may reschedule requests
+
+
 class PythonModel:
     """One `TritonPythonModel`. `execute` and `close` are called on the thread that created it."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        folders: Sequence[Path],
-        context: ModelContext,
-        arguments: Mapping[str, str],
-        iterative: bool = False,
-    ) -> None:
+    def __init__(self, setup: ModelSetup, *, context: ModelContext) -> None:
         """Import the file, create the object and call its `initialize`.
 
         Args:
-            path: the model.py.
-            folders: searched for other modules.
+            setup: of the model.
             context: of the instance.
-            arguments: of `initialize`.
-            iterative: whether it may reschedule requests.
 
         Raises:
             InferenceError: INTERNAL; the error of the file or `initialize`, with its traceback.
         """
         self._context = context
-        self._iterative = iterative
+        self._iterative = setup.iterative
         self._loop: EventLoop | None = None
         self._lock = threading.Lock()  # of the loop, which any thread may create
         self._package = ModelPackage(
-            path, model=context.model, folders=folders, module_globals={CONTEXT_GLOBAL: context}
+            setup.path, model=context.model, folders=setup.folders, module_globals={CONTEXT_GLOBAL: context}
         )
-        self._path = path
+        self._path = setup.path
         context.package = self._package.name
         CURRENT_CONTEXT.set(context)
         # For `asyncio.get_event_loop()` in `execute`, which in Triton runs on a main thread with a loop.
         self._thread_loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._thread_loop)
         try:
-            self._model = _model_class(self._package, path)()
+            self._model = _model_class(self._package, setup.path)()
             if hasattr(self._model, "initialize"):
-                self._model.initialize(dict(arguments))
+                self._model.initialize(dict(setup.arguments))
         except (Exception, SystemExit) as error:
             self._release()
             raise _load_error(error) from error
@@ -111,6 +111,10 @@ class PythonModel:
             logger.exception("is_ready of %s failed", self._context.instance)
             return False
         return answer is True
+
+    def abort(self) -> bool:
+        """Return False: a running `execute` cannot be interrupted."""
+        return False
 
     def close(self) -> None:
         """Call its `finalize`, and remove its modules.

@@ -11,20 +11,18 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from genserve.backends.python.custom_metrics import RemoteCustomMetrics
 from genserve.backends.python.model_context import ModelContext
-from genserve.backends.python.python_model import PythonModel
+from genserve.backends.python.python_model import ModelSetup, PythonModel
 from genserve.backends.python.stub_channel import Channel, portable_error, portable_request, portable_response
 from genserve.errors import GenserveError, InferenceError
 from genserve.inference import Backlog, Inference, InferenceRequest, InferenceResponse, InferenceServer
 
-__all__ = ["ModelSetup", "run_model"]
+__all__ = ["run_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +31,6 @@ _EXIT_TIMEOUT_S = 30.0  # after the server has gone
 
 # The requests of a batch: number, request, and whether its model waits until the server can take a response.
 _Requests: TypeAlias = list[tuple[int, InferenceRequest, bool]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSetup:
-    """The arguments of a PythonModel for a stub process."""
-
-    path: Path
-    folders: tuple[Path, ...]
-    arguments: Mapping[str, str]
-    iterative: bool
 
 
 def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelContext) -> None:
@@ -60,13 +48,7 @@ def run_model(pipe: Connection[Any, Any], setup: ModelSetup, context: ModelConte
     context.metrics = RemoteCustomMetrics(connection.server.measure)
     threading.Thread(target=connection.read, daemon=True).start()
     try:
-        model = PythonModel(
-            setup.path,
-            folders=setup.folders,
-            context=context,
-            arguments=setup.arguments,
-            iterative=setup.iterative,
-        )
+        model = PythonModel(setup, context=context)
     except GenserveError as failure:
         channel.send(("started", portable_error(failure), False))
         return

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from genserve.backends.python.model_context import ModelContext
+from genserve.backends.python.python_model import ModelSetup
 from genserve.backends.python.stub import ModelProcess
-from genserve.backends.python.stub_process import ModelSetup
 from genserve.errors import InferenceError
 from genserve.inference import Backlog, Inference, InferenceRequest
 from genserve.tensor import Tensor
