@@ -141,6 +141,7 @@ class BatchRunner:
         self._batch_inputs = config.batch_inputs
         self._states = config.sequence_batching.states if config.sequence_batching else ()
         self._outputs = {spec.name: spec for spec in config.outputs}
+        self._shapes = {spec.name: config.with_batch(spec.model_dims) for spec in config.outputs}
         types = {state.output_name: state.data_type for state in self._states}
         types |= {spec.name: spec.data_type for spec in config.outputs}
         self._types = {name: DataType.from_config_name(data_type) for name, data_type in types.items()}
@@ -202,7 +203,7 @@ class BatchRunner:
         if scattered is not None and spec is not None:
             return _scatter_output(output, spec, _shapes(batch, scattered.source_inputs[0]))
         if spec is not None:
-            self._warn_of_shape(output, spec)
+            self._warn_of_shape(output)
         return self._split_rows(output, [inference.batch_size for inference in batch])
 
     def _split_rows(self, output: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -235,8 +236,8 @@ class BatchRunner:
                 remedy=f"set data_type to {output.data_type.config_name} in config.pbtxt",
             )
 
-    def _warn_of_shape(self, output: Tensor, spec: TensorSpec) -> None:
-        expected = (-1, *spec.model_dims) if self._has_batch else spec.model_dims
+    def _warn_of_shape(self, output: Tensor) -> None:
+        expected = self._shapes[output.name]
         if output.name in self._warned or fits(output.shape, expected):
             return
         self._warned.add(output.name)
