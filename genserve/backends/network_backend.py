@@ -141,7 +141,7 @@ class BatchRunner:
         self._batch_inputs = config.batch_inputs
         self._states = config.sequence_batching.states if config.sequence_batching else ()
         self._outputs = {spec.name: spec for spec in config.outputs}
-        self._shapes = {spec.name: config.with_batch(spec.model_dims) for spec in config.outputs}
+        self._expected_shapes = {spec.name: config.with_batch(spec.model_dims) for spec in config.outputs}
         types = {state.output_name: state.data_type for state in self._states}
         types |= {spec.name: spec.data_type for spec in config.outputs}
         self._types = {name: DataType.from_config_name(data_type) for name, data_type in types.items()}
@@ -237,7 +237,7 @@ class BatchRunner:
             )
 
     def _warn_of_shape(self, output: Tensor) -> None:
-        expected = self._shapes[output.name]
+        expected = self._expected_shapes[output.name]
         if output.name in self._warned or fits(output.shape, expected):
             return
         self._warned.add(output.name)
