@@ -54,7 +54,7 @@ class CopiedMemory(DeviceMemory):
 
 
 def test_a_graph_whose_cache_is_not_written_where_it_lies_is_refused(path):
-    with pytest.raises(RepositoryError, match=r"does not keep its cache on cpu: past_key_values\.0\.key"):
+    with pytest.raises(RepositoryError, match=r"does not write its cache on cpu: past_key_values\.0\.key"):
         OnnxLogits(path, max_num_seqs=2, max_length=64, memory=CopiedMemory())
 
 

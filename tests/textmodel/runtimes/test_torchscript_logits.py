@@ -68,7 +68,7 @@ def test_a_budget_that_shortens_the_context_is_told(
     assert not caplog.text
     half = TorchLogits(module, max_num_seqs=1, max_length=256, kv_cache_bytes=whole.kv_cache_bytes // 2)
     assert half.max_length == whole.max_length // 2
-    assert f"{half.max_length} tokens at the most, not 256" in caplog.text
+    assert f"limited to {half.max_length} tokens, not 256" in caplog.text
 
 
 def test_the_cache_keeps_to_its_budget(module: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_module_with_slots_in_the_place_of_blocks_is_refused_with_what_to_do(t
         warnings.simplefilter("ignore", DeprecationWarning)     # of torch, for torch.export
         traced = torch.jit.trace(forward, (zeros, zeros, zeros, torch.zeros(1, 1)), check_trace=False)
         torch.jit.save(traced, str(file), _extra_files=told)
-    with pytest.raises(RepositoryError, match="no KV cache in blocks: an older genserve") as caught:
+    with pytest.raises(RepositoryError, match="no KV cache in blocks: it was exported by an older") as caught:
         TorchLogits(file, max_num_seqs=1)
     assert "--overwrite" in caught.value.remedy
 
@@ -121,6 +121,6 @@ def test_a_file_that_is_no_module_is_refused_with_what_to_do(tmp_path: Path) -> 
 def test_a_module_without_a_cache_is_refused_with_what_to_do(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = two_outputs_torchscript(tmp_path / "model.pt")
-    with pytest.raises(RepositoryError, match="does not tell the sizes of its KV cache") as caught:
+    with pytest.raises(RepositoryError, match="does not contain the sizes of its KV cache") as caught:
         TorchLogits(path, max_num_seqs=1)
     assert "--format torchscript" in caught.value.remedy
