@@ -371,7 +371,7 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_next(tmp_path, caplog)
     assert "could not be written" in caplog.text
 
 
-def test_after_the_end_nothing_is_written(tmp_path):
+def test_nothing_is_written_after_the_context(tmp_path):
     file = TraceFile(tmp_path / "t.json")
     put(file, request_id="in time")
     file.close()

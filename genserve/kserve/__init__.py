@@ -1,1 +1,1 @@
-"""KServe: what the HTTP and gRPC faces of the KServe v2 protocol and Triton's extensions share."""
+"""KServe: the part of KServe v2 and Triton's extensions that HTTP and gRPC share."""

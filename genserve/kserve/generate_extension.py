@@ -1,4 +1,4 @@
-"""Generate extension: the members of a plain JSON object to tensors, and back."""
+"""Generate extension: converts the members of a plain JSON object to tensors, and back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from genserve.kserve.infer_body import custom_parameter, dump
 from genserve.kserve.request_tensors import fail
 from genserve.kserve.served_models import ServedModel, tensor_shape
 from genserve.kserve.triton_parsing import (
+    JsonKind,
     JsonText,
-    Kind,
     Members,
     checked,
     elements_of,
@@ -33,8 +33,8 @@ _NESTED = "parameters"
 def read_generate_body(json_text: JsonText, *, model: ServedModel, version: int) -> InferenceRequest:
     """Read the body of `generate` and `generate_stream`.
 
-    A member named as an input of the model is that input, all others are parameters of the request; the
-    members of `parameters` are read by the same rule.
+    A member with the name of an input is that input, all others are parameters of the request. The members
+    of `parameters` follow the same rule.
 
     Raises:
         InferenceError: with Triton's text and code.
@@ -42,7 +42,7 @@ def read_generate_body(json_text: JsonText, *, model: ServedModel, version: int)
     document = read_pairs(json_text)
     if not isinstance(document, Members):
         raise InferenceError("attempt to get members for non-object", status=Status.INTERNAL)
-    reader = _Reader(model)
+    reader = _GenerateReader(model)
     reader.request_id = next((_id(value) for name, value in document if name == "id"), "")
     reader.read(document, nests=True)
     return InferenceRequest(
@@ -55,18 +55,18 @@ def read_generate_body(json_text: JsonText, *, model: ServedModel, version: int)
 
 
 def generated(response: InferenceResponse, *, inference: Inference) -> bytes:
-    """Return a response as one JSON object, its keys in alphabetical order; one value stands alone.
+    """Return a response as one JSON object, with sorted keys; an output with one element is a scalar.
 
     Raises:
-        GenserveError: the model's, or an output that has no JSON.
+        GenserveError: the model failed, or an output has no representation in JSON.
     """
     if response.error is not None:
         raise response.error
     document: dict[str, Any] = dict(response.parameters)
     for tensor in response.outputs:
         values = elements_of(tensor)
-        document[tensor.name] = _alone(values) if len(values) == 1 else values
-    # Last, so that nothing of the model's takes the place of what it is the answer to.
+        document[tensor.name] = _scalar(values) if len(values) == 1 else values
+    # Last, so that outputs of the model cannot replace them.
     document |= {"model_name": inference.model_name, "model_version": str(inference.model_version)}
     if inference.request.id:
         document["id"] = inference.request.id
@@ -78,8 +78,8 @@ def event_of(text: bytes) -> bytes:
     return b"data: " + text + b"\n\n"
 
 
-class _Reader:
-    """Sorts the members of a document into inputs and parameters."""
+class _GenerateReader:
+    """Collects inputs and parameters from the members of a document."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -94,7 +94,7 @@ class _Reader:
                 continue
             spec = self._model.config.input(name)
             if spec is None:
-                # Of a key given twice, Triton reads the first.
+                # Of a repeated key, Triton reads the first.
                 self.parameters.setdefault(name, custom_parameter(name, value))
             elif name in self.inputs:
                 raise fail(f"input '{name}' already exists in request", request_id=self.request_id)
@@ -103,7 +103,7 @@ class _Reader:
 
     def _read_nested(self, members: Any) -> None:
         if not isinstance(members, Members):
-            checked(members, Kind.OBJECT, doing=f"Expected JSON object for keyword: '{_NESTED}'")
+            checked(members, JsonKind.OBJECT, doing=f"Expected JSON object for keyword: '{_NESTED}'")
         try:
             self.read(members, nests=False)
         except InferenceError as error:
@@ -122,7 +122,7 @@ class _Reader:
 
 
 def _filled(name: str, shape: Sequence[int], *, count: int) -> list[int]:
-    """Return a shape for `count` elements: the innermost open dimension takes what the fixed ones leave."""
+    """Return a shape for `count` elements: the last variable dimension takes what the fixed ones leave."""
     fixed = int(np.prod([size for size in shape if size != -1]))
     rest, left_over = divmod(count, fixed)
     filled = list(shape)
@@ -135,9 +135,9 @@ def _filled(name: str, shape: Sequence[int], *, count: int) -> list[int]:
 
 
 def _id(value: Any) -> str:
-    text: str = checked(value, Kind.STRING, doing="Unable to parse 'id'")
+    text: str = checked(value, JsonKind.STRING, doing="Unable to parse 'id'")
     return text
 
 
-def _alone(values: Any) -> Any:
+def _scalar(values: Any) -> Any:
     return values[0].item() if isinstance(values, np.ndarray) else values[0]

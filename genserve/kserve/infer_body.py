@@ -1,4 +1,4 @@
-"""Infer body: the HTTP bodies of an inference, JSON and binary tensors: request and response."""
+"""Infer body: the HTTP bodies of inference requests and responses, with JSON and binary tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from genserve.kserve.request_tensors import RequestedOutput, check_size, fail, i
 from genserve.kserve.served_models import ServedModel
 from genserve.kserve.shared_memory import RegionPart, SharedMemory
 from genserve.kserve.triton_parsing import (
+    JsonKind,
     JsonText,
-    Kind,
     checked,
     elements_of,
     member,
@@ -30,27 +30,31 @@ from genserve.tensor import DataType, Tensor
 __all__ = [
     "InferRequestBody",
     "InferResponseBody",
-    "answer_of",
     "custom_parameter",
     "dump",
     "read_infer_body",
     "read_raw_body",
+    "write_infer_response",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequestBody:
-    """A parsed body.
+    """A parsed request body.
 
     Attributes:
         request: for the model.
-        outputs: the entries of `outputs`, by name; empty: all outputs are wanted.
-        binary: whether outputs without an entry go behind the JSON.
+        outputs: the entries of `outputs`, by name; empty: all outputs are requested.
+        binary: whether outputs without an entry are sent in binary form after the JSON.
     """
 
     request: InferenceRequest
     outputs: Mapping[str, RequestedOutput]
     binary: bool = False
+
+    def requested(self, name: str) -> RequestedOutput:
+        """Return the requested form of an output."""
+        return self.outputs.get(name) or RequestedOutput(name=name, binary=self.binary)
 
 
 def read_infer_body(
@@ -62,20 +66,20 @@ def read_infer_body(
     shared_memory: SharedMemory,
     parameters: Mapping[str, Parameter],
 ) -> InferRequestBody:
-    """Read a JSON document and the binary tensors behind it; these are views of `tail`.
+    """Parse a JSON document and the binary tensors after it, which are views of `tail`.
 
     Args:
         json_text: the document.
-        tail: what follows it, writable where models may write into their inputs.
-        model: that is asked; texts name it.
-        version: as it was asked for; -1: the latest.
-        shared_memory: where tensors may be.
-        parameters: of the request, before those in the document.
+        tail: the bytes after the document, writable if models may write into their inputs.
+        model: the requested model.
+        version: the requested version; -1: the latest.
+        shared_memory: the registered regions.
+        parameters: of the request, which those in the document override.
 
     Raises:
-        InferenceError: with Triton's text and code.
+        InferenceError: with Triton's message and status.
     """
-    return _Reader(read_json(json_text), tail, model=model, shared_memory=shared_memory).read(
+    return _BodyReader(read_json(json_text), tail, model=model, shared_memory=shared_memory).read(
         version=version, parameters=parameters
     )
 
@@ -83,10 +87,10 @@ def read_infer_body(
 def read_raw_body(
     data: memoryview, *, model: ServedModel, version: int, parameters: Mapping[str, Parameter]
 ) -> InferRequestBody:
-    """Read a body that is the only input of a model, and nothing else; all outputs are binary then.
+    """Parse a body that contains only the bytes of a model's only input; all outputs are binary then.
 
     Raises:
-        InferenceError: INVALID_ARG, the model has several inputs, or the shape cannot be told.
+        InferenceError: INVALID_ARG, the model has several inputs, or the shape cannot be deduced.
     """
     config = model.config
     if len(config.inputs) != 1:
@@ -122,10 +126,10 @@ def read_raw_body(
 
 
 def custom_parameter(name: str, value: Any) -> Parameter:
-    """Return a value that a request's parameter may have.
+    """Return the value of a request's parameter.
 
     Raises:
-        InferenceError: INVALID_ARG, it is null, a list or an object.
+        InferenceError: INVALID_ARG, the value is null, a list or an object.
     """
     if isinstance(value, (bool, int, float, str)):
         return value
@@ -134,8 +138,8 @@ def custom_parameter(name: str, value: Any) -> Parameter:
     )
 
 
-class _Reader:
-    """Reads one document."""
+class _BodyReader:
+    """Parses one document."""
 
     def __init__(
         self, document: Any, tail: memoryview, *, model: ServedModel, shared_memory: SharedMemory
@@ -146,24 +150,24 @@ class _Reader:
         self._shared_memory = shared_memory
         self._position = 0
         self._id = ""
-        self._late: InferenceError | None = None  # what Triton would notice after all else is read
+        self._late: InferenceError | None = None  # which Triton reports after parsing everything else
 
     def read(self, *, version: int, parameters: Mapping[str, Parameter]) -> InferRequestBody:
         document = self._document
         given = isinstance(document, dict)
         if given and "id" in document:
-            self._id = checked(document["id"], Kind.STRING, doing="Unable to parse 'id'")
-        asked = dict(parameters)
+            self._id = checked(document["id"], JsonKind.STRING, doing="Unable to parse 'id'")
+        merged = dict(parameters)
         fields: dict[str, Any] = {}
         if given and "parameters" in document:
-            fields = _read_parameters(document["parameters"], asked)
+            fields = _read_parameters(document["parameters"], merged)
         binary = fields.pop("binary", False)
-        inputs = self._inputs(member(document, "inputs", Kind.ARRAY))
+        inputs = self._inputs(member(document, "inputs", JsonKind.ARRAY))
         if self._position != len(self._tail):
             raise InferenceError(f"unexpected additional input data for model '{self._model.name}'")
         outputs = {}
         if "outputs" in document:
-            outputs = self._outputs(member(document, "outputs", Kind.ARRAY))
+            outputs = self._outputs(member(document, "outputs", JsonKind.ARRAY))
         if self._late is not None:
             raise self._late
         request = InferenceRequest(
@@ -172,7 +176,7 @@ class _Reader:
             id=self._id,
             inputs=inputs,
             requested_outputs=tuple(outputs),
-            parameters=asked,
+            parameters=merged,
             **fields,
         )
         return InferRequestBody(request=request, outputs=outputs, binary=binary)
@@ -181,9 +185,9 @@ class _Reader:
         inputs: dict[str, Tensor] = {}
         for entry in entries:
             content = _content_of(entry)
-            name = member(entry, "name", Kind.STRING)
-            data_type = _data_type(name, member(entry, "datatype", Kind.STRING))
-            shape = _shape(member(entry, "shape", Kind.ARRAY))
+            name = member(entry, "name", JsonKind.STRING)
+            data_type = _data_type(name, member(entry, "datatype", JsonKind.STRING))
+            shape = _shape(member(entry, "shape", JsonKind.ARRAY))
             if name in inputs:
                 raise fail(f"input '{name}' already exists in request", request_id=self._id)
             tensor = (
@@ -196,14 +200,14 @@ class _Reader:
         return inputs
 
     def _of_json(self, entry: Any, *, name: str, data_type: DataType, shape: list[int]) -> Tensor | None:
-        array = read_elements(name, member(entry, "data", Kind.ARRAY), data_type)
+        array = read_elements(name, member(entry, "data", JsonKind.ARRAY), data_type)
         check_size(name, shape, config=self._model.config, request_id=self._id)
         if len(array) == math.prod(shape):
             return Tensor(name, array.reshape(shape), data_type=data_type)
         if data_type is not DataType.BYTES:
             text = "Unable to parse 'data': Shape does not match true shape of 'data' field"
             raise InferenceError(text, status=Status.INTERNAL)
-        # With the text that the same strings get in binary form.
+        # For the error message that the same strings get in binary form.
         return self._of_bytes(
             memoryview(Tensor(name, array).to_bytes()), name=name, data_type=data_type, shape=shape
         )
@@ -211,7 +215,7 @@ class _Reader:
     def _of_bytes(
         self, data: memoryview, *, name: str, data_type: DataType, shape: list[int]
     ) -> Tensor | None:
-        """Return an input; None: its size is wrong, which Triton notices after all else is read."""
+        """Return an input; None: its size is wrong, which Triton reports after parsing everything else."""
         try:
             tensor = input_tensor(
                 name,
@@ -224,7 +228,7 @@ class _Reader:
         except InferenceError as error:
             self._late = self._late or error
             return None
-        # Behind a string, numbers may lie askew, which not every runtime takes.
+        # After strings, numbers may be unaligned, which some runtimes do not accept.
         if not tensor.array.flags.aligned:
             return Tensor(name, tensor.array.copy(), data_type=data_type)
         return tensor
@@ -233,7 +237,7 @@ class _Reader:
         given = entry["parameters"]
         if content == "shared_memory_region":
             return self._shared(given).read()
-        return self._take(entry["name"], member(given, "binary_data_size", Kind.UNSIGNED))
+        return self._take(entry["name"], member(given, "binary_data_size", JsonKind.UNSIGNED))
 
     def _take(self, name: str, size: int) -> memoryview:
         data = self._tail[self._position : self._position + size]
@@ -254,7 +258,7 @@ class _Reader:
 
     def _output(self, entry: Any, given: Mapping[str, Any]) -> RequestedOutput:
         binary = checked(
-            given.get("binary_data", False), Kind.BOOLEAN, doing="Unable to parse 'binary_data'"
+            given.get("binary_data", False), JsonKind.BOOLEAN, doing="Unable to parse 'binary_data'"
         )
         shared = "shared_memory_region" in given
         if shared and binary:
@@ -263,23 +267,23 @@ class _Reader:
             raise InferenceError("Output can't set both 'shared_memory_region' and 'classification'")
         classes = given.get("classification", 0)
         return RequestedOutput(
-            name=member(entry, "name", Kind.STRING),
-            classification=checked(classes, Kind.UNSIGNED, doing="Unable to set 'classification'"),
+            name=member(entry, "name", JsonKind.STRING),
+            classification=checked(classes, JsonKind.UNSIGNED, doing="Unable to set 'classification'"),
             binary=binary,
             target=self._shared(given) if shared else None,
         )
 
     def _shared(self, given: Mapping[str, Any]) -> RegionPart:
-        region = member(given, "shared_memory_region", Kind.STRING)
+        region = member(given, "shared_memory_region", JsonKind.STRING)
         offset, byte_size = (
-            checked(given.get(key, 0), Kind.UNSIGNED, doing=f"Unable to parse '{key}'")
+            checked(given.get(key, 0), JsonKind.UNSIGNED, doing=f"Unable to parse '{key}'")
             for key in ("shared_memory_offset", "shared_memory_byte_size")
         )
         return self._shared_memory.part(region, offset=offset, byte_size=byte_size)
 
 
 def _read_parameters(given: Any, custom: dict[str, Parameter]) -> dict[str, Any]:
-    """Return the fields of the request that parameters stand for; all others are added to `custom`."""
+    """Return the request fields that parameters set; add all other parameters to `custom`."""
     if not isinstance(given, dict):
         text = "failed to get request params.: attempt to get members for non-object"
         raise InferenceError(text, status=Status.INTERNAL)
@@ -290,17 +294,17 @@ def _read_parameters(given: Any, custom: dict[str, Parameter]) -> dict[str, Any]
         match name:
             case "sequence_id":
                 number = type(value) is int and value >= 0
-                fields["correlation_id"] = value if number else checked(value, Kind.STRING, doing=doing)
+                fields["correlation_id"] = value if number else checked(value, JsonKind.STRING, doing=doing)
             case "sequence_start":
-                flags |= RequestFlags.SEQUENCE_START * checked(value, Kind.BOOLEAN, doing=doing)
+                flags |= RequestFlags.SEQUENCE_START * checked(value, JsonKind.BOOLEAN, doing=doing)
             case "sequence_end":
-                flags |= RequestFlags.SEQUENCE_END * checked(value, Kind.BOOLEAN, doing=doing)
+                flags |= RequestFlags.SEQUENCE_END * checked(value, JsonKind.BOOLEAN, doing=doing)
             case "priority":
-                fields["priority"] = checked(value, Kind.UNSIGNED, doing=doing)
+                fields["priority"] = checked(value, JsonKind.UNSIGNED, doing=doing)
             case "timeout":
-                fields["timeout_us"] = checked(value, Kind.UNSIGNED, doing=doing)
+                fields["timeout_us"] = checked(value, JsonKind.UNSIGNED, doing=doing)
             case "binary_data_output":
-                fields["binary"] = checked(value, Kind.BOOLEAN, doing=doing)
+                fields["binary"] = checked(value, JsonKind.BOOLEAN, doing=doing)
             case _ if name.startswith("triton_"):
                 raise InferenceError(
                     "parameter keys starting with 'triton_' are reserved for Triton usage and should not be "
@@ -318,7 +322,7 @@ def _parameters_of(entry: Any) -> Mapping[str, Any]:
 
 
 def _content_of(entry: Any) -> str:
-    """Return which of the three fields holds the data of an input."""
+    """Return the name of the field that contains the data of an input."""
     given = _parameters_of(entry)
     found = ["data"] if isinstance(entry, dict) and "data" in entry else []
     found += [name for name in ("binary_data_size", "shared_memory_region") if name in given]
@@ -339,7 +343,7 @@ def _data_type(name: str, word: str) -> DataType:
 
 
 def _shape(values: list[Any]) -> list[int]:
-    return [checked(value, Kind.UNSIGNED, doing="Unable to parse 'shape'") for value in values]
+    return [checked(value, JsonKind.UNSIGNED, doing="Unable to parse 'shape'") for value in values]
 
 
 def _deduced(name: str, dims: tuple[int, ...], *, num_elements: int) -> list[int]:
@@ -355,28 +359,28 @@ def _deduced(name: str, dims: tuple[int, ...], *, num_elements: int) -> list[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferResponseBody:
-    """A body.
+    """A response body.
 
     Attributes:
-        body: JSON, and what follows it.
-        header_length: the length of the JSON; None: there is nothing but JSON.
+        body: JSON, then the binary tensors.
+        header_length: the length of the JSON; None: there are no binary tensors.
     """
 
     body: bytes
     header_length: int | None = None
 
 
-def answer_of(
-    response: InferenceResponse, *, inference: Inference, asked: InferRequestBody, model: ServedModel
+def write_infer_response(
+    response: InferenceResponse, *, inference: Inference, request_body: InferRequestBody, model: ServedModel
 ) -> InferResponseBody:
-    """Return the body that answers a request; outputs that go into shared memory are written there.
+    """Return the body of a response; outputs for shared memory are written there.
 
     Raises:
-        InferenceError: an output cannot be told as it was asked for.
+        InferenceError: an output cannot be returned as requested.
     """
     blobs: list[bytes | memoryview] = []
     outputs = [
-        _output(tensor, requested=asked.outputs.get(tensor.name), asked=asked, model=model, blobs=blobs)
+        _output(tensor, requested=request_body.requested(tensor.name), model=model, blobs=blobs)
         for tensor in response.outputs
     ]
     document: dict[str, Any] = {"id": inference.request.id} if inference.request.id else {}
@@ -391,7 +395,7 @@ def answer_of(
 
 
 def dump(document: dict[str, Any]) -> bytes:
-    """Write JSON, arrays as lists, NaN and infinities as Triton does: as bare words."""
+    """Serialize JSON, with arrays as lists, and NaN and infinities as bare words, as Triton does."""
     if _is_finite(document):
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=np.ndarray.tolist)
@@ -401,8 +405,7 @@ def dump(document: dict[str, Any]) -> bytes:
 def _output(
     tensor: Tensor,
     *,
-    requested: RequestedOutput | None,
-    asked: InferRequestBody,
+    requested: RequestedOutput,
     model: ServedModel,
     blobs: list[bytes | memoryview],
 ) -> dict[str, Any]:
@@ -412,9 +415,9 @@ def _output(
         "datatype": tensor.data_type.name,
         "shape": tensor.shape,
     }
-    if requested is not None and requested.target is not None:
+    if requested.target is not None:
         return entry
-    if requested.binary if requested is not None else asked.binary:
+    if requested.binary:
         data = tensor.to_bytes()
         entry["parameters"] = {"binary_data_size": len(data)}
         if len(data):
@@ -425,7 +428,7 @@ def _output(
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether no number of a document is NaN or infinite; arrays stand in mappings, never in lists."""
+    """Whether all numbers of a document are finite; arrays are only in mappings, not in lists."""
     if isinstance(value, (str, int)):
         return True
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Log settings: what the server writes into its log, changed while it runs."""
+"""Log settings: which lines the server logs, changeable while it runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 class LogSettings:
     """The settings of one server, with Triton's names. Safe from any thread.
 
-    Each class of lines is on or off by itself: errors, warnings, information, and with a verbose level
-    above 0 everything else. They act on the logger `genserve` from the start, and on the lines of all
-    loggers while `written` lasts.
+    Errors, warnings and information are switched on and off separately; a verbose level above 0 adds
+    everything else. The settings apply to the logger `genserve` from the start, and to all loggers within
+    `written`.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Raises GenserveError: there is no such format."""
+        """Take the server's settings; raises GenserveError for an unknown log format."""
         if settings.log_format not in LOG_FORMATS:
             raise GenserveError(
-                f"there is no log format {settings.log_format!r}",
-                remedy=f"give --log-format one of: {', '.join(LOG_FORMATS)}",
+                f"unknown log format {settings.log_format!r}",
+                remedy=f"set --log-format to one of: {', '.join(LOG_FORMATS)}",
             )
         self._file = str(settings.log_file or "")
         self._lock = threading.Lock()
         self._handler: logging.Handler | None = None
         self._values: dict[str, Any] = {
-            # Clients see where the file is no more than they may change it.
+            # Clients may neither change the file nor see its folder.
             "log_file": settings.log_file.name if settings.log_file else "",
             "log_info": settings.log_info,
             "log_warning": settings.log_warning,
@@ -54,7 +54,7 @@ class LogSettings:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Write what all loggers of the process say to the log file, or to stderr without one.
+        """Write the lines of all loggers of the process to the log file, or to stderr without one.
 
         Raises:
             GenserveError: the file cannot be written.
@@ -75,10 +75,10 @@ class LogSettings:
             handler.close()
 
     def update(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Change settings and return all of them; unknown names are passed over, as Triton does.
+        """Change settings and return all of them; as in Triton, unknown names are ignored.
 
         Args:
-            changes: by name; each of the type that `values` has.
+            changes: by name, with the types of `values`.
 
         Raises:
             InferenceError: the file (UNSUPPORTED), an unknown format (UNAVAILABLE). Nothing was changed.
@@ -94,7 +94,7 @@ class LogSettings:
                 remedy=f"one of: {', '.join(LOG_FORMATS)}",
             )
         known = {name: value for name, value in changes.items() if name in self._values}
-        # Before they hold: whoever switches the log off is the last that it tells of.
+        # Before they apply, so that switching the log off is logged too.
         if changed := {name: value for name, value in known.items() if value != self.values[name]}:
             settings = ", ".join(f"{name}={value}" for name, value in changed.items())
             logger.warning("a client changes the settings of the log: %s", settings)
@@ -110,14 +110,14 @@ class LogSettings:
             logging.WARNING: self._values["log_warning"],
             logging.ERROR: self._values["log_error"],
         }
-        # What nobody reads is not even made; a class between two that are on is dropped by the handler.
+        # Lines below the lowest level are not even formatted; the handler drops a level between two others.
         lowest = min((level for level, is_on in levels.items() if is_on), default=logging.CRITICAL + 1)
         logging.getLogger("genserve").setLevel(lowest)
         if self._handler is not None:
             self._handler.setFormatter(LineFormatter(self._values["log_format"]))
 
     def _is_on(self, record: logging.LogRecord) -> bool:
-        """Whether the class of a record is on."""
+        """Whether the level of a record is switched on."""
         if record.levelno >= logging.ERROR:
             name = "log_error"
         elif record.levelno >= logging.WARNING:

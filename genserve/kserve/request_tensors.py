@@ -1,4 +1,4 @@
-"""Request tensors: inputs from the bytes of a request, and outputs as the request wants them."""
+"""Request tensors: inputs from the bytes of a request, and outputs in the requested form."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = [
     "read_data_type",
 ]
 
-
-# Of numpy; sizes beside a 0 count too.
+# Limits of numpy, which ignore dimensions of size 0.
 _MAX_RANK = 64
 _MAX_ELEMENTS = 2**59
+_UNSUPPORTED = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES})
 
 
 def fail(message: str, *, request_id: str) -> InferenceError:
-    """Return the error for a request that does not fit, in Triton's form, which begins with the request."""
+    """Return the error for an invalid request, whose message begins with the request id, as Triton's."""
     return InferenceError(with_request_id(message, request_id))
 
 
 def read_data_type(word: str, *, name: str, config: ModelConfig, request_id: str) -> DataType:
-    """Return the data type that the protocol calls `word`.
+    """Return the data type with the protocol's name `word`.
 
     Raises:
         InferenceError: there is none, or the model has no such input.
@@ -59,10 +59,10 @@ def input_tensor(
     config: ModelConfig,
     request_id: str,
 ) -> Tensor:
-    """Return the tensor that `data` holds in the binary form; elements of fixed size are a view of it.
+    """Return a tensor from its binary form; elements of fixed size are a view of `data`.
 
     Raises:
-        InferenceError: the sizes do not agree.
+        InferenceError: the shape does not match the size of the data.
     """
     check_shape(name, shape, config=config, request_id=request_id)
     expected = math.prod(shape) * data_type.itemsize
@@ -76,16 +76,16 @@ def input_tensor(
     try:
         return Tensor.from_bytes(name, data, data_type=data_type, shape=shape, model=config.name)
     except InvalidRequest as error:
-        if "for model" not in error.message:  # Triton finds this one before it looks at the model
+        if "for model" not in error.message:  # Triton checks this before it knows the model
             raise InferenceError(error.message) from error
         raise fail(error.message, request_id=request_id) from error
 
 
 def check_shape(name: str, shape: Sequence[int], *, config: ModelConfig, request_id: str) -> None:
-    """Refuse a shape that leaves a dimension open, or that no array can have.
+    """Validate a shape without variable dimensions.
 
     Raises:
-        InferenceError: it does.
+        InferenceError: a dimension is negative, or the shape is larger than any array's.
     """
     check_size(name, shape, config=config, request_id=request_id)
     if shape and min(shape) < 0:
@@ -97,13 +97,13 @@ def check_shape(name: str, shape: Sequence[int], *, config: ModelConfig, request
 
 
 def check_size(name: str, shape: Sequence[int], *, config: ModelConfig, request_id: str) -> None:
-    """Refuse a shape that no array can have, however few elements it has.
+    """Validate the rank and the size of a shape.
 
     Raises:
-        InferenceError: it is such.
+        InferenceError: the shape is larger than any array's, even if it has no elements.
     """
     if len(shape) > _MAX_RANK or abs(math.prod(size for size in shape if size)) > _MAX_ELEMENTS:
-        message = f"no array has the shape of input '{name}' for model '{config.name}'"
+        message = f"no array can have the shape of input '{name}' for model '{config.name}'"
         raise fail(message, request_id=request_id)
 
 
@@ -119,23 +119,20 @@ def _check_expected(name: str, word: str, *, config: ModelConfig, request_id: st
         )
 
 
-_UNSUPPORTED = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES})
-
-
 def classify(tensor: Tensor, *, count: int, labels: Sequence[str] = (), batched: bool) -> Tensor:
-    """Return the `count` highest values of each row, the highest first; all of them if there are fewer.
+    """Return the `count` highest values of each row as `value:index:label`, the highest first.
 
     Args:
         tensor: the output of a model.
         count: at least 1.
-        labels: of the classes, by their index; a class without one shows its index alone.
-        batched: whether the first dimension is that of the batch; else all of it is one row.
+        labels: of the classes, by index; a class without a label has only its index.
+        batched: whether the first dimension is the batch; otherwise the tensor is one row.
 
     Returns:
         BYTES of shape [batch, k] or [k]: `0.900000:2:cat`; integers without a point.
 
     Raises:
-        InferenceError: INVALID_ARG, the elements are no numbers, or are half precision.
+        InferenceError: INVALID_ARG, the elements are not numbers, or have half precision.
     """
     if tensor.data_type in _UNSUPPORTED:
         name = tensor.data_type.name
@@ -143,7 +140,7 @@ def classify(tensor: Tensor, *, count: int, labels: Sequence[str] = (), batched:
     shape = tensor.shape[:1] if batched and tensor.shape else ()
     rows = tensor.array.reshape(*shape, -1)
     kept = min(count, rows.shape[-1])
-    # Reversed before and after the stable sort, so that equal values stay in the order of their classes.
+    # Reversed before and after the stable sort, to keep equal values in the order of their classes.
     order = rows.shape[-1] - 1 - np.argsort(rows[..., ::-1], axis=-1, kind="stable")[..., ::-1][..., :kept]
     values = np.take_along_axis(rows, order, axis=-1)
     pattern = "%f" if values.dtype.kind == "f" else "%d"
@@ -167,9 +164,9 @@ class RequestedOutput:
 
     Attributes:
         name: of the output.
-        binary: HTTP: after the JSON, not in it.
-        classification: so many classes in place of the values; 0: the values.
-        target: the shared memory that it is written into; None: it is sent.
+        binary: in HTTP, sent after the JSON, not in it.
+        classification: the number of classes to return; 0: the values.
+        target: the shared memory to write it to; None: it is sent.
     """
 
     name: str
@@ -179,10 +176,10 @@ class RequestedOutput:
 
 
 def prepared(tensor: Tensor, *, requested: RequestedOutput | None, model: ServedModel) -> Tensor:
-    """Return an output of a model as it was requested, and write it into shared memory where it was to.
+    """Return an output in the requested form, and write it to shared memory if requested.
 
     Raises:
-        InferenceError: it cannot be classified, or has no room in the shared memory.
+        InferenceError: it cannot be classified, or is larger than the shared memory.
     """
     if requested is None:
         return tensor

@@ -1,4 +1,4 @@
-"""ModelVersion models: the repository as the protocols see it, and its models' metadata and statistics."""
+"""Served models: the repository as the protocols see it, and its models' metadata and statistics."""
 
 from __future__ import annotations
 
@@ -14,112 +14,15 @@ from genserve.tensor import DataType
 __all__ = [
     "EXTENSIONS",
     "IndexLine",
-    "Models",
+    "ModelRepository",
     "ServedModel",
-    "cuda_region",
     "find_for_statistics",
     "model_metadata",
-    "refuse_cuda_region",
-    "refuse_repository",
-    "refuse_unknown_model",
+    "reject_repository",
+    "require_ready_model",
     "statistics_json",
     "tensor_shape",
 ]
-
-
-class ServedModel(Protocol):
-    """One version of a model that answers."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Normalised."""
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
-
-    @property
-    def version(self) -> int:
-        """The number of its folder."""
-
-    @property
-    def statistics(self) -> ModelStatistics:
-        """What it has done."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests accepted and not executed yet."""
-
-    @property
-    def load_s(self) -> float:
-        """How long its load took, seconds."""
-
-    @property
-    def labels(self) -> Mapping[str, Sequence[str]]:
-        """The labels of the classes by output name, for the outputs that have a `label_filename`."""
-
-
-class IndexLine(Protocol):
-    """One line of the repository's index."""
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
-
-    @property
-    def version(self) -> int | None:
-        """None: the model was never loaded."""
-
-    @property
-    def state(self) -> str | None:
-        """READY, LOADING, UNLOADING, UNAVAILABLE."""
-
-    @property
-    def reason(self) -> str:
-        """Why it is not ready."""
-
-
-class Models(InferenceServer, Protocol):
-    """A repository: runs its models, and reports what is known of them. Safe from any thread."""
-
-    @property
-    def state(self) -> str:
-        """The worst of all models': READY, LOADING or UNAVAILABLE."""
-
-    @property
-    def served(self) -> Sequence[ServedModel]:
-        """Every version of every model that answers, by name and version."""
-
-    def load(
-        self,
-        name: str,
-        *,
-        config: str = "",
-        files: Mapping[str, bytes] | None = None,
-        allow_code: bool = True,
-    ) -> None:
-        """Load or reload a model; see `InferenceServer.load`.
-
-        Args:
-            name: of the model.
-            config: its config as JSON; empty: that of its folder.
-            files: by `<version>/<name>`, in place of its folder; None: its folder.
-            allow_code: whether config and files may lead to code being run that the repository does not hold.
-        """
-
-    def find(self, name: str, version: int = -1) -> ServedModel:
-        """Return a version of a model; -1: the highest that answers.
-
-        Raises:
-            InferenceError: there is none, with Triton's text.
-        """
-
-    def versions(self, name: str) -> Sequence[int]:
-        """Return the versions of a model that answer, ascending."""
-
-    def index(self, *, ready_only: bool = False) -> Sequence[IndexLine]:
-        """Return a line for each version, and one for each model that was never loaded; by name."""
-
 
 EXTENSIONS = (
     "classification",
@@ -136,6 +39,103 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
+_TOTALS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+_CACHE = ("cache_hit", "cache_miss")
+_COMPUTE = ("compute_input", "compute_infer", "compute_output")
+
+
+class ServedModel(Protocol):
+    """One version of a model that is ready."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The normalised config."""
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+
+    @property
+    def version(self) -> int:
+        """The number of the version's folder."""
+
+    @property
+    def statistics(self) -> ModelStatistics:
+        """The inference statistics."""
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that are accepted and not executed yet."""
+
+    @property
+    def load_s(self) -> float:
+        """The duration of the load, seconds."""
+
+    @property
+    def labels(self) -> Mapping[str, Sequence[str]]:
+        """The labels of the classes by output name, for outputs with a `label_filename`."""
+
+
+class IndexLine(Protocol):
+    """One line of the repository's index."""
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+
+    @property
+    def version(self) -> int | None:
+        """The version; None: the model was never loaded."""
+
+    @property
+    def state(self) -> str | None:
+        """READY, LOADING, UNLOADING or UNAVAILABLE."""
+
+    @property
+    def reason(self) -> str:
+        """The reason why it is not ready."""
+
+
+class ModelRepository(InferenceServer, Protocol):
+    """A repository: runs its models, and reports what is known of them. Safe from any thread."""
+
+    @property
+    def state(self) -> str:
+        """The worst state of all models: READY, LOADING or UNAVAILABLE."""
+
+    @property
+    def served(self) -> Sequence[ServedModel]:
+        """Every version of every model that is ready, by name and version."""
+
+    def load(
+        self,
+        name: str,
+        *,
+        config: str = "",
+        files: Mapping[str, bytes] | None = None,
+        allow_code: bool = True,
+    ) -> None:
+        """Load or reload a model; see `InferenceServer.load`.
+
+        Args:
+            name: of the model.
+            config: its config as JSON; empty: that of its folder.
+            files: by `<version>/<name>`, instead of its folder; None: its folder.
+            allow_code: whether config and files may cause code to run that is not in the repository.
+        """
+
+    def find(self, name: str, version: int = -1) -> ServedModel:
+        """Return a version of a model; -1: the highest that is ready.
+
+        Raises:
+            InferenceError: there is none; with Triton's message.
+        """
+
+    def versions(self, name: str) -> Sequence[int]:
+        """Return the versions of a model that are ready, ascending."""
+
+    def index(self, *, ready_only: bool = False) -> Sequence[IndexLine]:
+        """Return a line for each version, and one for each model that was never loaded; by name."""
 
 
 def model_metadata(config: ModelConfig, *, versions: Sequence[int]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def model_metadata(config: ModelConfig, *, versions: Sequence[int]) -> dict[str,
 
 
 def tensor_shape(spec: TensorSpec, *, config: ModelConfig) -> list[int]:
-    """Return the shape of a tensor as clients have it: with the batch dimension, before `reshape`."""
+    """Return the shape of a tensor for clients: with the batch dimension, before `reshape`."""
     return [-1, *spec.dims] if config.max_batch_size else list(spec.dims)
 
 
@@ -162,13 +162,8 @@ def _tensor(spec: TensorSpec, *, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_TOTALS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-_CACHE = ("cache_hit", "cache_miss")
-_COMPUTE = ("compute_input", "compute_infer", "compute_output")
-
-
-def find_for_statistics(models: Models, name: str, version: int = -1) -> list[ServedModel]:
-    """Return the versions of a model that are asked for: all that answer, where `version` is -1.
+def find_for_statistics(models: ModelRepository, name: str, version: int = -1) -> list[ServedModel]:
+    """Return a version of a model, or all that are ready if `version` is -1.
 
     An empty name means all models.
 
@@ -213,30 +208,14 @@ def _duration(stat: DurationStat) -> dict[str, int]:
     return {"count": stat.count, "ns": stat.ns}
 
 
-def refuse_repository(name: str) -> None:
-    """Raise InferenceError, UNSUPPORTED, where a request names one of several repositories."""
+def reject_repository(name: str) -> None:
+    """Raise InferenceError, UNSUPPORTED, if a request names a repository."""
     if name:
         text = "'repository_name' specification is not supported"
         raise InferenceError(text, status=Status.UNSUPPORTED)
 
 
-def refuse_unknown_model(models: Models, name: str) -> None:
-    """Raise InferenceError, INVALID_ARG, where settings are asked for of a model that does not answer."""
+def require_ready_model(models: ModelRepository, name: str) -> None:
+    """Raise InferenceError, INVALID_ARG, if no version of a model is ready."""
     if not models.versions(name):
         raise InferenceError(f"Request for unknown model : {name}")
-
-
-def refuse_cuda_region(name: str) -> None:
-    """Raise InferenceError, NOT_FOUND, where one region of a GPU's memory is asked for: there are none."""
-    if name:
-        text = f"Unable to find cuda shared memory region: '{name}'"
-        raise InferenceError(text, status=Status.NOT_FOUND)
-
-
-def cuda_region(name: str) -> InferenceError:
-    """Return the error of who registers a region of a GPU's memory."""
-    return InferenceError(
-        f"failed to register CUDA shared memory region: '{name}', GPUs not supported",
-        status=Status.UNSUPPORTED,
-        remedy="send tensors in binary form, or through system shared memory",
-    )

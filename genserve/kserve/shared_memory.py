@@ -1,4 +1,4 @@
-"""Shared memory: regions of the system's shared memory that clients put tensors into and take them from."""
+"""Shared memory: regions of system shared memory through which clients exchange tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from genserve.errors import InferenceError, Status
 from genserve.tensor import Tensor
 
-__all__ = ["Region", "RegionPart", "SharedMemory"]
+__all__ = ["Region", "RegionPart", "SharedMemory", "cuda_unsupported", "reject_cuda_region"]
 
-_FOLDER = Path("/dev/shm")  # where POSIX shared memory has its names
+_FOLDER = Path("/dev/shm")  # the names of POSIX shared memory objects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
@@ -21,11 +21,11 @@ class Region:
     """A registered part of a shared memory object.
 
     Attributes:
-        name: by which requests mean it.
+        name: of the region, in requests.
         key: of the object, as for `shm_open`.
         offset: of the region in the object, bytes.
         byte_size: of the region.
-        descriptor: of the object; closed with the last reference to this.
+        descriptor: of the object; closed when the region is garbage-collected.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPart:
-    """A part of a region, to read from or to write into.
+    """A part of a region, for reading or writing.
 
-    Bytes are copied by system calls, never mapped: the object is the client's, and were it made smaller, a
-    look at a mapping of it would end the process.
+    Bytes are copied by system calls, never mapped: if the client shrinks the object, access to a mapping
+    would kill the process.
     """
 
     region: Region
@@ -66,10 +66,10 @@ class RegionPart:
         return data
 
     def store(self, tensor: Tensor) -> None:
-        """Write an output where its request wants it.
+        """Write an output to the region.
 
         Raises:
-            InferenceError: INTERNAL, there is not enough room; INVALID_ARG, the object has become too small.
+            InferenceError: INTERNAL, the part is too small; INVALID_ARG, the object has become too small.
                 Nothing was written.
         """
         data = memoryview(tensor.to_bytes())
@@ -85,7 +85,7 @@ class RegionPart:
             done += os.pwrite(self.region.descriptor, data[done:], self._start + done)
 
     def check(self) -> None:
-        """Raise InferenceError, INVALID_ARG, where the object has become too small for this part."""
+        """Raise InferenceError, INVALID_ARG, if the object has become too small for this part."""
         if self._start + self.byte_size > os.fstat(self.region.descriptor).st_size:
             raise _out_of_bounds(self.region.name)
 
@@ -97,23 +97,23 @@ class RegionPart:
 class SharedMemory:
     """The regions that clients have registered. Safe from any thread.
 
-    A region that is unregistered goes away once no output is to be written into it.
+    An unregistered region stays open until all outputs for it are written.
     """
 
     def __init__(self, *, allowed: bool) -> None:
-        """Begin without regions; where they are not `allowed`, no request may register one."""
+        """Begin without regions; unless `allowed`, clients cannot register any."""
         self._allowed = allowed
         self._lock = threading.Lock()
         self._regions: dict[str, Region] = {}
 
     def register(self, name: str, *, key: str, offset: int, byte_size: int) -> None:
-        """Make a region known.
+        """Register a region.
 
         Raises:
-            InferenceError: UNSUPPORTED, the server does not allow it; ALREADY_EXISTS, the name is taken;
-                INTERNAL, there is no such object, or it is too small.
+            InferenceError: UNSUPPORTED, regions are disabled; ALREADY_EXISTS, the name is taken; INTERNAL,
+                there is no such object, or it is too small.
         """
-        self.refuse_if_disabled()
+        self.require_enabled()
         with self._lock:
             if name in self._regions:
                 text = f"shared memory region '{name}' already in manager"
@@ -124,20 +124,20 @@ class SharedMemory:
             )
 
     def unregister(self, name: str = "") -> None:
-        """Forget a region, or all of them; one that is not known is fine.
+        """Unregister a region, or all of them; an unknown name is ignored.
 
         Raises:
-            InferenceError: UNSUPPORTED, the server does not allow it.
+            InferenceError: UNSUPPORTED, regions are disabled.
         """
-        self.refuse_if_disabled()
+        self.require_enabled()
         with self._lock:
             if name:
                 self._regions.pop(name, None)
             else:
                 self._regions.clear()
 
-    def refuse_if_disabled(self) -> None:
-        """Raise InferenceError, UNSUPPORTED, where clients may register no region."""
+    def require_enabled(self) -> None:
+        """Raise InferenceError, UNSUPPORTED, if clients may not register regions."""
         if not self._allowed:
             raise InferenceError(
                 "Client shared memory is disabled. "
@@ -146,10 +146,10 @@ class SharedMemory:
             )
 
     def regions(self, name: str = "") -> list[Region]:
-        """Return the region of a name, or all of them.
+        """Return the region with a name, or all of them.
 
         Raises:
-            InferenceError: NOT_FOUND, there is none of this name.
+            InferenceError: NOT_FOUND, there is no such region.
         """
         with self._lock:
             if not name:
@@ -161,10 +161,10 @@ class SharedMemory:
         )
 
     def part(self, name: str, *, offset: int, byte_size: int) -> RegionPart:
-        """Return a part of a region, to read from or to write into.
+        """Return a part of a region, for reading or writing.
 
         Raises:
-            InferenceError: NOT_FOUND, there is no such region; INVALID_ARG, it is not so large, or no longer.
+            InferenceError: NOT_FOUND, there is no such region; INVALID_ARG, the part exceeds it.
         """
         with self._lock:
             region = self._regions.get(name)
@@ -186,7 +186,7 @@ def _out_of_bounds(name: str) -> InferenceError:
 
 
 def _open(key: str, *, offset: int, byte_size: int) -> int:
-    """Return a descriptor of an object that has such a part."""
+    """Open an object, and check that it contains a part."""
     name = key.removeprefix("/")
     try:
         if not name or "/" in name or name in (".", ".."):
@@ -199,3 +199,19 @@ def _open(key: str, *, offset: int, byte_size: int) -> int:
         os.close(descriptor)
         raise InferenceError(f"Invalid shared memory region: '{key}'", status=Status.INTERNAL)
     return descriptor
+
+
+def reject_cuda_region(name: str) -> None:
+    """Raise InferenceError, NOT_FOUND, if a request names a region of CUDA shared memory: there are none."""
+    if name:
+        text = f"Unable to find cuda shared memory region: '{name}'"
+        raise InferenceError(text, status=Status.NOT_FOUND)
+
+
+def cuda_unsupported(name: str) -> InferenceError:
+    """Return the error for registering a region of CUDA shared memory."""
+    return InferenceError(
+        f"failed to register CUDA shared memory region: '{name}', GPUs not supported",
+        status=Status.UNSUPPORTED,
+        remedy="send tensors in binary form, or through system shared memory",
+    )

@@ -1,4 +1,4 @@
-"""Trace settings: which requests are traced, for the server and for single models, as Triton sets it."""
+"""Trace settings: which requests are traced, by the server and by model, with Triton's names."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _INVALID = "Attempting to set invalid trace setting :"
 
 
 class TraceSettings:
-    """The settings of one server, and the traces that they ask for. Safe from any thread.
+    """The settings of one server, and the traces that they request. Safe from any thread.
 
     Attributes:
-        enabled: whether any request may be traced; nothing else is looked at where none is.
+        enabled: whether any request may be traced.
     """
 
     def __init__(self, given: Mapping[str, Value] | None = None) -> None:
-        """Begin with the settings of the server's start, of `values`; what is not given is as by default.
+        """Begin with the given settings; all others have their defaults.
 
         Raises:
             InferenceError: a level without a file, or with a rate of 0.
-            GenserveError: the folder of `trace_file` cannot be written to.
+            GenserveError: the folder of `trace_file` is not writable.
         """
         self._lock = threading.Lock()
         self._start = {**_DEFAULTS, **(given or {})}
@@ -50,18 +50,18 @@ class TraceSettings:
         path = Path(str(self._start["trace_file"]))
         if path.name and not os.access(path.parent, os.W_OK):
             raise GenserveError(
-                f"traces cannot be written to {path}: its folder is not there, or not to be written to",
-                remedy="name another with --trace-config triton,file=PATH",
+                f"traces cannot be written to {path}: its folder does not exist or is not writable",
+                remedy="choose another file with --trace-config triton,file=PATH",
             )
         self._file = TraceFile(path) if path.name else None
-        self._file_name = path.name     # the folder is not for clients
-        self._samplers = {"": self._checked_sampler(self._start)}  # by model; "": of the others
+        self._file_name = path.name     # clients do not see its folder
+        self._samplers = {"": self._checked_sampler(self._start)}  # by model; "": of all others
         self.enabled = self._samplers[""].traces
 
     def values(self, model: str = "") -> dict[str, Value]:
-        """Return all settings of the server, or those that hold for a model, in Triton's order.
+        """Return all settings of the server or of a model, in Triton's order.
 
-        `trace_count` is how many traces are still to come, `trace_file` the name without its folder.
+        `trace_count` is the number of remaining traces, `trace_file` the name without its folder.
         """
         with self._lock:
             sampler = self._samplers.get(model) or self._samplers[""]
@@ -69,15 +69,15 @@ class TraceSettings:
             return {**values, "trace_count": str(sampler.count), "trace_file": self._file_name}
 
     def update(self, changes: Mapping[str, Value | None], *, model: str = "") -> dict[str, Value]:
-        """Change settings of the server or of one model, and return all that hold now.
+        """Change settings of the server or of one model, and return all of its settings.
 
         Args:
-            changes: by name: strings, and the level a list of them; None takes a change back. Unknown
-                names, and the mode, are passed over.
+            changes: strings by name; the level is a list of strings. None resets a setting. Unknown names and
+                the mode are ignored.
             model: "": the server.
 
         Raises:
-            InferenceError: UNSUPPORTED, the file; INVALID_ARG, a number that is none, a level that needs a
+            InferenceError: UNSUPPORTED, the file; INVALID_ARG, an invalid number, or a level that needs a
                 file or a rate. Nothing was changed.
         """
         if "trace_file" in changes:
@@ -86,7 +86,7 @@ class TraceSettings:
         known = {name: _checked(name, value) for name, value in changes.items() if name in _SETTABLE}
         if known.get("trace_level") == []:
             del known["trace_level"]
-        if not known:   # so the clients of gRPC ask what holds
+        if not known:   # as clients of gRPC read the settings
             return self.values(model)
         with self._lock:
             own = self._models.get(model, {}) if model else self._server
@@ -98,14 +98,14 @@ class TraceSettings:
         return self.values(model)
 
     def sample(self, model: str) -> Trace | None:
-        """Return the trace of a request to a model that has just arrived; None: it is not traced."""
+        """Return the trace of a new request to a model; None: it is not traced."""
         if not self.enabled:
             return None
         with self._lock:
             return (self._samplers.get(model) or self._samplers[""]).next()
 
     def close(self) -> None:
-        """Write the traces that have ended; blocks."""
+        """Write all traces that have ended; blocks."""
         if self._file is not None:
             self._file.close()
 
@@ -117,9 +117,9 @@ class TraceSettings:
         known: Container[str],
         at: str,
     ) -> None:
-        """Let other settings hold, of which those `known` have just changed at a model; "": at the server.
+        """Apply settings, of which those in `known` have just changed for a model; "": for the server.
 
-        Requests are counted anew then, but what is left of a count is still all that is left.
+        The counts of requests restart; remaining counts of traces are kept.
         """
         owns = {"": server, **{name: own for name, own in models.items() if own}}
         samplers = dict.fromkeys(owns, self._samplers[""]) | self._samplers
@@ -147,15 +147,15 @@ class TraceSettings:
 
 
 class _Sampler:
-    """Picks the requests that some settings want traced. Safe from any thread."""
+    """Samples the requests to trace, by some settings. Safe from any thread."""
 
     def __init__(self, values: Mapping[str, Value], file: TraceFile | None) -> None:
-        self.count = int(str(values["trace_count"]))    # still to come; -1: no end
+        self.count = int(str(values["trace_count"]))    # remaining; -1: unlimited
         self._has_count = self.count > 0
         self.traces = values["trace_level"] != ["OFF"]
         self._levels = values["trace_level"]
         self._rate = int(str(values["trace_rate"]))
-        # So many to a numbered file; 0: all to the file itself.
+        # Traces per numbered file; 0: all in one file.
         self._num_per_file = int(str(values["log_frequency"])) or max(self.count, 0)
         self._file = file
         self._num_requests = 0
@@ -164,7 +164,7 @@ class _Sampler:
         self._lock = threading.Lock()
 
     def next(self) -> Trace | None:
-        """Count a request, and return its trace, if it is the turn of one."""
+        """Count a request, and return its trace if it is sampled."""
         with self._lock:
             if not self.traces or not self.count:
                 return None
@@ -181,7 +181,7 @@ class _Sampler:
     def _write(self, trace: Trace) -> None:
         assert self._file is not None
         with self._lock:
-            if trace.is_empty:  # a request that was refused does not use up the count
+            if trace.is_empty:  # a rejected request does not count
                 self.count += self._has_count
                 return
             if self._path is None or self._num_in_file == self._num_per_file > 0:
@@ -205,7 +205,7 @@ def _level(levels: Sequence[str]) -> Value:
         if len(levels) > 1:
             raise InferenceError("Expect only one trace level 'OFF' is specified")
         return ["OFF"]
-    return [level for level in _LEVELS if level in levels]  # Triton passes over those that it does not know
+    return [level for level in _LEVELS if level in levels]  # unknown levels are ignored, as in Triton
 
 
 def _number(name: str, text: str) -> str:
@@ -223,7 +223,7 @@ def _number(name: str, text: str) -> str:
 
 _SETTABLE = frozenset({"trace_level", "trace_rate", "trace_count", "log_frequency"})
 
-# The protocol's names of the settings of `--trace-config`.
+# The settings of `--trace-config`, with the protocol's names.
 _FLAGS: Mapping[str, str] = {
     "level": "trace_level",
     "rate": "trace_rate",
@@ -231,7 +231,7 @@ _FLAGS: Mapping[str, str] = {
     "triton,file": "trace_file",
     "triton,log-frequency": "log_frequency",
 }
-# tritonserver's words, of which the older ones are from when there was one level.
+# tritonserver's words for levels, some of which date from when there was only one level.
 _LEVEL_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("off", "false"), "OFF"),
     **dict.fromkeys(("timestamps", "true", "on", "min", "max"), "TIMESTAMPS"),
@@ -240,12 +240,12 @@ _LEVEL_WORDS: Mapping[str, str] = {
 
 
 def read_trace_config(words: Sequence[str]) -> dict[str, Value]:
-    """Return what `--trace-config` was given: SETTING=VALUE, or MODE,SETTING=VALUE; the last of a name holds.
+    """Parse the values of `--trace-config`: SETTING=VALUE, or MODE,SETTING=VALUE.
 
-    Levels add up, but OFF is off.
+    The last one of a setting counts. Levels are combined, unless one of them is OFF.
 
     Raises:
-        GenserveError: a setting, a mode or a value that there is not; says which there are.
+        GenserveError: an unknown setting, mode or value; the remedy lists the known ones.
     """
     given: dict[str, Value] = {}
     levels: list[str] = []
@@ -254,23 +254,23 @@ def read_trace_config(words: Sequence[str]) -> dict[str, Value]:
         if name == "mode" and value.lower() == "triton":
             continue
         if name.startswith("opentelemetry,") or name == "mode":
-            raise _no_such(word, "traces are written to files alone: the only mode is triton")
+            raise _invalid_word(word, "traces are only written to files: the only mode is triton")
         if name not in _FLAGS or not is_given or not value:
-            raise _no_such(word, "there are " + ", ".join(f"{flag}=" for flag in _FLAGS))
+            raise _invalid_word(word, "use one of " + ", ".join(f"{flag}=" for flag in _FLAGS))
         if name == "level":
             levels.append(_LEVEL_WORDS.get(value.lower(), ""))
             if not levels[-1]:
-                raise _no_such(word, "a level is OFF, TIMESTAMPS or TENSORS")
+                raise _invalid_word(word, "use one of the levels OFF, TIMESTAMPS, TENSORS")
         elif name == "triton,file":
             given["trace_file"] = value
         elif value.removeprefix("-").isdecimal():
             given[_FLAGS[name]] = _number(_FLAGS[name], value)
         else:
-            raise _no_such(word, "it takes a whole number")
+            raise _invalid_word(word, "use an integer")
     if levels:
         given["trace_level"] = ["OFF"] if "OFF" in levels else _level(levels)
     return given
 
 
-def _no_such(word: str, remedy: str) -> GenserveError:
+def _invalid_word(word: str, remedy: str) -> GenserveError:
     return GenserveError(f"--trace-config {word} is not a valid setting", remedy=remedy)

@@ -1,7 +1,7 @@
-"""Triton parsing: JSON documents, tensor elements and numbers as Triton reads them, with its error texts.
+"""Triton parsing: JSON documents, tensor elements and numbers parsed as Triton does, with its error messages.
 
-orjson parses; what it refuses (NaN and Infinity, which Triton takes, and broken text) goes to RapidJSON, the
-parser that Triton itself uses: its texts and offsets are the ones that clients compare.
+orjson parses first. Documents that it rejects, with NaN or Infinity, which Triton accepts, or with syntax
+errors, go to RapidJSON, the parser that Triton uses: clients compare its messages and offsets.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from genserve.errors import InferenceError, Status
 from genserve.tensor import DataType, Tensor
 
 __all__ = [
+    "JsonKind",
     "JsonText",
-    "Kind",
     "Members",
     "checked",
     "elements_of",
@@ -36,28 +36,39 @@ __all__ = [
     "texts_of",
 ]
 
-
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
-_MANY_DIGITS = 40  # beyond any number of 64 bits, and well within what `int` takes
+_MANY_DIGITS = 40  # more than in any number of 64 bits, and within the limit of `int`
+_MAX = 2**63 - 1
+JsonText: TypeAlias = bytes | bytearray | memoryview
+# An integer beyond 64 bits becomes a double, or is rejected; those of Python are unbounded.
+_NUMBERS = rapidjson.NM_NATIVE | rapidjson.NM_NAN
+_FAILED = "failed to parse the request JSON buffer"
+_MAX_DEPTH = 100
+_HALF = frozenset({DataType.FP16, DataType.BF16})
+# By the kind of the numpy type: the Python types, the numpy type to convert to first, and Triton's message
+# for other types. As in Triton, integers wrap to the size of their type.
+_READING: Mapping[str, tuple[frozenset[type], Any, str]] = {
+    "b": (frozenset({bool}), np.bool_, "non-boolean as boolean"),
+    "i": (frozenset({int}), np.int64, "non-signed-integer as signed-integer"),
+    "u": (frozenset({int}), np.uint64, "non-unsigned-integer as unsigned-integer"),
+    "f": (frozenset({int, float}), np.float64, "non-number as double"),
+}
 
 
 def leading_number(text: str) -> int | None:
-    """Return the number; what follows it does not count. None: there is none.
+    """Return the integer at the start of a text, as C's `strtol` does; None: there is none.
 
-    One beyond 64 bits is some number beyond 64 bits.
+    An integer beyond 64 bits is returned as some integer beyond 64 bits.
     """
     found = _NUMBER.match(text)
     return None if found is None else int(found[1][:_MANY_DIGITS])
 
 
-_MAX = 2**63 - 1
-
-
 def read_version(text: str) -> int:
-    """Return the number of a version; -1, the latest, for an empty text.
+    """Parse a version; -1, the latest, for an empty text.
 
     Raises:
-        InferenceError: it is none.
+        InferenceError: it is not a positive integer.
     """
     if not text:
         return -1
@@ -74,15 +85,8 @@ def read_version(text: str) -> int:
     return version
 
 
-JsonText: TypeAlias = bytes | bytearray | memoryview
-
-# Beyond 64 bits a whole number is a double, or too big; Python's own have no end.
-_NUMBERS = rapidjson.NM_NATIVE | rapidjson.NM_NAN
-_FAILED = "failed to parse the request JSON buffer"
-
-
-class Kind(Enum):
-    """A kind of JSON value, and what Triton says where another is found."""
+class JsonKind(Enum):
+    """A kind of JSON value, and Triton's message for a value of another kind."""
 
     STRING = "attempt to access JSON non-string as string"
     BOOLEAN = "attempt to access JSON non-boolean as boolean"
@@ -92,14 +96,14 @@ class Kind(Enum):
 
 
 class Members(list[tuple[str, Any]]):
-    """The members of an object in their order; a key may be there twice."""
+    """The members of an object in their order; keys may repeat."""
 
 
 def read_json(text: JsonText) -> Any:
-    """Parse a document; of a key given twice, the last counts.
+    """Parse a document; the last of repeated keys counts.
 
     Raises:
-        InferenceError: INTERNAL, it is not JSON.
+        InferenceError: INTERNAL, the text is not JSON.
     """
     try:
         return orjson.loads(text)
@@ -108,35 +112,35 @@ def read_json(text: JsonText) -> Any:
 
 
 def read_pairs(text: JsonText) -> Any:
-    """Parse a document with each object as its `Members`.
+    """Parse a document into `Members` in place of dicts.
 
     Raises:
-        InferenceError: INTERNAL, it is not JSON.
+        InferenceError: INTERNAL, the text is not JSON.
     """
     return _read_slowly(text, _PairDecoder(number_mode=_NUMBERS))
 
 
-def checked(value: Any, kind: Kind, *, doing: str = "") -> Any:
-    """Return a value that is of a kind.
+def checked(value: Any, kind: JsonKind, *, doing: str = "") -> Any:
+    """Return a value after checking its kind.
 
     Args:
         value: parsed.
-        kind: what it has to be.
-        doing: what comes before the text of the error: "Unable to parse 'name'".
+        kind: the required kind.
+        doing: the prefix of the error message: "Unable to parse 'name'".
 
     Raises:
-        InferenceError: INTERNAL, it is of another kind.
+        InferenceError: INTERNAL, the value is of another kind.
     """
     if _is(value, kind):
         return value
     raise InferenceError(f"{doing}: {kind.value}" if doing else kind.value, status=Status.INTERNAL)
 
 
-def member(owner: Any, name: str, kind: Kind) -> Any:
-    """Return a member of an object, which must be there and of a kind.
+def member(owner: Any, name: str, kind: JsonKind) -> Any:
+    """Return a required member of an object after checking its kind.
 
     Raises:
-        InferenceError: INTERNAL, it is missing or of another kind.
+        InferenceError: INTERNAL, the member is missing or of another kind.
     """
     if isinstance(owner, dict) and name in owner and _is(owner[name], kind):
         return owner[name]
@@ -165,11 +169,11 @@ def _read_slowly(text: JsonText, parse: Any) -> Any:
     raise InferenceError(f"{_FAILED}: {reason}", status=Status.INTERNAL)
 
 
-# The members of an enumeration are looked up anew each time that they are named, and this is asked most.
-_STRING, _BOOLEAN, _UNSIGNED, _ARRAY = Kind.STRING, Kind.BOOLEAN, Kind.UNSIGNED, Kind.ARRAY
+# Local names, as `_is` is called most and access to members of an enumeration is slow.
+_STRING, _BOOLEAN, _UNSIGNED, _ARRAY = JsonKind.STRING, JsonKind.BOOLEAN, JsonKind.UNSIGNED, JsonKind.ARRAY
 
 
-def _is(value: Any, kind: Kind) -> bool:
+def _is(value: Any, kind: JsonKind) -> bool:
     if kind is _STRING:
         return isinstance(value, str)
     if kind is _BOOLEAN:
@@ -179,23 +183,12 @@ def _is(value: Any, kind: Kind) -> bool:
     return isinstance(value, list if kind is _ARRAY else dict)
 
 
-_MAX_DEPTH = 100
-_HALF = frozenset({DataType.FP16, DataType.BF16})
-# By the kind of the numpy type: the types of the values, what they are read as first, and Triton's text
-# for others. Integers wrap to the size of their type, as Triton's do.
-_READING: Mapping[str, tuple[frozenset[type], Any, str]] = {
-    "b": (frozenset({bool}), np.bool_, "non-boolean as boolean"),
-    "i": (frozenset({int}), np.int64, "non-signed-integer as signed-integer"),
-    "u": (frozenset({int}), np.uint64, "non-unsigned-integer as unsigned-integer"),
-    "f": (frozenset({int, float}), np.float64, "non-number as double"),
-}
-
-
 def read_elements(name: str, data: list[Any], data_type: DataType) -> NDArray[Any]:
-    """Return the values of a list, flat or nested in any way, as an array of one dimension.
+    """Return the values of a list, nested in any way, as an array of one dimension.
 
     Raises:
-        InferenceError: values that are not of the type (INTERNAL), or a type that has no JSON (INVALID_ARG).
+        InferenceError: a value is of another type (INTERNAL), or the type has no representation in JSON
+            (INVALID_ARG).
     """
     if data_type in _HALF:
         raise InferenceError(
@@ -217,18 +210,18 @@ def read_elements(name: str, data: list[Any], data_type: DataType) -> NDArray[An
 
 
 def elements_of(tensor: Tensor) -> Any:
-    """Return the values of a tensor as what `orjson` or `json` writes as one flat list.
+    """Return the values of a tensor as a flat list or array, for `orjson` and `json`.
 
-    FP32 is widened, so that it is printed as Triton prints it. NaN and infinities are left for the caller.
+    FP32 is widened, to be printed as in Triton. NaN and infinities are left to the caller.
 
     Raises:
-        InferenceError: INVALID_ARG, a type that has no JSON.
+        InferenceError: INVALID_ARG, the type has no representation in JSON.
     """
     if tensor.data_type in _HALF:
         raise InferenceError(
             f"sending {tensor.data_type.name} data via JSON is not supported. "
             "Please use the binary data format for output",
-            remedy=f"ask for output '{tensor.name}' with the parameter binary_data",
+            remedy=f"request output '{tensor.name}' with the parameter binary_data",
         )
     if tensor.data_type is DataType.BYTES:
         return texts_of(tensor.array)
@@ -237,7 +230,7 @@ def elements_of(tensor: Tensor) -> Any:
 
 
 def texts_of(array: NDArray[Any]) -> list[str]:
-    """Return strings as text; bytes that are not UTF-8 become replacement characters."""
+    """Return strings as text; invalid UTF-8 becomes replacement characters."""
     return [
         element.decode("utf-8", "replace") if isinstance(element, bytes) else _clean(str(element))
         for element in array.reshape(-1).tolist()
@@ -249,7 +242,7 @@ def _clean(text: str) -> str:
 
 
 def _flattened(data: list[Any]) -> tuple[list[Any], set[type]]:
-    """Return the values without their nesting, and the types there are among them."""
+    """Return the values without their nesting, and the set of their types."""
     for _ in range(_MAX_DEPTH):
         kinds = set(map(type, data))
         if list not in kinds:

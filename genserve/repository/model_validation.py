@@ -154,7 +154,7 @@ _VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", 
 # The backends whose models are files, and those that need a second one.
 _WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
 _MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
-_BRINGS_FILES = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
+_BRINGS_FILES = "add the file; `genserve pull` and `genserve export` make those of exported models"
 
 
 def repository_diagnostics(
@@ -237,8 +237,8 @@ def _version_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Dia
             yield Diagnostic(
                 severity=Severity.WARNING,
                 path=entry.path / name,
-                message=f"the folder {name!r} is not a version, and is passed over",
-                remedy=f"rename it to {like['number'].lstrip('0') or '1'!r}: digits that do not begin with 0",
+                message=f"the folder {name!r} is not a version, and is ignored",
+                remedy=f"rename it to {like['number'].lstrip('0') or '1'!r}: a number without leading zeros",
             )
     if isinstance(config.version_policy, SpecificVersions):
         for version in sorted(set(config.version_policy.versions) - set(versions)):
@@ -292,12 +292,12 @@ def _link_diagnostics(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator
     """Yield a warning where the model's folder leads out of the repository; one, as links come in numbers."""
     links = links_out(entry.path, real_roots)
     if links:
-        more = f", and so do {len(links) - 1} more" if links[1:] else ""
+        more = f", and {len(links) - 1} more do" if links[1:] else ""
         yield Diagnostic(
             severity=Severity.WARNING,
             path=links[0],
             message=f"the link leads out of the model repository{more}",
-            remedy="it is followed, unless the server is started with --strict-repository-paths",
+            remedy="the server follows it, unless started with --strict-repository-paths",
         )
 
 

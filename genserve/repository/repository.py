@@ -197,7 +197,7 @@ class Repository:
         files: Mapping[str, bytes] | None = None,
         allow_code: bool = True,
     ) -> None:
-        """Load a model, or load it anew if its folder has changed; see `Models.load`."""
+        """Load a model, or load it anew if its folder has changed; see `ModelRepository.load`."""
         if self.options.control_mode is not ControlMode.EXPLICIT:
             raise _not_explicit()
         check_model_name(name)

@@ -27,18 +27,31 @@ __all__ = [
     "require_safe_addresses",
 ]
 
-
-def address_of(host: str, port: int) -> str:
-    """Return `host:port`, with an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 # Triton's names of the parts of the protocols.
 _PARTS = (
     "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics",
     "trace", "logging",
 )  # fmt: skip
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")     # RFC 9110, section 5.6.2
+# Readable without a key: the answer is yes or no, and names no model.
+_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
+# Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
+_JSON = b"application/json"
+_FORM = b"application/x-www-form-urlencoded"
+_FORM_TYPES = frozenset({_FORM, b"multipart/form-data", b"text/plain"})
+# `curl -d` and Triton's C++ client, which uses libcurl, declare every body as a form. A page cannot set these
+# user agents without a preflight.
+_CURL = (b"curl/", b"libcurl-agent/")
+_DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
+_HOST_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._*")
+_SINGLE_LABEL = re.compile(r"[a-z0-9_-]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", re.IGNORECASE)
+
+
+def address_of(host: str, port: int) -> str:
+    """Return `host:port`, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +122,6 @@ def check_restriction(restriction: Restriction | None, *, headers: Iterable[tupl
         f"This API is restricted, expecting header '{restriction.header}'",
         remedy="send the header with the value that the operator of the server has set",
     )
-
-
-# Readable without a key: the answer is yes or no, and names no model.
-_OPEN_PATHS = frozenset({"/health", "/v2/health/live", "/v2/health/ready"})
-_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # RFC 9110, section 9.2.1
-# Content types that a page can send to any server without a preflight: https://fetch.spec.whatwg.org/#cors-safelisted-request-header
-_JSON = b"application/json"
-_FORM = b"application/x-www-form-urlencoded"
-_FORM_TYPES = frozenset({_FORM, b"multipart/form-data", b"text/plain"})
-# `curl -d` and Triton's C++ client, which uses libcurl, declare every body as a form. A page cannot set these
-# user agents without a preflight.
-_CURL = (b"curl/", b"libcurl-agent/")
-_DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
-_HOST_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._*")
-_SINGLE_LABEL = re.compile(r"[a-z0-9_-]+")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", re.IGNORECASE)
 
 
 class AccessControl:

@@ -252,7 +252,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> JSONResponse:
 
 def _invalid_field(field: str, problem: Mapping[str, Any]) -> InvalidRequest:
     if problem["type"] == "extra_forbidden":
-        return InvalidRequest(f"there is no field {field[:128]!r}", field=field[:128])
+        return InvalidRequest(f"unknown field {field[:128]!r}", field=field[:128])
     return InvalidRequest(f"{field}: {problem['msg'].removeprefix('Value error, ')[:200]}", field=field)
 
 
@@ -266,7 +266,7 @@ def _path(parts: tuple[int | str, ...]) -> str:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow", "another method")
-    messages = {404: "there is no such route", 405: f"this route takes {allowed}, and no other method"}
+    messages = {404: "no such route", 405: f"this route supports only {allowed}"}
     message = messages.get(error.status_code, str(error.detail))
     invalid = InvalidRequest(message, remedy="GET /docs lists the routes")
     body, _ = _in_dialect(invalid, path=request.scope["path"])

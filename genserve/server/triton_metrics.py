@@ -16,7 +16,7 @@ from genserve.config.model_config import FIRST_RESPONSE
 from genserve.errors import GenserveError
 from genserve.generation_metrics import bare_family
 from genserve.inference_statistics import ModelStatistics
-from genserve.kserve.served_models import Models, ServedModel
+from genserve.kserve.served_models import ModelRepository, ServedModel
 
 __all__ = ["CpuCollector", "InferenceCollector", "read_metrics_config"]
 
@@ -95,7 +95,7 @@ _SWITCH = {"true": True, "false": False}
 class InferenceCollector(Collector):
     """Counts and durations of every loaded version of every model, from their statistics."""
 
-    def __init__(self, models: Models, *, latency_counters: bool = True) -> None:
+    def __init__(self, models: ModelRepository, *, latency_counters: bool = True) -> None:
         self._models = models
         self._latency_counters = latency_counters
 

@@ -13,7 +13,7 @@ from genserve.generation.engine_request import TokenSequence
 from genserve.generation.engine_thread import EngineThread
 from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
 from genserve.prompt import Chat, Prompt
-from genserve.sampling.logits_processors import Breakers
+from genserve.sampling.logits_processors import DryBreakers
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.grammar_compiler import GrammarCompiler
 from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
@@ -233,9 +233,9 @@ class InputProcessor:
         spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
         return [ids for ids in spelled if ids and max(ids) < self._limits.vocab_size]
 
-    def _dry_breakers(self, params: SamplingParams) -> Breakers:
+    def _dry_breakers(self, params: SamplingParams) -> DryBreakers:
         texts = params.dry_sequence_breakers if params.dry_multiplier else ()
-        return Breakers(ids for text in texts for ids in self._spellings_within.of(text))
+        return DryBreakers(ids for text in texts for ids in self._spellings_within.of(text))
 
     def _xtc_spared_ids(self, params: SamplingParams) -> list[int]:
         if not params.xtc_probability:

@@ -46,7 +46,7 @@ def stage_diagnostics(
     if role is Role.DECODER:
         yield from _tensors(parsed, config)
     if role is not Role.TOKENIZER and len(served) > 1:      # a tokenizer is also served as a model of its own
-        message = f"version_policy is not honoured in a {role}: the engine runs one version, {served[-1]}"
+        message = f"version_policy is ignored in a {role}: the engine runs one version, {served[-1]}"
         remedy = f"write `version_policy {{ specific {{ versions: {served[-1]} }} }}`"
         yield parsed.diagnostic(Severity.WARNING, "version_policy", message, remedy=remedy)
     yield from _parameters(parsed, config, _unread_parameters(config, role), where=f"a {role}")
@@ -100,7 +100,7 @@ def _instance_groups(parsed: ParsedConfig, config: ModelConfig, role: Role) -> I
             if not index:
                 path, found = f"{path}.gpus", "a second GPU"
             instead = "one engine runs the model, on the first device of the first group"
-            message = f"{found} is not honoured in a {role}: {instead}"
+            message = f"{found} is ignored in a {role}: {instead}"
             yield parsed.diagnostic(Severity.WARNING, path, message, remedy=_LEAVE_OUT)
 
 
@@ -109,12 +109,12 @@ def _tensors(parsed: ParsedConfig, config: ModelConfig) -> Iterator[Diagnostic]:
     for index, spec in enumerate(config.inputs):
         is_logits = spec.data_type == "TYPE_FP32" and not spec.optional     # by whatever name
         if spec.name not in INPUTS and not is_logits:
-            message = f"input '{spec.name}' is not honoured in a decoder stage: a request cannot set it"
+            message = f"input '{spec.name}' is ignored in a decoder stage: a request cannot set it"
             remedy = nearest(spec.name, known=sorted(INPUTS))
             yield parsed.diagnostic(Severity.WARNING, f"input[{index}].name", message, remedy=remedy)
     for index, spec in enumerate(config.outputs):
         if spec.name != OUTPUT:
-            message = f"output '{spec.name}' is not honoured in a decoder stage: it gives {OUTPUT} alone"
+            message = f"output '{spec.name}' is ignored in a decoder stage: it gives {OUTPUT} alone"
             yield parsed.diagnostic(Severity.WARNING, f"output[{index}].name", message, remedy=_LEAVE_OUT)
     if not config.output(OUTPUT):
         message = f"a decoder stage gives {OUTPUT}, which this config lacks"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from genserve.backends.backend import Placement, boolean_parameter
-from genserve.backends.row_picker import sample_rows
 from genserve.backends.warmup import run_warmups, warmup_batches
 from genserve.config.model_config import ModelConfig
 from genserve.errors import RepositoryError
@@ -211,7 +210,6 @@ def _start(
         Engine(
             logits,
             decode=decode,
-            picker=sample_rows,
             prefix_cache=prefix_cache and logits.kv_cache_bytes > 0,
             speculation=speculation,
         ),

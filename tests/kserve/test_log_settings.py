@@ -47,7 +47,7 @@ ALL = ["debug", "info", "warning", "error", "critical"]
     ],
 )
 @pytest.mark.parametrize("from_start", [True, False])
-def test_each_class_of_lines_is_on_or_off_by_itself(
+def test_each_level_is_switched_separately(
     tmp_path: Path, changes: dict[str, object], words: list[str], from_start: bool
 ) -> None:
     file = tmp_path / "log"
@@ -62,7 +62,7 @@ def test_each_class_of_lines_is_on_or_off_by_itself(
     assert [line.rpartition(" ")[2] for line in lines] == words
 
 
-def test_who_switches_the_log_off_is_the_last_that_it_tells_of(tmp_path: Path) -> None:
+def test_switching_the_log_off_is_logged(tmp_path: Path) -> None:
     file = tmp_path / "log"
     settings = log_settings(log_file=file)
     with settings.written():
@@ -73,7 +73,7 @@ def test_who_switches_the_log_off_is_the_last_that_it_tells_of(tmp_path: Path) -
     assert line.endswith(f"{TOLD}: log_info=False, log_warning=False, log_error=False")
 
 
-def test_what_is_shown_is_what_the_server_was_started_with(tmp_path: Path) -> None:
+def test_settings_begin_with_those_of_the_server(tmp_path: Path) -> None:
     settings = log_settings(log_file=tmp_path / "log", log_format="ISO8601", log_warning=False, log_verbose=3)
     assert settings.values == {
         "log_file": "log",
@@ -85,7 +85,7 @@ def test_what_is_shown_is_what_the_server_was_started_with(tmp_path: Path) -> No
     }
 
 
-def test_a_format_is_changed_for_the_lines_that_follow(tmp_path: Path) -> None:
+def test_a_new_format_applies_to_later_lines(tmp_path: Path) -> None:
     file = tmp_path / "log"
     settings = log_settings(log_file=file)
     with settings.written():
@@ -98,7 +98,7 @@ def test_a_format_is_changed_for_the_lines_that_follow(tmp_path: Path) -> None:
     assert second.split()[0][10::13] == "TZ"        # 2026-01-01T00:00:00.000Z
 
 
-def test_after_the_end_nothing_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_after_the_context(tmp_path: Path) -> None:
     file = tmp_path / "log"
     with log_settings(log_file=file).written():
         pass
@@ -107,13 +107,13 @@ def test_after_the_end_nothing_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["missing/log", ""])
-def test_a_file_that_cannot_be_written_is_an_error_that_names_the_flag(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_file_is_an_error_with_the_flag(tmp_path: Path, place: str) -> None:
     settings = log_settings(log_file=tmp_path / place)
     with pytest.raises(GenserveError, match=r"cannot write the log to .*--log-file"), settings.written():
         pass
 
 
-def test_a_format_that_there_is_not_is_an_error_that_names_the_flag() -> None:
+def test_an_unknown_format_is_an_error_with_the_flag() -> None:
     with pytest.raises(GenserveError, match="--log-format"):
         log_settings(log_format="xml")
 
@@ -123,7 +123,7 @@ def test_unknown_names_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"log_format": "xml"}, {"log_file": "/tmp/x"}])
-def test_what_cannot_be_is_refused_and_nothing_is_changed(changes: dict[str, object]) -> None:
+def test_an_invalid_change_is_rejected_and_changes_nothing(changes: dict[str, object]) -> None:
     settings = log_settings()
     with pytest.raises(InferenceError):
         settings.update({"log_info": False, **changes})

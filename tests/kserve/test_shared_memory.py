@@ -26,7 +26,7 @@ def memory() -> SharedMemory:
     return SharedMemory(allowed=True)
 
 
-def test_a_region_is_a_window_onto_the_object(memory: SharedMemory, key: str) -> None:
+def test_a_region_reads_and_writes_its_range_of_the_object(memory: SharedMemory, key: str) -> None:
     memory.register("r", key=key, offset=32, byte_size=16)
     assert bytes(memory.part("r", offset=4, byte_size=2).read()) == bytes([36, 37])
     memory.part("r", offset=0, byte_size=8).store(Tensor("Y", np.array([7], np.uint8)))
@@ -36,7 +36,7 @@ def test_a_region_is_a_window_onto_the_object(memory: SharedMemory, key: str) ->
 @pytest.mark.parametrize(
     ("offset", "byte_size"), [(16, 1), (15, 2), (0, 17), (0, 0), (2**63, 1), (-4, 4)]
 )
-def test_nothing_outside_of_a_region_is_seen(memory, key: str, offset: int, byte_size: int) -> None:
+def test_a_part_must_lie_within_its_region(memory, key: str, offset: int, byte_size: int) -> None:
     memory.register("r", key=key, offset=0, byte_size=16)
     with pytest.raises(InferenceError, match="for shared memory region: 'r'"):
         memory.part("r", offset=offset, byte_size=byte_size)
@@ -49,12 +49,12 @@ def test_a_region_must_lie_within_the_object(memory, key: str, offset: int, byte
 
 
 @pytest.mark.parametrize("key", ["/nowhere-to-be-found", "", "/", "/..", "/../etc/passwd", "a/b", "/a\0b"])
-def test_a_key_names_an_object_and_no_other_file(memory: SharedMemory, key: str) -> None:
+def test_a_key_cannot_name_other_files(memory: SharedMemory, key: str) -> None:
     with pytest.raises(InferenceError, match="Unable to open shared memory region"):
         memory.register("r", key=key, offset=0, byte_size=8)
 
 
-def test_a_name_is_taken_until_it_is_given_back(memory: SharedMemory, key: str) -> None:
+def test_a_name_is_taken_until_it_is_unregistered(memory: SharedMemory, key: str) -> None:
     memory.register("r", key=key, offset=0, byte_size=8)
     part = memory.part("r", offset=0, byte_size=8)
     with pytest.raises(InferenceError, match="shared memory region 'r' already in manager") as caught:
@@ -76,7 +76,7 @@ def test_an_output_that_is_too_large_is_not_written(memory: SharedMemory, key: s
     assert bytes(target.read()) == b"\0\1\2"
 
 
-def test_an_object_that_was_made_smaller_is_an_error(memory: SharedMemory, key: str) -> None:
+def test_a_shrunk_object_is_an_error(memory: SharedMemory, key: str) -> None:
     memory.register("r", key=key, offset=16, byte_size=32)
     part = memory.part("r", offset=16, byte_size=8)
     os.truncate(f"/dev/shm{key}", 36)
@@ -90,7 +90,7 @@ def test_an_object_that_was_made_smaller_is_an_error(memory: SharedMemory, key: 
     assert Path(f"/dev/shm{key}").stat().st_size == 36
 
 
-def test_an_object_is_let_go_once_its_region_is(memory: SharedMemory, key: str) -> None:
+def test_an_object_is_closed_with_its_region(memory: SharedMemory, key: str) -> None:
     def is_open() -> bool:
         return Path("/dev/shm", key[1:]) in [path.resolve() for path in Path("/proc/self/fd").iterdir()]
 
@@ -100,7 +100,7 @@ def test_an_object_is_let_go_once_its_region_is(memory: SharedMemory, key: str) 
     assert not is_open()
 
 
-def test_where_it_is_not_allowed_nothing_is_registered(key: str) -> None:
+def test_disabled_shared_memory_rejects_regions(key: str) -> None:
     closed = SharedMemory(allowed=False)
     with pytest.raises(InferenceError, match="Client shared memory is disabled") as caught:
         closed.register("r", key=key, offset=0, byte_size=8)

@@ -17,7 +17,7 @@ def num_traced(settings: TraceSettings, *, model: str = "m", of: int = 6) -> int
     return sum(settings.sample(model) is not None for _ in range(of))
 
 
-def test_a_models_settings_lie_over_the_servers() -> None:
+def test_settings_of_a_model_override_the_servers() -> None:
     settings = TraceSettings()
     settings.update({"trace_rate": "5"}, model="m")
     settings.update({"trace_rate": "7", "log_frequency": "2"})
@@ -43,7 +43,7 @@ def test_a_models_settings_lie_over_the_servers() -> None:
         ),
     ],
 )
-def test_bad_changes_are_refused_whole(changes: dict[str, object], text: str) -> None:
+def test_an_invalid_change_is_rejected_completely(changes: dict[str, object], text: str) -> None:
     settings = TraceSettings()
     with pytest.raises(InferenceError) as caught:
         settings.update({"log_frequency": "3", **changes})
@@ -51,17 +51,17 @@ def test_bad_changes_are_refused_whole(changes: dict[str, object], text: str) ->
     assert settings.values() == TraceSettings().values()
 
 
-def test_the_file_is_not_for_clients() -> None:
+def test_clients_cannot_change_the_trace_file() -> None:
     with pytest.raises(InferenceError) as caught:
         TraceSettings().update({"trace_file": "x"})
     assert caught.value.status is Status.UNSUPPORTED
 
 
-def test_levels_that_nobody_knows_are_off() -> None:
+def test_unknown_levels_are_ignored() -> None:
     assert TraceSettings().update({"trace_level": ["FOO"]})["trace_level"] == ["OFF"]
 
 
-def test_nothing_is_traced_without_a_level(with_file) -> None:
+def test_without_a_level_nothing_is_traced(with_file) -> None:
     assert num_traced(with_file) == 0
     assert not with_file.enabled
     with_file.update({"trace_level": ["TIMESTAMPS"]}, model="m")
@@ -69,7 +69,7 @@ def test_nothing_is_traced_without_a_level(with_file) -> None:
     assert (num_traced(with_file), num_traced(with_file, model="other")) == (6, 0)
 
 
-def test_levels_add_up_and_unknown_ones_change_nothing(with_file) -> None:
+def test_levels_are_combined_and_unknown_ones_ignored(with_file) -> None:
     both = ["TIMESTAMPS", "TENSORS"]
     assert with_file.update({"trace_level": ["TENSORS", "FOO", "TIMESTAMPS"]})["trace_level"] == both
     assert with_file.update({"trace_level": ["FOO"]})["trace_level"] == both
@@ -78,7 +78,7 @@ def test_levels_add_up_and_unknown_ones_change_nothing(with_file) -> None:
     assert (trace.has_timestamps, trace.has_tensors) == (True, True)
 
 
-def test_what_is_left_of_a_count_is_told_and_outlives_other_changes(with_file) -> None:
+def test_the_remaining_count_is_returned_and_survives_other_changes(with_file) -> None:
     with_file.update({"trace_level": ["TIMESTAMPS"], "trace_count": "4"})
     assert num_traced(with_file, of=2) == 2
     assert with_file.values()["trace_count"] == "2"
@@ -90,7 +90,7 @@ def test_what_is_left_of_a_count_is_told_and_outlives_other_changes(with_file) -
     assert with_file.update({"trace_count": None}, model="")["trace_count"] == "-1"
 
 
-def test_a_count_of_a_models_own_is_not_changed_with_the_servers(with_file) -> None:
+def test_the_count_of_a_model_does_not_change_with_the_servers(with_file) -> None:
     with_file.update({"trace_level": ["TIMESTAMPS"]})
     with_file.update({"trace_count": "3"}, model="m")
     assert num_traced(with_file, of=1) == 1
@@ -98,20 +98,20 @@ def test_a_count_of_a_models_own_is_not_changed_with_the_servers(with_file) -> N
     assert (with_file.values("m")["trace_count"], with_file.values()["trace_count"]) == ("2", "9")
 
 
-def test_a_rate_of_zero_is_refused_where_something_is_traced(with_file) -> None:
+def test_a_rate_of_zero_is_rejected_with_a_level(with_file) -> None:
     assert with_file.update({"trace_rate": "0"})["trace_rate"] == "0"
     with pytest.raises(InferenceError, match="setting :sample rate must be non-zero"):
         with_file.update({"trace_level": ["TIMESTAMPS"]})
     assert with_file.values()["trace_level"] == ["OFF"]
 
 
-def test_a_file_in_no_folder_is_refused_at_the_start(tmp_path) -> None:
-    with pytest.raises(GenserveError, match="its folder is not there") as caught:
+def test_a_trace_file_in_a_missing_folder_is_rejected_at_startup(tmp_path) -> None:
+    with pytest.raises(GenserveError, match="its folder does not exist") as caught:
         TraceSettings({"trace_file": str(tmp_path / "none" / "t.json")})
     assert "--trace-config triton,file=" in caught.value.remedy
 
 
-def test_the_flag_is_read_as_tritonserver_reads_it() -> None:
+def test_trace_config_is_parsed_as_in_tritonserver() -> None:
     words = ("triton,file=/t.json", "triton,log-frequency=50", "rate=100", "count=-1", "mode=triton")
     assert read_trace_config((*words, "level=min", "level=tensors")) == {
         "trace_file": "/t.json",
@@ -128,25 +128,25 @@ def test_the_flag_is_read_as_tritonserver_reads_it() -> None:
     [
         ("mode=opentelemetry", "the only mode is triton"),
         ("opentelemetry,url=localhost", "the only mode is triton"),
-        ("file=/t.json", "there are level=, rate=, count=, triton,file=, triton,log-frequency="),
-        ("rate", "there are level="),
-        ("triton,file=", "there are level="),
-        ("level=TENSOR", "a level is OFF, TIMESTAMPS or TENSORS"),
-        ("rate=often", "a whole number"),
+        ("file=/t.json", "use one of level=, rate=, count=, triton,file=, triton,log-frequency="),
+        ("rate", "use one of level="),
+        ("triton,file=", "use one of level="),
+        ("level=TENSOR", "use one of the levels OFF, TIMESTAMPS, TENSORS"),
+        ("rate=often", "use an integer"),
     ],
 )
-def test_what_the_flag_cannot_do_is_refused_by_name(word: str, remedy: str) -> None:
+def test_unsupported_trace_config_is_rejected_by_name(word: str, remedy: str) -> None:
     with pytest.raises(GenserveError, match=word) as caught:
         read_trace_config((word,))
     assert remedy in caught.value.remedy
 
 
-def test_a_level_without_a_file_is_refused_at_the_start() -> None:
+def test_a_level_without_a_file_is_rejected_at_startup() -> None:
     with pytest.raises(InferenceError, match="trace file name is not given"):
         TraceSettings(read_trace_config(("level=TIMESTAMPS",)))
 
 
-def test_to_ask_what_holds_does_not_begin_to_count_anew(with_file) -> None:
+def test_reading_settings_does_not_reset_counts(with_file) -> None:
     with_file.update({"trace_level": ["TIMESTAMPS"], "trace_rate": "2"})
     assert num_traced(with_file, of=1) == 0
     with_file.update({})

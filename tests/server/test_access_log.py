@@ -17,7 +17,7 @@ import tritonclient.grpc as triton
 
 from tests.live import LiveServer
 from tests.models import write_model
-from tests.server.test_server import (
+from tests.server.test_api_server import (
     LONG,
     LONG_CHAT,
     line_with,
@@ -94,7 +94,7 @@ def speaking(tmp_path: Path) -> Iterator[Log]:
         ("/v2/models/tiny/generate_stream", {"text_input": "{}", "max_tokens": 3, "stream": True}),
     ],
 )
-def test_generated_text_is_one_line_with_what_it_cost_and_nothing_of_what_was_said(generating, path, body):
+def test_a_generation_is_one_line_with_counts_and_without_text(generating, path, body):
     content = json.dumps(body).replace("{}", "swordfish")
     given = f"one-{path.strip('/').replace('/', '-')}"
     headers = {"x-request-id": given, "content-type": "application/json"}
@@ -132,7 +132,7 @@ def test_several_answers_are_counted_together(generating, more):
         ("POST", "/v2/models/tiny/generate", {"text_input": "x", "max_tokens": 0}, "400 .*=invalid_request"),
     ],
 )
-def test_what_is_refused_is_a_warning_with_its_id_and_its_code(generating, method, path, body, told):
+def test_a_rejected_request_is_a_warning_with_id_and_code(generating, method, path, body, told):
     answer = generating.http.request(method, path, json=body)
     line = generating.line(f"[{answer.headers['x-request-id']}]")
     plain = path.partition("?")[0]
@@ -140,7 +140,7 @@ def test_what_is_refused_is_a_warning_with_its_id_and_its_code(generating, metho
     assert "swordfish" not in generating.file.read_text()
 
 
-def test_a_client_that_leaves_and_one_that_finds_no_room_are_in_the_log(generating, monkeypatch):
+def test_disconnects_and_full_queues_are_logged(generating, monkeypatch):
     slow_down(generating.server, monkeypatch)
     loop = generating.server.model.engine
     clients = []
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_and_one_that_finds_no_room_are_in_the_log(generati
     assert re.search("INFO .* 200 model=tiny .* ending=cancelled", generating.line("[leaves-0]"))
 
 
-def test_probes_and_scrapes_and_inferences_are_told_at_a_verbose_level_alone(speaking):
+def test_probes_scrapes_and_inferences_are_logged_at_the_verbose_level(speaking):
     paths = ("/health", "/metrics", "/v2/health/live", "/v2/health/ready", "/v2/models/speaks", "/v2")
     for number in range(2):
         for path in paths:
@@ -170,13 +170,13 @@ def test_probes_and_scrapes_and_inferences_are_told_at_a_verbose_level_alone(spe
     speaking.server.server.services.log_settings.update({"log_verbose_level": 0})
 
 
-def test_routes_of_kserve_give_the_id_back(speaking):
+def test_kserve_routes_return_the_request_id(speaking):
     assert speaking.infer("speaks", 1, **{"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     made_up = {speaking.http.get("/v2").headers["x-request-id"] for _ in range(3)}
     assert len(made_up) == 3
 
 
-def test_why_a_request_is_refused_is_told_at_a_verbose_level(speaking):
+def test_the_reason_of_a_rejection_is_logged_at_the_verbose_level(speaking):
     for level, id_ in ((0, "short"), (1, "long")):
         speaking.http.post("/v2/logging", json={"log_verbose_level": level})
         speaking.infer("nobody", 1, **{"x-request-id": id_})
@@ -185,7 +185,7 @@ def test_why_a_request_is_refused_is_told_at_a_verbose_level(speaking):
     speaking.http.post("/v2/logging", json={"log_verbose_level": 0})
 
 
-def test_a_class_that_is_switched_off_is_not_written(speaking):
+def test_a_level_that_is_switched_off_is_not_logged(speaking):
     speaking.http.post("/v2/logging", json={"log_warning": False})
     speaking.infer("nobody", 1, **{"x-request-id": "unseen"})
     speaking.http.post("/v2/logging", json={"log_warning": True}, headers={"x-request-id": "seen"})
@@ -193,7 +193,7 @@ def test_a_class_that_is_switched_off_is_not_written(speaking):
     assert not speaking.lines("[unseen]")
 
 
-def test_nothing_from_outside_begins_a_line_or_drives_a_terminal(speaking):
+def test_client_text_cannot_begin_a_line_or_control_a_terminal(speaking):
     forged = "2026-01-01 00:00:00,000 ERROR genserve: forged"
     escapes = "%0d%0a2026-01-01%2000:00:00,000%20ERROR%20genserve:%20forged%1b%5b2J%e2%80%a8%c2%9b"
     speaking.http.get(f"/{escapes}")
@@ -224,7 +224,7 @@ def test_nothing_from_outside_begins_a_line_or_drives_a_terminal(speaking):
         assert line.isprintable()
 
 
-def test_the_key_is_not_in_the_log_and_who_lacks_it_is(tmp_path):
+def test_the_api_key_is_not_logged_but_requests_without_it_are(tmp_path):
     write_model(tmp_path / "repository", "speaks", code=SPEAKS)
     for log in logged(tmp_path / "repository", tmp_path, api_key="swordfish", log_verbose=1):
         right = {"authorization": "Bearer swordfish"}
@@ -239,7 +239,7 @@ def test_the_key_is_not_in_the_log_and_who_lacks_it_is(tmp_path):
         assert "sword" not in log.file.read_text()
 
 
-def test_calls_of_grpc_are_told_as_requests_are(generating):
+def test_grpc_calls_are_logged_like_http_requests(generating):
     text = triton.InferInput("text_input", [1, 1], "BYTES")
     tokens = triton.InferInput("max_tokens", [1, 1], "INT32")
     text.set_data_from_numpy(np.array([[b"swordfish"]], object))
@@ -265,7 +265,7 @@ def test_calls_of_grpc_are_told_as_requests_are(generating):
     assert "swordfish" not in generating.file.read_text()
 
 
-def test_the_file_has_the_servers_life_and_stderr_nothing(tmp_path):
+def test_with_a_log_file_nothing_is_on_stderr(tmp_path):
     file = tmp_path / "log"
     write_model(tmp_path / "repository", "speaks", code=SPEAKS)
     with serving(tmp_path / "repository", f"--log-file={file}", "--log-format=ISO8601") as process:
@@ -296,7 +296,7 @@ def test_the_file_has_the_servers_life_and_stderr_nothing(tmp_path):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z " + words, line)
 
 
-def test_without_a_file_the_same_is_on_stderr(tmp_path):
+def test_without_a_log_file_the_log_is_on_stderr(tmp_path):
     write_model(tmp_path / "repository", "speaks", code=SPEAKS)
     with serving(tmp_path / "repository", "--log-info=false") as process:
         url = line_with(process, "Ready at").split()[2]
@@ -306,14 +306,14 @@ def test_without_a_file_the_same_is_on_stderr(tmp_path):
     assert "GET /nothing 404" in line
 
 
-def test_a_log_file_that_cannot_be_written_ends_the_start_with_a_remedy(tmp_path):
+def test_an_unwritable_log_file_ends_startup_with_a_remedy(tmp_path):
     write_model(tmp_path / "repository", "speaks", code=SPEAKS)
     with serving(tmp_path / "repository", f"--log-file={tmp_path}/none/log") as process:
         assert "remedy: set --log-file" in process.communicate(timeout=60)[1]
         assert process.returncode == 1
 
 
-def test_a_model_that_is_not_loaded_is_told_with_the_reason(tmp_path):
+def test_a_failed_load_is_logged_with_the_reason(tmp_path):
     (tmp_path / "repository" / "broken").mkdir(parents=True)
     (tmp_path / "repository" / "broken" / "config.pbtxt").write_text('backend: "python"\nnonsense: 1\n')
     with serving(tmp_path / "repository", "--no-exit-on-error") as process:

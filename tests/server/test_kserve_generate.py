@@ -79,7 +79,7 @@ def events(response: httpx2.Response) -> list[dict[str, object]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_members_that_are_no_inputs_are_parameters(server) -> None:
+def test_members_other_than_inputs_are_parameters(server) -> None:
     body = {"text_input": "a b", "max_tokens": 2, "id": "q1", "foo": 1, "parameters": {"bar": "x"}}
     answer = post(server, "generate", body)
     assert answer.json() == {
@@ -98,14 +98,14 @@ def test_each_response_is_an_event(server) -> None:
     assert [event["text_output"] for event in events(answer)] == ["a", "b", "c"]
 
 
-def test_parameters_of_a_response_take_no_place_that_is_ours(server) -> None:
+def test_parameters_of_a_response_cannot_replace_our_members(server) -> None:
     evil = dict.fromkeys(("id", "model_name", "model_version", "Y"), "evil")
     answer = post(server, "odd", {"X": json.dumps(evil), "id": "q"})
     assert answer.json() == {"id": "q", "model_name": "odd", "model_version": "1", "Y": 1}
 
 
 @pytest.mark.parametrize("how", ["generate", "generate_stream", "infer"])
-def test_an_answer_that_json_cannot_have_is_an_error(server, how: str) -> None:
+def test_an_output_without_json_representation_is_an_error(server, how: str) -> None:
     body: dict[str, object] = {"X": json.dumps({"half": "\ud800"})}
     if how == "infer":
         body = {"inputs": [{"name": "X", "datatype": "BYTES", "shape": [1], "data": [body["X"]]}]}
@@ -117,23 +117,23 @@ def test_an_answer_that_json_cannot_have_is_an_error(server, how: str) -> None:
     )
 
 
-def test_the_text_of_an_error_need_not_be_utf_8(server) -> None:
+def test_an_error_message_with_invalid_utf_8_is_sent(server) -> None:
     answer = post(server, "odd", {"X": json.dumps({"raise": "bad \ud800"})})
     assert "bad ?" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(("grid", "shape"), [([1, 2, 3, 4], [1, 2, 2]), ([], [1, 0, 2])])
-def test_a_flat_list_fills_the_open_dimensions_from_within(server, grid, shape) -> None:
+def test_a_flat_list_fills_the_last_variable_dimension(server, grid, shape) -> None:
     assert post(server, "generate_batch", {"PROMPT": "a", "GRID": grid}).json()["SHAPE"] == shape
 
 
-def test_a_list_that_fits_no_shape_is_refused(server) -> None:
+def test_a_list_that_fits_no_shape_is_rejected(server) -> None:
     answer = post(server, "generate_batch", {"PROMPT": "a", "GRID": [1, 2, 3]})
     text = "The schema can not convert input 'GRID' to tensor with proper shape"
     assert (answer.status_code, answer.json()) == (400, {"error": text})
 
 
-def test_several_responses_are_no_answer_to_generate(server) -> None:
+def test_several_responses_are_an_error_in_generate(server) -> None:
     answer = post(server, "repeat", {"N": 2})
     assert answer.status_code == 200
     assert answer.json()["error"].startswith("generate expects model to produce exactly 1 response")
@@ -164,13 +164,15 @@ def test_no_response_is_an_empty_stream(server) -> None:
         (b'{"max_tokens":{}}', 500, "Unable to parse 'data': attempt to access JSON non-signed-integer"),
     ],
 )
-def test_bad_bodies_are_told_in_tritons_words(server, body: bytes, status: int, text: str) -> None:
+def test_invalid_bodies_are_rejected_with_tritons_message(
+    server, body: bytes, status: int, text: str
+) -> None:
     answer = post(server, "generate", body)
     assert answer.status_code == status
     assert text in answer.json()["error"]
 
 
-def test_a_client_that_leaves_a_stream_cancels_it(server, caplog) -> None:
+def test_a_disconnect_cancels_a_stream(server, caplog) -> None:
     caplog.set_level(logging.DEBUG, logger="genserve")
     body = b'{"N": 100000000}'
     with server.connect() as connection:

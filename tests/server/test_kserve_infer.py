@@ -73,14 +73,14 @@ def add_sub_inputs(*, binary: bool = True) -> list[triton.InferInput]:
 
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False])
-def test_numbers_go_there_and_back_in_binary_and_in_json(client, binary_in: bool, binary_out: bool) -> None:
+def test_numbers_round_trip_in_binary_and_in_json(client, binary_in: bool, binary_out: bool) -> None:
     outputs = [triton.InferRequestedOutput(name, binary_data=binary_out) for name in ("SUM", "DIFFERENCE")]
     result = client.infer("add_sub", add_sub_inputs(binary=binary_in), outputs=outputs, request_id="7")
     np.testing.assert_array_equal(result.as_numpy("SUM"), np.array([[1 + np.float32(0.1), 0.5]], np.float32))
     assert result.get_response()["id"] == "7"
 
 
-def test_all_outputs_come_where_none_is_asked_for(client) -> None:
+def test_without_requested_outputs_all_are_returned(client) -> None:
     result = client.infer("add_sub", add_sub_inputs())
     assert result.as_numpy("SUM").shape == result.as_numpy("DIFFERENCE").shape == (1, 2)
 
@@ -92,7 +92,7 @@ async def test_the_asyncio_client_is_served_too(server) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_requests_and_responses_may_be_compressed(client, algorithm: str) -> None:
+def test_requests_and_responses_can_be_compressed(client, algorithm: str) -> None:
     result = client.infer(
         "add_sub",
         add_sub_inputs(),
@@ -102,7 +102,7 @@ def test_requests_and_responses_may_be_compressed(client, algorithm: str) -> Non
     assert result.as_numpy("SUM")[0, 1] == 0.5
 
 
-def test_broken_compression_is_refused(server) -> None:
+def test_invalid_compression_is_rejected(server) -> None:
     refused = post(server, "add_sub", b"no gzip", content_encoding="gzip")
     assert (refused.status_code, refused.json()["error"]) == (
         400,
@@ -112,7 +112,7 @@ def test_broken_compression_is_refused(server) -> None:
     assert post(server, "add_sub", cut, content_encoding="deflate").status_code == 400
 
 
-def test_unknown_compression_is_answered_with_what_there_is(server) -> None:
+def test_unknown_compression_is_rejected_with_the_supported_ones(server) -> None:
     answer = post(server, "add_sub", {}, content_encoding="br")
     assert (answer.status_code, answer.headers["accept-encoding"]) == (501, "gzip, deflate")
 
@@ -151,7 +151,7 @@ def test_fp32_is_printed_as_a_double(server) -> None:
     assert b'"data":[0.10000000149011612,1.0]' in post(server, "types", body).content
 
 
-def test_inputs_behind_a_string_are_aligned_and_writable(server) -> None:
+def test_inputs_after_a_string_are_aligned_and_writable(server) -> None:
     head = json.dumps(
         {
             "inputs": [
@@ -168,13 +168,13 @@ def test_inputs_behind_a_string_are_aligned_and_writable(server) -> None:
     }
 
 
-def test_a_body_may_be_nothing_but_the_only_input(server) -> None:
+def test_a_raw_body_is_the_only_input(server) -> None:
     answer = post(server, "pass", np.int32(5).tobytes(), inference_header_content_length="0")
     head_length = int(answer.headers["inference-header-content-length"])
     assert np.frombuffer(answer.content[head_length:], np.int32) == [5]
 
 
-def test_classes_come_with_their_labels(client) -> None:
+def test_classification_includes_labels(client) -> None:
     outputs = [triton.InferRequestedOutput("Y", class_count=2)]
     x = np.array([[1, 3, 2], [9, 8, 7]], np.float32)
     result = client.infer("labelled", [input_of("X", x, "FP32")], outputs=outputs)
@@ -258,12 +258,14 @@ def test_an_error_of_the_model_has_the_status_of_its_code(server, code: str, sta
         ),
     ],
 )
-def test_bad_requests_are_told_in_tritons_words(server, body: bytes, status: int, text: str) -> None:
+def test_invalid_requests_are_rejected_with_tritons_message(
+    server, body: bytes, status: int, text: str
+) -> None:
     answer = post(server, "add_sub", body)
     assert (answer.status_code, answer.json()["error"]) == (status, text)
 
 
-def test_a_json_text_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+def test_json_beyond_the_size_limit_is_rejected(tmp_path: Path) -> None:
     copy_models(("pass",), tmp_path)
     with LiveKServe(tmp_path, http_max_input_size=100) as small:
         answer = post(small, "pass", b" " * 101)
@@ -271,13 +273,13 @@ def test_a_json_text_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     assert answer.json()["error"].startswith("request JSON size of 101 bytes exceeds the maximum allowed")
 
 
-def test_a_decoupled_model_is_refused_with_the_way_out(server) -> None:
+def test_infer_of_a_decoupled_model_is_rejected_with_a_remedy(server) -> None:
     answer = post(server, "repeat", {})
     assert answer.status_code == 501
     assert "generate_stream" in answer.json()["remedy"]
 
 
-def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
+def test_a_disconnect_cancels_the_inference(server, client) -> None:
     waiting = input_of("WAIT", np.array([True]), "BOOL", binary=False)
     body = json.dumps({"inputs": [waiting._get_tensor()]}).encode()
     with server.connect() as connection:
@@ -291,7 +293,7 @@ def test_a_client_that_leaves_cancels_its_inference(server, client) -> None:
 
 
 @pytest.mark.parametrize(("size", "status"), [(2**20, 500), (2**22, 400)])
-def test_a_compressed_body_is_read_up_to_the_limit(tmp_path: Path, size: int, status: int) -> None:
+def test_a_compressed_body_is_limited_after_decompression(tmp_path: Path, size: int, status: int) -> None:
     copy_models(("pass",), tmp_path)
     compressor = zlib.compressobj(wbits=31)
     body = compressor.compress(bytes(size)) + compressor.flush()
@@ -317,14 +319,14 @@ MANY = "9" * 5000
         ("pass/infer", MANY, "inference header size should be in range"),
     ],
 )
-def test_a_number_of_thousands_of_digits_is_refused(server, path: str, header: str, text: str) -> None:
+def test_a_number_with_thousands_of_digits_is_rejected(server, path: str, header: str, text: str) -> None:
     headers = {"Inference-Header-Content-Length": header} if header else {}
     answer = httpx2.post(f"{server.url}/v2/models/{path}", content=b"{}", headers=headers)
     assert (answer.status_code, answer.json()["error"][: len(text)]) == (400, text)
 
 
 @pytest.mark.parametrize("before", ["", "NaN,"])
-def test_a_number_of_thousands_of_digits_is_no_data(server, before: str) -> None:
+def test_a_number_with_thousands_of_digits_is_not_data(server, before: str) -> None:
     entry = {"name": "X", "shape": [1], "datatype": "INT32", "data": [0]}
     body = json.dumps({"inputs": [entry]}).replace("[0]", f"[{before}-{MANY}]").encode()
     for how, content in (("infer", body), ("generate", b'{"X": %s}' % MANY.encode())):
@@ -333,7 +335,7 @@ def test_a_number_of_thousands_of_digits_is_no_data(server, before: str) -> None
 
 
 @pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [1] * 100, [2**40, 2**40]])
-def test_a_shape_that_no_array_has_is_refused(server, shape: list[int]) -> None:
+def test_an_impossible_shape_is_rejected(server, shape: list[int]) -> None:
     entry = {"name": "INPUT0", "shape": shape, "datatype": "FP32"}
     for more in ({"data": []}, {"data": [1.0]}):
         answer = post(server, "add_sub", {"inputs": [entry | more]})

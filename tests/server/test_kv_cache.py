@@ -74,7 +74,7 @@ def metric(server: LiveServer, name: str) -> float:
     return float(re.search(rf"^{name}{{model=\"tiny\"}} (\S+)$", text, re.MULTILINE)[1])
 
 
-def test_a_prefix_is_computed_once_and_changes_nothing_in_the_answer(shared, alone):
+def test_a_shared_prefix_is_computed_once_and_does_not_change_the_answer(shared, alone):
     queries, hits = (
         metric(shared, f"genserve_prefix_cache_{kind}_total") for kind in ("queries", "hits")
     )
@@ -86,7 +86,7 @@ def test_a_prefix_is_computed_once_and_changes_nothing_in_the_answer(shared, alo
     assert metric(shared, "genserve_prefix_cache_queries_total") - queries > 3 * 600
 
 
-def test_the_next_turn_of_a_chat_begins_behind_the_last(shared):
+def test_the_next_turn_of_a_chat_reuses_the_cache_of_the_last(shared):
     first, _ = ask(shared, "turn")
     messages = [
         {"role": "user", "content": "turn"},
@@ -97,7 +97,7 @@ def test_the_next_turn_of_a_chat_begins_behind_the_last(shared):
     assert cached >= len("turn")
 
 
-def test_tenants_with_different_salts_never_share_and_with_the_same_one_do(shared):
+def test_only_requests_with_the_same_cache_salt_share_prefixes(shared):
     content = f"{PREFIX} of a tenant"[::-1]
     cached = [ask(shared, content, **salt)[1] for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}) * 2]
     assert cached[:3] == [0, 0, 0]
@@ -118,14 +118,14 @@ def test_the_client_sends_the_salt_and_reads_what_was_cached(shared):
             assert usage.cached_tokens >= usage.prompt_tokens - 16
 
 
-def test_an_empty_salt_is_refused_by_name(shared):
+def test_an_empty_cache_salt_is_rejected(shared):
     body = {"messages": [{"role": "user", "content": "x"}], "cache_salt": ""}
     reply = httpx2.post(f"{shared.url}/v1/chat/completions", json=body, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "cache_salt"
 
 
-def test_what_the_cache_can_never_hold_is_refused_with_the_figure_and_the_remedy(small):
+def test_a_request_larger_than_the_kv_cache_is_rejected_with_a_remedy(small):
     body = {"messages": [{"role": "user", "content": PREFIX}]}
     reply = httpx2.post(f"{small.url}/v1/chat/completions", json=body, timeout=60)
     assert reply.status_code == 400
@@ -133,7 +133,7 @@ def test_what_the_cache_can_never_hold_is_refused_with_the_figure_and_the_remedy
     assert "kv_cache_bytes" in reply.text
 
 
-def test_more_than_the_cache_holds_at_once_is_answered_all_the_same(small, alone):
+def test_concurrent_requests_beyond_the_kv_cache_are_all_answered(small, alone):
     prompts = [f"{i} {PREFIX[:60]}" for i in range(6)]  # each fits, all together do not
 
     async def all_at_once() -> list[str]:

@@ -46,18 +46,18 @@ def test_the_stream_follows_openais_order(http):
     assert text == whole
 
 
-def test_without_stream_options_no_chunk_has_a_usage(http):
+def test_without_stream_options_no_chunk_has_usage(http):
     assert all("usage" not in part for part in chunks(chat(http, stream=True)))
 
 
-def test_token_ids_are_there_when_asked_for(http):
+def test_token_ids_are_returned_on_request(http):
     whole = chat(http, return_token_ids=True).json()["choices"][0]["token_ids"]
     parts = chunks(chat(http, stream=True, return_token_ids=True))
     assert len(whole) == 8
     assert [i for part in parts for i in part["choices"][0].get("token_ids", [])] == whole
 
 
-def test_the_token_ids_of_the_prompt_are_beside_them(http, tiny_server):
+def test_the_token_ids_of_the_prompt_are_returned_with_them(http, tiny_server):
     expected = tiny_server.model.tokenizer.encode_chat(read_chat(MESSAGES))
     assert chat(http, return_token_ids=True).json()["prompt_token_ids"] == expected
     first, *others = chunks(chat(http, stream=True, return_token_ids=True))
@@ -85,7 +85,7 @@ def test_the_prompt_of_a_chat_is_scored_as_a_completion_of_its_token_ids_is(http
         assert len(score) in (2, 3)
 
 
-def test_tokens_are_called_by_their_ids_when_asked_for(http):
+def test_tokens_are_named_by_their_ids_on_request(http):
     asked = {"logprobs": True, "logprob_token_ids": [5, 9], "return_tokens_as_token_ids": True}
     choice = chat(http, return_token_ids=True, **asked).json()["choices"][0]
     entries = choice["logprobs"]["content"]
@@ -94,13 +94,13 @@ def test_tokens_are_called_by_their_ids_when_asked_for(http):
         assert {top["token"] for top in entry["top_logprobs"]} == {"token_id:5", "token_id:9"}
 
 
-def test_what_users_send_back_of_an_earlier_answer_is_taken(http):
+def test_messages_of_an_earlier_answer_are_accepted(http):
     earlier = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}
     messages = [*MESSAGES, earlier, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
     assert chat(http, messages=messages).status_code == 200
 
 
-def test_fields_that_change_nothing_are_taken_and_unknown_ones_are_named(http):
+def test_neutral_fields_are_accepted_and_unknown_ones_are_named(http):
     response = chat(
         http, user="me", store=False, n=1, tools=[], response_format={"type": "text"}, colour="red"
     )
@@ -109,7 +109,7 @@ def test_fields_that_change_nothing_are_taken_and_unknown_ones_are_named(http):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_fields_that_mean_nothing_beside_the_others_are_named(http, stream):
+def test_fields_without_effect_are_named(http, stream):
     idle = chat(http, stream=stream, temperature=1, dry_base=3.0, xtc_threshold=0.1, colour="red")
     assert idle.headers["x-genserve-ignored"] == "colour,dry_base"
     acting = chat(http, stream=stream, temperature=1, dry_base=3.0, dry_multiplier=1.0)
@@ -194,7 +194,7 @@ def test_a_bad_request_is_a_4xx_that_names_the_field(http, change, param, status
         assert isinstance(error["code"], str)
 
 
-def test_a_chat_of_too_many_messages_is_refused_with_the_limit(http):
+def test_a_chat_with_too_many_messages_is_rejected_with_the_limit(http):
     for number in (1025, 200_000):
         answer = chat(http, messages=MESSAGES * number)
         assert answer.status_code == 400
@@ -211,7 +211,7 @@ def test_models_are_listed_and_described(http):
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-def test_the_openapi_document_is_whole(http):
+def test_the_openapi_document_is_complete(http):
     document = http.get("/openapi.json").json()
     assert {"/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/health"} <= set(
         document["paths"]
@@ -220,7 +220,7 @@ def test_the_openapi_document_is_whole(http):
     assert body["schema"]["$ref"].endswith("/ChatBody")
 
 
-def test_half_a_surrogate_pair_is_refused_at_its_place(http):
+def test_a_lone_surrogate_is_rejected_with_its_path(http):
     content = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
     response = http.post(
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}

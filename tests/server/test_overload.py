@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from genserve.client import Client
 from genserve.errors import Overloaded
 from tests.live import LiveServer
-from tests.server.test_server import request_bytes, wait_until
+from tests.server.test_api_server import request_bytes, wait_until
 
 # Answers stop after their first token as long as the gate is closed.
 GATED = """
@@ -139,7 +139,7 @@ def check_refusal(path: str, status: int, headers: Any, body: bytes) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_a_full_queue_refuses_on_every_route_with_a_time_to_come_back(
+def test_a_full_queue_is_429_with_retry_after_on_every_route(
     full: Gated, path: str, body: dict[str, Any]
 ) -> None:
     with httpx2.Client(base_url=full.live.url) as http:
@@ -149,7 +149,7 @@ def test_a_full_queue_refuses_on_every_route_with_a_time_to_come_back(
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_a_request_that_waits_too_long_is_refused_before_its_first_byte(
+def test_a_queue_timeout_is_429_before_the_first_byte_on_every_route(
     impatient: Gated, path: str, body: dict[str, Any]
 ) -> None:
     with impatient.send(path, body) as client:
@@ -160,7 +160,7 @@ def test_a_request_that_waits_too_long_is_refused_before_its_first_byte(
     assert impatient.rejections("queue_timeout") == 1
 
 
-def test_what_is_being_prepared_takes_its_place_on_every_route(
+def test_requests_in_preparation_count_against_the_queue_on_every_route(
     tmp_path: Path, tiny_repository: Path
 ) -> None:
     repository = gated(tmp_path, tiny_repository)
@@ -177,7 +177,7 @@ def test_what_is_being_prepared_takes_its_place_on_every_route(
             wait_until(lambda: loop.num_accepted + loop.num_preparing == 0)
 
 
-def test_a_stream_that_runs_goes_on_while_others_are_refused(impatient: Gated) -> None:
+def test_a_running_stream_continues_while_others_are_rejected(impatient: Gated) -> None:
     with impatient.send("/generate", TGI) as client:
         wait_until(lambda: impatient.engine.num_accepted == 2)
         impatient.open_gate()
@@ -190,7 +190,7 @@ def test_a_stream_that_runs_goes_on_while_others_are_refused(impatient: Gated) -
             assert b'"error"' not in line
 
 
-def test_a_client_that_leaves_the_queue_gives_its_place_back(repository: Path) -> None:
+def test_a_disconnect_frees_the_place_in_the_queue(repository: Path) -> None:
     server = Gated(repository)
     try:
         client = server.send("/v1/chat/completions", CHAT | {"stream": True})
@@ -205,7 +205,7 @@ def test_a_client_that_leaves_the_queue_gives_its_place_back(repository: Path) -
         server.close()
 
 
-def test_prompts_that_wait_are_bounded_in_tokens_and_shown_as_metrics(repository: Path) -> None:
+def test_waiting_prompts_are_limited_in_tokens_and_reported_as_metrics(repository: Path) -> None:
     server = Gated(repository, max_queue_tokens=40)     # the first one counts until its step is over
     try:
         waiting = server.send("/generate", TGI | {"inputs": "x" * 25})
@@ -236,14 +236,14 @@ def check_grpc_refusal(error: Any) -> None:
     assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1
 
 
-def test_a_grpc_stream_goes_on_behind_a_refusal(full: Gated) -> None:
+def test_a_grpc_stream_goes_on_after_a_rejection(full: Gated) -> None:
     with grpc.insecure_channel(full.live.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         told = [message.error_message for message in stub.ModelStreamInfer(iter([triton_request()] * 2))]
     assert told == ["1 request is running or waiting; the limit is 1"] * 2
 
 
-def test_infer_of_a_generation_model_is_refused_over_both_protocols(
+def test_infer_of_a_full_generation_model_is_rejected_over_both_protocols(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     folder = gated(tmp_path, tiny_repository)
@@ -281,7 +281,7 @@ def test_our_client_raises_overloaded(full: Gated) -> None:
     assert refused.value.retry_after_s > 0
 
 
-def test_a_client_that_comes_back_when_it_is_told_is_answered(repository: Path) -> None:
+def test_a_client_that_retries_after_the_given_time_is_answered(repository: Path) -> None:
     server = Gated(repository, max_queue=0)
     try:
         hooks = {"response": [lambda _: server.open_gate()]}    # the first answer, a refusal, opens the gate
@@ -294,7 +294,7 @@ def test_a_client_that_comes_back_when_it_is_told_is_answered(repository: Path) 
         server.close()
 
 
-def test_a_server_that_stops_is_unavailable_and_not_full(repository: Path) -> None:
+def test_a_stopping_server_is_503_not_429(repository: Path) -> None:
     server = Gated(repository)
     try:
         server.live.server.services.draining = True

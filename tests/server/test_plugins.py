@@ -39,7 +39,7 @@ def answered(server):
     return answer.text
 
 
-def test_openais_completions_take_them(server, answered):
+def test_openai_completions_accept_plugins(server, answered):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
         completion = client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=40, **DRAWN, extra_body=CALLS
@@ -50,7 +50,7 @@ def test_openais_completions_take_them(server, answered):
         assert completion.choices[0].text == "".join(chunk.choices[0].text for chunk in stream) == answered
 
 
-def test_each_answer_of_a_request_has_plugins_of_its_own(server):
+def test_each_choice_of_a_request_has_its_own_plugins(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
 
         def complete(seed, n):
@@ -61,7 +61,7 @@ def test_each_answer_of_a_request_has_plugins_of_its_own(server):
         assert [c.text for c in together] == [complete(seed, 1)[0].text for seed in (5, 6, 7)]
 
 
-def test_a_chat_takes_them(server):
+def test_a_chat_accepts_plugins(server):
     with Client(server.url) as client:
         answer = client.chat(PROMPT, max_tokens=40, **DRAWN, **CALLS).text
         with client.chat_stream(PROMPT, max_tokens=40, **DRAWN, **CALLS) as stream:
@@ -69,7 +69,7 @@ def test_a_chat_takes_them(server):
     assert not any(char.isdigit() for char in answer)
 
 
-def test_the_ensemble_takes_them_as_parameters_in_json(server, answered):
+def test_the_ensemble_accepts_plugins_as_json_parameters(server, answered):
     parameters = {name: json.dumps(value) for name, value in CALLS.items()} | {"cache_salt": "mine"}
     body = {"text_input": PROMPT, "max_tokens": 40, "temperature": 1.0, "random_seed": 5}
     reply = httpx2.post(f"{server.url}/v2/models/tiny/generate", json=body | {"parameters": parameters})
@@ -87,14 +87,14 @@ def test_the_ensemble_takes_them_as_parameters_in_json(server, answered):
         ({"structured_outputs": "{}"}, "structured_outputs cannot be set by a request parameter"),
     ],
 )
-def test_the_ensemble_refuses_what_they_cannot_be(server, parameters, words):
+def test_the_ensemble_rejects_invalid_plugin_calls(server, parameters, words):
     body = {"text_input": PROMPT, "max_tokens": 1, "parameters": parameters}
     reply = httpx2.post(f"{server.url}/v2/models/tiny/generate", json=body)
     assert reply.status_code == 400
     assert words in reply.json()["error"]
 
 
-def test_parameters_that_ask_for_nothing_or_are_nobodys_are_passed_over(server):
+def test_neutral_and_unknown_parameters_are_ignored(server):
     parameters = {"ignore_eos": False, "stop": "", "priority": 3, "pad_id": 2, "n": 2}
     body = {"text_input": PROMPT, "max_tokens": 1, "parameters": parameters}
     assert httpx2.post(f"{server.url}/v2/models/tiny/generate", json=body).status_code == 200
@@ -110,7 +110,7 @@ def test_parameters_that_ask_for_nothing_or_are_nobodys_are_passed_over(server):
         ({"logits_processors": [{"args": {}}]}, "logits_processors[0].name"),
     ],
 )
-def test_a_wrong_call_is_refused_with_the_path_of_its_field(server, calls, field):
+def test_an_invalid_plugin_call_is_rejected_with_its_path(server, calls, field):
     reply = httpx2.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x"} | calls)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert field in reply.json()["error"]["message"]
@@ -119,7 +119,7 @@ def test_a_wrong_call_is_refused_with_the_path_of_its_field(server, calls, field
     assert reply.json()["error"].count("parameters.") == 1
 
 
-def test_the_list_of_models_names_them_and_their_arguments(server):
+def test_the_list_of_models_describes_plugins_and_their_arguments(server):
     [model] = httpx2.get(f"{server.url}/v1/models").json()["data"]
     assert set(model["logits_processors"]) == {"no_digits"}
     first = model["logits_processors"]["no_digits"]["properties"]["first"]

@@ -79,13 +79,13 @@ def test_the_same_model_answers_over_grpc_and_is_counted_on_both_pages_of_metric
             socket.create_connection((host, int(port)))
 
 
-def test_a_port_may_be_left_closed(repository):
+def test_ports_can_be_disabled(repository):
     with LiveServer(repository, allow_grpc=False, allow_metrics=False) as server:
         assert (server.info.grpc_address, server.info.metrics_url) == ("", "")
 
 
 @pytest.mark.parametrize("setting", ["grpc_port", "metrics_port"])
-def test_a_port_that_is_taken_ends_the_server_with_a_remedy(repository, setting):
+def test_a_taken_port_ends_startup_with_a_remedy(repository, setting):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, setting: taken.getsockname()[1]}
         with pytest.raises(GenserveError, match="cannot listen on") as caught:
@@ -93,7 +93,7 @@ def test_a_port_that_is_taken_ends_the_server_with_a_remedy(repository, setting)
     assert f"--{setting.replace('_', '-')}" in caught.value.remedy
 
 
-def test_a_model_that_fails_at_the_start_ends_the_server_unless_it_may_not(repository):
+def test_a_failed_load_ends_startup_unless_exit_on_error_is_off(repository):
     with_model(repository, "broken", "class TritonPythonModel:\n    def initialize(self, args): 1 / 0\n")
     settings = ServerSettings(model_repository=(repository,), http_port=0, grpc_port=0, metrics_port=0)
     with pytest.raises(InferenceError, match="ZeroDivisionError"):
@@ -123,7 +123,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("route", ["/v2/health/ready", "/health", "/v2/models/slow/ready"])
-def test_a_model_that_ponders_whether_it_is_ready_holds_up_nobody_else(repository, route):
+def test_a_slow_readiness_check_blocks_no_other_request(repository, route):
     folder = with_model(repository, "slow", SLOW) / "slow"
     with LiveServer(repository) as server, ThreadPoolExecutor(2) as pool:
         first, second = pool.submit(httpx2.get, server.url + route), None
@@ -137,7 +137,7 @@ def test_a_model_that_ponders_whether_it_is_ready_holds_up_nobody_else(repositor
         assert second.result() == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_model_that_never_says_whether_it_is_ready_is_not(repository, monkeypatch):
+def test_a_hanging_readiness_check_means_not_ready(repository, monkeypatch):
     monkeypatch.setattr("genserve.server.services._READINESS_TIMEOUT_S", 0.05)
     folder = with_model(repository, "slow", SLOW) / "slow"
     with LiveServer(repository) as server:
@@ -154,7 +154,7 @@ def _health(address):
         return stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status
 
 
-def test_with_explicit_control_nothing_is_loaded_that_was_not_asked_for(repository):
+def test_with_explicit_control_only_requested_models_are_loaded(repository):
     with (
         LiveServer(repository, model_control_mode="explicit") as server,
         client.InferenceServerClient(server.info.grpc_address) as triton,
@@ -167,7 +167,7 @@ def test_with_explicit_control_nothing_is_loaded_that_was_not_asked_for(reposito
 
 
 @pytest.mark.parametrize(("words", "size"), [((), 4), (("onnxruntime,default-max-batch-size=8",), 8)])
-def test_a_graph_that_can_batch_does_so_as_far_as_the_command_line_says(tmp_path, words, size):
+def test_default_max_batch_size_applies_to_graphs_that_can_batch(tmp_path, words, size):
     tensor = (TensorProto.FLOAT, ["batch", 3])
     graph = tmp_path / "same" / "1" / "model.onnx"
     save_onnx(graph, [("Identity", ["x"], ["y"], {})], inputs={"x": tensor}, outputs={"y": tensor})
@@ -176,7 +176,7 @@ def test_a_graph_that_can_batch_does_so_as_far_as_the_command_line_says(tmp_path
     assert config["max_batch_size"] == size
 
 
-def test_servers_that_agree_to_it_share_their_ports(repository):
+def test_servers_can_share_ports(repository):
     settings = {"reuse_http_port": True, "reuse_grpc_port": True}
     with LiveServer(repository, **settings) as first:
         grpc_port = int(first.grpc_url.partition(":")[2])
@@ -189,7 +189,7 @@ def test_servers_that_agree_to_it_share_their_ports(repository):
             ).serve_until_stopped()
 
 
-def test_a_connection_of_grpc_ends_at_the_age_that_is_allowed(tmp_path):
+def test_a_grpc_connection_ends_at_its_maximum_age(tmp_path):
     with_model(tmp_path, "double", WAITING)
     ages = {"grpc_max_connection_age": 50, "grpc_max_connection_age_grace": 50}
     with LiveServer(tmp_path, **ages) as server:
@@ -234,7 +234,7 @@ class Relay:
 
 
 @pytest.mark.parametrize(("level", "is_small"), [("none", False), ("medium", True)])
-def test_responses_of_grpc_are_compressed_as_far_as_is_said(repository, level, is_small):
+def test_grpc_responses_are_compressed_at_the_given_level(repository, level, is_small):
     with LiveServer(repository, grpc_infer_response_compression_level=level) as server:
         relay = Relay(server.grpc_url)
         x = client.InferInput("X", [100_000], "FP32")

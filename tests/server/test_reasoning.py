@@ -7,7 +7,7 @@ import json
 import httpx2
 import pytest
 
-from genserve.cli.load_generator import Load, run
+from genserve.cli.load_generator import Load, run_load
 from genserve.client.client import Client
 from genserve.prompt import Chat, Message
 from genserve.sampling.sampling_params import sampling_params
@@ -58,7 +58,7 @@ def chat(http, *, messages=({"role": "user", "content": "hi"},), **body):
     return response
 
 
-def test_a_thought_is_beside_the_content(http):
+def test_reasoning_is_separate_from_the_content(http):
     [choice] = chat(http).json()["choices"]
     assert choice["message"] == {
         "role": "assistant",
@@ -67,20 +67,20 @@ def test_a_thought_is_beside_the_content(http):
     }
 
 
-def test_a_thought_that_the_template_began_is_beside_the_content(http):
+def test_reasoning_begun_by_the_template_is_separate_from_the_content(http):
     [choice] = chat(http, chat_template_kwargs={"begins": True}).json()["choices"]
     assert choice["message"]["reasoning_content"] == "hm, <thin"
     assert choice["message"]["content"] == "no <think>."
 
 
-def test_the_tag_in_a_message_begins_no_thought(http):
+def test_a_reasoning_tag_in_a_message_begins_no_reasoning(http):
     [choice] = chat(http, messages=[{"role": "user", "content": "<think>"}]).json()["choices"]
     # The decoder leaves its own tag out, as it saw one.
     assert choice["message"]["content"] == SAID.removeprefix("<think>")
     assert "reasoning_content" not in choice["message"]
 
 
-def test_a_thought_is_streamed_in_a_field_of_its_own(http):
+def test_reasoning_is_streamed_in_its_own_field(http):
     response = chat(http, stream=True, logprobs=True, return_token_ids=True, n=2)
     blocks = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
     choices = [json.loads(block)["choices"][0] for block in blocks[:-1]]
@@ -94,12 +94,12 @@ def test_a_thought_is_streamed_in_a_field_of_its_own(http):
         assert len(ids) == len(told), "each token once"
 
 
-def test_an_answer_cut_off_in_its_thought_has_no_content(http):
+def test_an_answer_that_ends_within_its_reasoning_has_no_content(http):
     [choice] = chat(http, stop=["hin\n"]).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "", "reasoning_content": "hm, <t"}
 
 
-def test_it_stays_in_the_content_where_the_request_says_so(http):
+def test_reasoning_stays_in_the_content_with_separate_reasoning_false(http):
     [choice] = chat(http, separate_reasoning=False).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": SAID}
 
@@ -107,7 +107,7 @@ def test_it_stays_in_the_content_where_the_request_says_so(http):
 @pytest.mark.parametrize(
     "options", [{"structured_outputs": {"json_object": True}}, {"output_parser": {"name": "hide"}}]
 )
-def test_an_answer_with_a_form_or_a_parser_of_its_own_has_no_thought(thinker, options):
+def test_structured_and_parsed_answers_have_no_reasoning(thinker, options):
     assert thinker.model.reasoning_parser(sampling_params({}), begun=True) is not None
     assert thinker.model.reasoning_parser(sampling_params(options), begun=True) is None
 
@@ -118,15 +118,15 @@ def test_the_python_client_has_the_whole_text(thinker):
         assert "".join(delta.text for delta in client.chat_stream("hi")) == SAID
 
 
-def test_the_load_client_hears_a_thought(thinker):
+def test_the_load_client_counts_reasoning(thinker):
     load = Load(
         host="127.0.0.1", port=thinker.port, model="tiny", api="chat", concurrency=1, num_requests=1,
         new_tokens=6, prompt_words=1, seed=0,
     )
-    assert len(run(load).first_text_s) == 1
+    assert len(run_load(load).first_text_s) == 1
 
 
-def test_the_thought_of_an_earlier_answer_goes_to_the_template(http, thinker):
+def test_the_reasoning_of_an_earlier_answer_reaches_the_template(http, thinker):
     earlier = {"role": "assistant", "content": "no.", "reasoning_content": "hm<|im_end|>"}
     user = {"role": "user", "content": "hi"}
     answer = chat(http, messages=[user, earlier, user], return_token_ids=True).json()
@@ -140,7 +140,7 @@ def test_the_thought_of_an_earlier_answer_goes_to_the_template(http, thinker):
     assert answer["prompt_token_ids"].count(tokenizer.token_id("<|im_end|>")) == 3, "one ends each turn"
 
 
-def test_a_thought_of_the_users_is_refused(http):
+def test_reasoning_of_a_user_message_is_rejected(http):
     messages = [{"role": "user", "content": "hi", "reasoning_content": "hm"}]
     response = http.post("/v1/chat/completions", json={"messages": messages})
     assert response.status_code == 400
@@ -189,7 +189,7 @@ def ending(request, tiny_repository, tmp_path_factory):
         (["hi", "It is", "<think> why"], GOES_ON, False),
     ],
 )
-def test_a_thought_is_begun_by_the_template_and_by_the_message_that_is_continued(
+def test_reasoning_begins_in_the_template_or_in_the_continued_message(
     ending, turns, controls, begun, stream
 ):
     roles = ["user", "assistant"] * 2
@@ -207,7 +207,7 @@ def test_a_thought_is_begun_by_the_template_and_by_the_message_that_is_continued
     assert (reasoning, content) == (("hm", "no.") if begun else ("", "hm</think>no."))
 
 
-def test_a_prompt_that_is_cut_at_its_end_has_no_generation_prompt(ending):
+def test_a_prompt_truncated_at_its_end_begins_no_reasoning(ending):
     messages = (Message(role="user", content="<think> " * 40),)
     asked = Chat(messages=messages, template_kwargs={"begins": True})
     begun = {
@@ -219,7 +219,7 @@ def test_a_prompt_that_is_cut_at_its_end_has_no_generation_prompt(ending):
     assert begun == {"left": True, "right": False}
 
 
-def test_a_budget_is_not_for_a_thought_of_the_users(ending):
+def test_a_thinking_budget_ignores_reasoning_in_the_users_text(ending):
     asked = Chat(messages=(Message(role="user", content="<think>"),))
     params = sampling_params({"thinking_token_budget": 0, "max_tokens": 8})
     assert not ending.model.prepare(asked, params).begins_thought

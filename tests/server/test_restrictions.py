@@ -41,7 +41,7 @@ OPEN = ["GET /metrics", "GET /docs"]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_restricted_part_of_http_asks_for_its_header_and_the_others_do_not(tmp_path, part):
+def test_only_restricted_parts_of_http_need_the_header(tmp_path, part):
     write_model(tmp_path, "one")
     words = (f"{part}:Admin-Key=secret",)
     with (
@@ -59,7 +59,7 @@ def test_a_restricted_part_of_http_asks_for_its_header_and_the_others_do_not(tmp
 
 
 @pytest.mark.parametrize("part", CALLS)
-def test_a_restricted_part_of_grpc_asks_for_its_metadata_and_the_others_do_not(tmp_path, part):
+def test_only_restricted_parts_of_grpc_need_the_metadata(tmp_path, part):
     write_model(tmp_path, "one")
     with (
         LiveServer(tmp_path, grpc_restricted_protocol=(f"{part}:admin-key=secret",)) as server,
@@ -79,7 +79,7 @@ def test_a_restricted_part_of_grpc_asks_for_its_metadata_and_the_others_do_not(t
                 )
 
 
-def test_restricted_calls_and_streams_of_grpc_are_refused(tmp_path):
+def test_restricted_calls_and_streams_of_grpc_are_rejected(tmp_path):
     write_model(tmp_path, "one")
     words = ("inference,health,model-config:key=secret",)
     with (
@@ -128,7 +128,7 @@ def test_every_route_of_kserve_belongs_to_a_part(tmp_path):
         (["health,trace:key=secret", "trace:other=secret"], "'trace' is restricted twice"),
     ],
 )
-def test_a_restriction_that_means_nothing_is_refused_and_its_secret_not_told(words, message):
+def test_an_invalid_restriction_is_rejected_without_its_secret(words, message):
     with pytest.raises(GenserveError, match=message) as raised:
         parse_restrictions(words)
     assert "secret" not in str(raised.value)

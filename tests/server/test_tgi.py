@@ -30,17 +30,17 @@ def test_generate_answers_the_text_and_counts(http):
     assert int(response.headers["x-prompt-tokens"]) > 0
 
 
-def test_a_score_of_the_prompt_that_beams_do_not_have_is_refused_by_tgis_name(http):
+def test_prompt_logprobs_of_a_beam_search_are_rejected_with_tgis_name(http):
     answer = generate(http, details=True, decoder_input_details=True, use_beam_search=True).json()
     assert answer["field"] == "parameters.decoder_input_details"
 
 
-def test_details_are_left_out_unless_asked_for(http):
+def test_details_are_returned_only_on_request(http):
     assert set(generate(http).json()) == {"generated_text"}
 
 
 @pytest.mark.parametrize("route", ["/", "/generate", "/generate_stream"])
-def test_parameters_that_mean_nothing_beside_the_others_are_named(http, route):
+def test_parameters_without_effect_are_named(http, route):
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 2, "mirostat_tau": 3.0}}
     response = http.post(route, json=body)
     assert response.status_code == 200
@@ -64,14 +64,14 @@ def test_the_stream_has_one_event_per_token_and_the_whole_text_in_the_last(http)
     assert "[DONE]" not in response.text
 
 
-def test_the_root_takes_both_and_answers_a_list(http):
+def test_the_root_route_streams_or_answers_a_list(http):
     body = {"inputs": "hello there", "parameters": {"max_new_tokens": 4}}
     whole = http.post("/", json=body).json()
     stream = events(http.post("/", json=body | {"stream": True}))
     assert whole == [{"generated_text": stream[-1]["generated_text"]}]
 
 
-def test_return_full_text_puts_the_prompt_in_front(http):
+def test_return_full_text_prepends_the_prompt(http):
     text = generate(http).json()["generated_text"]
     assert generate(http, return_full_text=True).json()["generated_text"] == "hello there" + text
 
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(http):
     assert sampled(1) != sampled(2)
 
 
-def test_parameters_that_ask_for_nothing_are_taken(http):
+def test_neutral_values_of_unsupported_parameters_are_accepted(http):
     neutral = {
         "best_of": 1,
         "watermark": False,
@@ -206,7 +206,7 @@ def test_a_bad_request_is_a_4xx_that_names_the_field(http, path, body, field, st
         (b'{"x":' * 100_000, "nested"),
     ],
 )
-def test_broken_json_is_a_422_that_says_what(http, content, words):
+def test_invalid_json_is_a_422_with_the_reason(http, content, words):
     response = http.post("/generate", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 422
     assert words in response.json()["error"]
@@ -227,16 +227,16 @@ def test_a_body_over_the_limit_is_a_413(http):
     assert response.status_code == 413
 
 
-def test_unknown_routes_and_methods_answer_json(http):
+def test_unknown_routes_and_methods_are_json_errors(http):
     assert http.get("/nowhere").status_code == 404
     wrong = http.get("/generate")
     assert wrong.status_code == 405
-    assert wrong.json()["error"] == "this route takes POST, and no other method"
+    assert wrong.json()["error"] == "this route supports only POST"
     assert "POST" in wrong.headers["allow"]
     assert wrong.json()["error"]
 
 
-def test_a_prompt_longer_than_the_context_says_both_numbers(http, tiny_server):
+def test_an_error_for_a_long_prompt_has_both_lengths(http, tiny_server):
     answer = http.post("/generate", json={"inputs": "x " * 1000}).json()
     assert answer["code"] == "context_length_exceeded"
     assert str(tiny_server.model.max_length) in answer["error"]
@@ -248,7 +248,7 @@ def test_info_describes_the_model(http, tiny_server):
     assert info["max_total_tokens"] == tiny_server.model.max_length
 
 
-def test_a_loop_that_ends_without_a_last_token_still_ends_the_stream(tiny_repository, tmp_path):
+def test_a_decoding_loop_that_ends_without_a_token_ends_the_stream(tiny_repository, tmp_path):
     """The decoder stage of a copy stops by returning, after three tokens."""
     repository = shutil.copytree(tiny_repository, tmp_path / "repository")
     (repository / "tiny_decoder" / "1" / "model.py").write_text(

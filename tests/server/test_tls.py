@@ -61,7 +61,7 @@ def trusting(pem: Certificates) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=pem.authority)
 
 
-def test_http_speaks_tls_alone(server, trusting):
+def test_http_with_tls_rejects_plain_text(server, trusting):
     assert server.url.startswith("https://")
     with httpx2.Client(base_url=server.url, verify=trusting) as http:
         assert http.get("/health").json() == {"status": "ok"}
@@ -71,13 +71,13 @@ def test_http_speaks_tls_alone(server, trusting):
         httpx2.get(server.url.replace("https:", "http:"))
 
 
-def test_our_client_trusts_what_the_environment_says(server, pem, monkeypatch):
+def test_our_client_trusts_the_authorities_of_the_environment(server, pem, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(pem.authority))
     with Client(server.url) as client:
         assert client.generate("hi", max_tokens=2).text
 
 
-def test_the_metrics_port_speaks_tls_and_a_slow_handshake_holds_up_nobody(server, trusting):
+def test_a_slow_tls_handshake_does_not_block_the_metrics_port(server, trusting):
     import socket
 
     host, port = server.info.metrics_url.split("/")[2].split(":")
@@ -94,7 +94,7 @@ def test_grpc_speaks_tls(server, pem):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
 
 
-def test_with_an_authority_for_clients_only_those_with_a_certificate_come_in(tiny_repository, pem, trusting):
+def test_with_client_authorities_only_clients_with_a_certificate_connect(tiny_repository, pem, trusting):
     settings = {"ssl_certfile": pem.server, "ssl_keyfile": pem.server_key, "ssl_ca_certs": pem.authority}
     with LiveServer(tiny_repository, **settings) as server:
         for url in (f"{server.url}/health", server.info.metrics_url):
@@ -119,7 +119,7 @@ def test_with_an_authority_for_clients_only_those_with_a_certificate_come_in(tin
                         call(health_pb2.HealthCheckRequest(), timeout=5)
 
 
-def test_a_key_that_is_encrypted_is_refused_and_not_asked_for(tiny_repository, pem, tmp_path):
+def test_an_encrypted_key_is_rejected_without_a_prompt(tiny_repository, pem, tmp_path):
     key = serialization.load_pem_private_key(pem.server_key.read_bytes(), password=None)
     encrypted = tmp_path / "encrypted.key"
     encrypted.write_bytes(
@@ -134,12 +134,12 @@ def test_a_key_that_is_encrypted_is_refused_and_not_asked_for(tiny_repository, p
         Server(ServerSettings(model_repository=(tiny_repository,), **settings))
 
 
-def test_certificates_of_clients_are_enough_for_an_address_of_other_machines(tiny_repository, pem):
+def test_client_certificates_are_enough_for_a_public_address(tiny_repository, pem):
     settings = {"ssl_certfile": pem.server, "ssl_keyfile": pem.server_key, "ssl_ca_certs": pem.authority}
     Server(ServerSettings(model_repository=(tiny_repository,), host="0.0.0.0", **settings))
 
 
-def test_files_that_cannot_be_used_are_named_at_the_start(tiny_repository, pem, tmp_path):
+def test_unusable_certificate_files_are_named_at_startup(tiny_repository, pem, tmp_path):
     (tmp_path / "text.pem").write_text("hello")
     cases = [
         {"ssl_certfile": tmp_path / "none.pem"},

@@ -193,7 +193,7 @@ class _Forward(socketserver.BaseRequestHandler):
             return
 
 
-def test_the_same_page_takes_over_a_server_that_lets_it_in(browser, tmp_path, marker):
+def test_the_same_attack_succeeds_without_protection(browser, tmp_path, marker):
     """Or what the others show would be that the page does nothing."""
     repository = tmp_path / "repository"
     write_model(repository, "one")
@@ -210,7 +210,7 @@ def test_the_same_page_takes_over_a_server_that_lets_it_in(browser, tmp_path, ma
     assert marker.exists()
 
 
-def test_a_page_of_another_origin_gets_nowhere(browser, server, marker):
+def test_a_page_of_another_origin_is_blocked(browser, server, marker):
     with foreign_site() as port:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/")
@@ -221,7 +221,7 @@ def test_a_page_of_another_origin_gets_nowhere(browser, server, marker):
     assert_untouched(server, marker)
 
 
-def test_a_page_whose_name_was_rebound_to_the_server_gets_nowhere(browser, server, marker):
+def test_a_page_with_a_rebound_name_is_blocked(browser, server, marker):
     with foreign_site() as port, Rebinding(port) as name:
         context = browser.new_context()
         page = context.new_page()
@@ -236,7 +236,7 @@ def test_a_page_whose_name_was_rebound_to_the_server_gets_nowhere(browser, serve
         server.stop()  # it holds connections of the browser, and they the port's threads
 
 
-def test_the_page_at_docs_asks_every_route_that_it_offers(browser, tiny_server):
+def test_the_docs_page_calls_every_route_that_it_offers(browser, tiny_server):
     page = browser.new_page()
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))

@@ -8,13 +8,8 @@ from typing import Any
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from genserve.errors import InferenceError
-from genserve.kserve.served_models import (
-    Models,
-    cuda_region,
-    refuse_cuda_region,
-    refuse_repository,
-    refuse_unknown_model,
-)
+from genserve.kserve.served_models import ModelRepository, reject_repository, require_ready_model
+from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
 from genserve.log import LOG_FORMATS
 from genserve.redaction import redacted_text
 from genserve.server.grpc.rpc_method import rpc_method
@@ -30,16 +25,16 @@ _LOG_WORDS = {bool: "boolean", int: "int32", str: "string"}
 
 
 class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated
-    """The part of `inference.GRPCInferenceService` that clients seldom call."""
+    """The rarely called methods of `inference.GRPCInferenceService`."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._models: Models = services.repository
+        self._models: ModelRepository = services.repository
 
     @rpc_method
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        """Every version of every model, or those that answer."""
-        refuse_repository(request.repository_name)
+        """List all versions of all models, or only those that are ready."""
+        reject_repository(request.repository_name)
         response = service_pb2.RepositoryIndexResponse()
         for line in self._models.index(ready_only=request.ready):
             version = "" if line.version is None else str(line.version)
@@ -49,8 +44,8 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     @rpc_method
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
-        """Load a model, and answer when it is loaded."""
-        refuse_repository(request.repository_name)
+        """Load a model; the response is sent when it is loaded."""
+        reject_repository(request.repository_name)
         config, files = "", {}
         for name, parameter in request.parameters.items():
             if name == "config":
@@ -70,8 +65,8 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     @rpc_method
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:
-        """Begin to unload a model."""
-        refuse_repository(request.repository_name)
+        """Start to unload a model."""
+        reject_repository(request.repository_name)
         dependents = False
         if parameter := request.parameters.get("unload_dependents"):
             if parameter.WhichOneof("parameter_choice") != "bool_param":
@@ -83,7 +78,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     @rpc_method
     async def SystemSharedMemoryStatus(self, request: Any, context: Any) -> Any:
-        """The regions that are registered, or one of them."""
+        """Return the registered regions, or one of them."""
         response = service_pb2.SystemSharedMemoryStatusResponse()
         for region in self._services.shared_memory.regions(request.name):
             entry = response.regions[region.name]
@@ -93,7 +88,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     @rpc_method
     async def SystemSharedMemoryRegister(self, request: Any, context: Any) -> Any:
-        """Make a region of shared memory known."""
+        """Register a region of system shared memory."""
         self._services.shared_memory.register(
             request.name, key=request.key, offset=request.offset, byte_size=request.byte_size
         )
@@ -101,33 +96,33 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     @rpc_method
     async def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
-        """Forget a region, or all."""
+        """Unregister a region, or all."""
         self._services.shared_memory.unregister(request.name)
         return service_pb2.SystemSharedMemoryUnregisterResponse()
 
     @rpc_method
     async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
-        """No region: there are none on this server."""
-        refuse_cuda_region(request.name)
+        """Return no regions: this server does not support CUDA shared memory."""
+        reject_cuda_region(request.name)
         return service_pb2.CudaSharedMemoryStatusResponse()
 
     @rpc_method
     async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
-        """Refused: this server has none."""
-        self._services.shared_memory.refuse_if_disabled()
-        raise cuda_region(request.name)
+        """Reject a region of CUDA shared memory."""
+        self._services.shared_memory.require_enabled()
+        raise cuda_unsupported(request.name)
 
     @rpc_method
     async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
-        """Nothing to forget."""
-        self._services.shared_memory.refuse_if_disabled()
+        """Unregister regions of CUDA shared memory, of which there are none."""
+        self._services.shared_memory.require_enabled()
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     @rpc_method
     async def TraceSetting(self, request: Any, context: Any) -> Any:
-        """Change settings of traces, of the server or of one model, and return all."""
+        """Change trace settings of the server or of one model, and return all."""
         if request.model_name:
-            refuse_unknown_model(self._models, request.model_name)
+            require_ready_model(self._models, request.model_name)
         changes = {name: _trace_value(name, setting) for name, setting in request.settings.items()}
         values = self._services.trace_settings.update(changes, model=request.model_name)
         response = service_pb2.TraceSettingResponse()
@@ -137,7 +132,7 @@ class Administration(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ig
 
     @rpc_method
     async def LogSettings(self, request: Any, context: Any) -> Any:
-        """Change settings of the log, and return all."""
+        """Change log settings, and return all."""
         current = self._services.log_settings.values
         changes = {
             name: _log_value(name, setting, type(current[name]))
@@ -172,7 +167,7 @@ def _log_value(name: str, setting: Any, kind: type) -> Any:
         raise InferenceError(f"expect {_LOG_WORDS[kind]} for '{name}'")
     value = getattr(setting, _LOG_CHOICES[kind])
     if name == "log_format" and value not in LOG_FORMATS:
-        # Over HTTP, Triton has another text and another code.
+        # Over HTTP, Triton has another message and another status.
         raise InferenceError(
             f"invalid argument for log_format, got: {value}", remedy=f"one of: {', '.join(LOG_FORMATS)}"
         )

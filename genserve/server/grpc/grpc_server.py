@@ -11,16 +11,15 @@ from grpc_health.v1 import health, health_pb2
 from tritonclient.grpc import service_pb2_grpc
 
 from genserve.api_key import bearer, is_bearer
-from genserve.errors import GenserveError
+from genserve.errors import Forbidden, GenserveError, Unauthenticated
 from genserve.log import LoggedRequest, quoted
 from genserve.server.access_control import Restrictions, address_of, parse_restrictions
 from genserve.server.grpc.inference_service import Service
-from genserve.server.grpc.rpc_method import log_call
+from genserve.server.grpc.rpc_method import log_call, status_code
 from genserve.server.services import Services
 from genserve.server.tls import grpc_credentials
 
 __all__ = ["ApiKeyInterceptor", "GrpcServer", "Health", "RestrictionInterceptor"]
-
 
 _OPEN = "/grpc.health.v1.Health/"
 _PARTS = {
@@ -39,141 +38,15 @@ _PARTS = {
     "TraceSetting": "trace",
     "LogSettings": "logging",
 }
-
-
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
-    """Asks for the metadata `authorization: Bearer KEY`, as the HTTP port does; compared in constant time."""
-
-    def __init__(self, api_key: str) -> None:
-        self._expected = bearer(api_key).encode()
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
-        """Let the call through, or have it end as UNAUTHENTICATED."""
-        handler = await continuation(call)
-        given = dict(call.invocation_metadata or ()).get("authorization", "")
-        if handler is None or call.method.startswith(_OPEN) or self._knows(given):
-            return handler
-        return _refusing(call.method, grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or wrong")
-
-    def _knows(self, given: str | bytes) -> bool:
-        return is_bearer(given.encode() if isinstance(given, str) else given, self._expected)
-
-
-class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
-    """Asks for the metadata of `--grpc-restricted-protocol`, as Triton does."""
-
-    def __init__(self, restrictions: Restrictions) -> None:
-        self._restrictions = restrictions
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
-        """Let the call through, or have it end as UNAVAILABLE."""
-        handler = await continuation(call)
-        restriction = self._restrictions.get(_part(call.method))
-        if handler is None or restriction is None:
-            return handler
-        if restriction.is_met_by(dict(call.invocation_metadata or ()).get(restriction.header)):
-            return handler
-        text = f"This protocol is restricted, expecting header '{restriction.header}'"
-        return _refusing(call.method, grpc.StatusCode.UNAVAILABLE, text)
-
-
-def _part(method: str) -> str:
-    """Return the part of KServe that a method belongs to; empty: none."""
-    name = method.rpartition("/")[2]
-    if method.startswith(_OPEN):
-        return "health"
-    return "shared-memory" if "SharedMemory" in name else _PARTS.get(name, "")
-
-
-def _refusing(method: str, code: grpc.StatusCode, text: str) -> Any:
-    """Return a handler that logs every call of a method, and ends it with an error."""
-
-    async def refuse(requests: Any, context: Any) -> None:
-        log_call(LoggedRequest(id=""), code, context=context, method=quoted(method.rpartition("/")[2]))
-        await context.abort(code, text)
-
-    # The kind that reads requests only when asked to: one may be of gigabytes.
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-_WATCH_S = 0.5  # between two looks at the models
-
-
-class Health:
-    """Tells whether the server is ready; for any service, as Triton does.
-
-    The requests are never read, as they say nothing that matters here: these calls need no key, and a message
-    of gigabytes would be held in memory first.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._watched: Any = None       # what watchers saw last
-        self._next_look = 0.0           # time of the event loop
-
-    @property
-    def handler(self) -> Any:
-        """What a gRPC server calls."""
-        write = health_pb2.HealthCheckResponse.SerializeToString
-        return grpc.method_handlers_generic_handler(
-            health.SERVICE_NAME,
-            {
-                # The kind that reads requests only when asked to; clients with one request cannot tell.
-                "Check": grpc.stream_stream_rpc_method_handler(self._check, response_serializer=write),
-                "Watch": grpc.stream_stream_rpc_method_handler(self._watch, response_serializer=write),
-            },
-        )
-
-    async def _check(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        """SERVING, or NOT_SERVING while a model loads or has failed, or the server drains."""
-        yield health_pb2.HealthCheckResponse(status=await self._status())
-
-    async def _watch(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        """Say it, and say it again whenever it has changed, until the server drains."""
-        last = None
-        while True:
-            await self._look()
-            if self._watched != last:
-                last = self._watched
-                yield health_pb2.HealthCheckResponse(status=last)
-            if self._services.draining:
-                return
-            await asyncio.sleep(_WATCH_S)
-
-    async def _look(self) -> None:
-        """Bring what is watched up to date: one look for all watchers."""
-        now = asyncio.get_running_loop().time()
-        if self._watched is None or now >= self._next_look or self._services.draining:
-            self._next_look = now + _WATCH_S
-            self._watched = await self._status()
-
-    async def _status(self) -> Any:
-        statuses = health_pb2.HealthCheckResponse
-        return statuses.SERVING if await self._services.is_ready() else statuses.NOT_SERVING
-
-
+_WATCH_INTERVAL_S = 0.5
 _OPTIONS = (
     ("grpc.max_receive_message_length", 2**31 - 1),
     ("grpc.max_send_message_length", 2**31 - 1),
 )
 
 
-class _Unknown(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
-    """Answers calls of methods that there are not as the library does, and logs them."""
-
-    def service(self, handler_call_details: Any) -> Any:
-        """Return the handler of a method."""
-
-        async def refuse(request: Any, context: Any) -> None:
-            code, method = grpc.StatusCode.UNIMPLEMENTED, quoted(handler_call_details.method)
-            log_call(LoggedRequest(id=""), code, context=context, method=method)
-            await context.abort(code, "Method not found!")
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
-
-
 class GrpcServer:
-    """The services on one port. Construct, open and close it on the event loop."""
+    """The gRPC services on one port. Construct, open and close it on the event loop."""
 
     def __init__(self, services: Services) -> None:
         self._settings = settings = services.settings
@@ -184,7 +57,7 @@ class GrpcServer:
         self._server: Any = grpc.aio.server(
             options=(
                 *_OPTIONS,
-                ("grpc.so_reuseport", int(settings.reuse_grpc_port)),   # 0: a port that is taken is an error
+                ("grpc.so_reuseport", int(settings.reuse_grpc_port)),   # 0: fail if the port is taken
                 *settings.grpc_channel_arguments,
             ),
             interceptors=interceptors,
@@ -192,10 +65,10 @@ class GrpcServer:
         service = Service(services)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, self._server)
         self._server.add_generic_rpc_handlers((Health(services).handler,))
-        self._server.add_generic_rpc_handlers((_Unknown(),))     # asked after the others
+        self._server.add_generic_rpc_handlers((_UnknownMethods(),))     # tried after the others
 
     async def open(self, *, host: str, port: int) -> int:
-        """Listen; return the port, which is a free one for port 0.
+        """Listen; return the port, a free one for port 0.
 
         Raises:
             GenserveError: the port is taken, or the address is not of this machine.
@@ -218,5 +91,127 @@ class GrpcServer:
         return self._server.add_secure_port(address, credentials)
 
     async def close(self, *, drain_s: float) -> None:
-        """Accept no more calls, let those that run end for a while, then cancel them."""
+        """Accept no more calls, let running ones finish for `drain_s`, then cancel them."""
         await self._server.stop(drain_s)
+
+
+class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # untyped
+    """Rejects calls of unknown methods as the library does, and logs them."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Return the handler of a method."""
+
+        async def refuse(request: Any, context: Any) -> None:
+            code, method = grpc.StatusCode.UNIMPLEMENTED, quoted(handler_call_details.method)
+            log_call(LoggedRequest(id=""), code, context=context, method=method)
+            await context.abort(code, "Method not found!")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
+    """Requires the metadata `authorization: Bearer KEY`, as the HTTP port does; compared in constant time."""
+
+    def __init__(self, api_key: str) -> None:
+        self._expected = bearer(api_key).encode()
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        """Pass a call on, or reject it as UNAUTHENTICATED."""
+        handler = await continuation(call)
+        given = dict(call.invocation_metadata or ()).get("authorization", "")
+        if handler is None or call.method.startswith(_OPEN) or self._knows(given):
+            return handler
+        return _rejecting(call.method, Unauthenticated("the API key is missing or wrong"))
+
+    def _knows(self, given: str | bytes) -> bool:
+        return is_bearer(given.encode() if isinstance(given, str) else given, self._expected)
+
+
+class RestrictionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped
+    """Requires the metadata of `--grpc-restricted-protocol`, as Triton does."""
+
+    def __init__(self, restrictions: Restrictions) -> None:
+        self._restrictions = restrictions
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        """Pass a call on, or reject it as UNAVAILABLE."""
+        handler = await continuation(call)
+        restriction = self._restrictions.get(_part(call.method))
+        if handler is None or restriction is None:
+            return handler
+        if restriction.is_met_by(dict(call.invocation_metadata or ()).get(restriction.header)):
+            return handler
+        text = f"This protocol is restricted, expecting header '{restriction.header}'"
+        return _rejecting(call.method, Forbidden(text))
+
+
+def _part(method: str) -> str:
+    """Return the part of KServe that a method belongs to; empty: none."""
+    name = method.rpartition("/")[2]
+    if method.startswith(_OPEN):
+        return "health"
+    return "shared-memory" if "SharedMemory" in name else _PARTS.get(name, "")
+
+
+def _rejecting(method: str, error: GenserveError) -> Any:
+    """Return a handler that logs every call of a method and ends it with an error."""
+
+    async def reject(requests: Any, context: Any) -> None:
+        code = status_code(error)
+        log_call(LoggedRequest(id=""), code, context=context, method=quoted(method.rpartition("/")[2]))
+        await context.abort(code, error.message)
+
+    # A stream handler, as it reads no request, which may have gigabytes.
+    return grpc.stream_stream_rpc_method_handler(reject)
+
+
+class Health:
+    """Reports whether the server is ready; as in Triton, for any service name.
+
+    The requests are never read: these calls need no key, and a message may have gigabytes.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._status: Any = None        # that watchers saw last
+        self._next_update_s = 0.0       # time of the event loop
+
+    @property
+    def handler(self) -> Any:
+        """The handler for a gRPC server."""
+        write = health_pb2.HealthCheckResponse.SerializeToString
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME,
+            {
+                # Stream handlers, as they read no request; clients see no difference.
+                "Check": grpc.stream_stream_rpc_method_handler(self._check, response_serializer=write),
+                "Watch": grpc.stream_stream_rpc_method_handler(self._watch, response_serializer=write),
+            },
+        )
+
+    async def _check(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """Yield SERVING, or NOT_SERVING while a model loads, after it failed, or while the server drains."""
+        yield health_pb2.HealthCheckResponse(status=await self._current())
+
+    async def _watch(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """Yield the status, and again after each change, until the server drains."""
+        last = None
+        while True:
+            await self._update()
+            if self._status != last:
+                last = self._status
+                yield health_pb2.HealthCheckResponse(status=last)
+            if self._services.draining:
+                return
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    async def _update(self) -> None:
+        """Update the status, once for all watchers."""
+        now = asyncio.get_running_loop().time()
+        if self._status is None or now >= self._next_update_s or self._services.draining:
+            self._next_update_s = now + _WATCH_INTERVAL_S
+            self._status = await self._current()
+
+    async def _current(self) -> Any:
+        statuses = health_pb2.HealthCheckResponse
+        return statuses.SERVING if await self._services.is_ready() else statuses.NOT_SERVING

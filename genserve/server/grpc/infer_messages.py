@@ -39,18 +39,111 @@ __all__ = [
     "write_response",
 ]
 
-
-# Of an input or output: where in shared memory it is.
+# The parameters of an input or output in shared memory.
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
-
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _CHOICE = "parameter_choice"
 _CUSTOM = ("int64_param", "bool_param", "string_param", "double_param")
+_FLAGS = {"sequence_start": RequestFlags.SEQUENCE_START, "sequence_end": RequestFlags.SEQUENCE_END}
+# The field of `InferTensorContents` for the elements of a type; FP16 and BF16 have none.
+_FIELDS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+# The type that an error names for the elements of an unexpected field.
+_FIELD_TYPES: Mapping[str, str] = {
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcRequest:
+    """A parsed request, and how to write its responses.
+
+    Attributes:
+        inference: the parsed request.
+        message: the `ModelInferRequest`.
+        model: the requested model.
+        outputs: the requested outputs with parameters, by name.
+        empty_final_response: in a stream, an end without a response is a message too.
+    """
+
+    inference: InferenceRequest
+    message: Any
+    model: ServedModel
+    outputs: Mapping[str, RequestedOutput]
+    empty_final_response: bool
+
+
+def read_request(
+    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
+) -> GrpcRequest:
+    """Parse a `ModelInferRequest`; tensors in raw form are views of its bytes.
+
+    Args:
+        message: the request.
+        model: the requested model.
+        shared_memory: the registered regions.
+        headers: the headers to forward to the model as parameters.
+
+    Raises:
+        InferenceError: the request contradicts itself. `submit` validates it against the model's config.
+    """
+    parameters = read_parameters(message.parameters)
+    inputs: dict[str, Tensor] = {}
+    for tensor in _tensors(message, model.config, shared_memory):
+        if tensor.name in inputs:
+            raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
+        inputs[tensor.name] = tensor
+    for output in message.outputs:
+        if model.config.output(output.name) is None:
+            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
+    request = InferenceRequest(
+        model_name=model.name,
+        # Without a version `submit` takes the latest, which may have changed meanwhile.
+        model_version=model.version if message.model_version else -1,
+        id=message.id,
+        inputs=inputs,
+        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
+        parameters={**parameters.custom, **headers} if headers else parameters.custom,
+        correlation_id=parameters.correlation_id,
+        flags=parameters.flags,
+        priority=parameters.priority,
+        timeout_us=parameters.timeout_us,
+    )
+    return GrpcRequest(
+        inference=request,
+        message=message,
+        model=model,
+        outputs={
+            output.name: _requested_output(output, shared_memory)
+            for output in message.outputs
+            if output.parameters
+        },
+        empty_final_response=parameters.empty_final_response,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParameters:
-    """What the parameters of a request ask for; `custom` is what the model gets to see."""
+    """The parsed parameters of a request; `custom` are those that the model receives."""
 
     custom: Mapping[str, Parameter]
     correlation_id: int | str = 0
@@ -61,7 +154,7 @@ class RequestParameters:
 
 
 def read_parameters(messages: Mapping[str, Any]) -> RequestParameters:
-    """Read `ModelInferRequest.parameters`: names to `InferParameter`.
+    """Parse `ModelInferRequest.parameters`: names to `InferParameter`.
 
     Raises:
         InferenceError: a value has the wrong type, or a name is reserved.
@@ -92,7 +185,7 @@ def read_parameters(messages: Mapping[str, Any]) -> RequestParameters:
 
 
 def read_classification(messages: Mapping[str, Any]) -> int:
-    """Return how many classes the parameters of an output ask for; 0: its values.
+    """Return the number of classes that an output's parameters request; 0: its values.
 
     Raises:
         InferenceError: it is no number, or less than one.
@@ -109,7 +202,7 @@ def read_classification(messages: Mapping[str, Any]) -> int:
 
 
 def read_shared_memory(tensor: Any, shared_memory: SharedMemory) -> RegionPart | None:
-    """Return the part of a region that the parameters of an input or output name; None: they name none.
+    """Return the part of a region that the parameters of an input or output name; None: no region.
 
     Raises:
         InferenceError: they contradict each other, or there is no such part.
@@ -150,11 +243,8 @@ def _typed(message: Any, *choices: str, what: str) -> Any:
     return getattr(message, choice)
 
 
-_FLAGS = {"sequence_start": RequestFlags.SEQUENCE_START, "sequence_end": RequestFlags.SEQUENCE_END}
-
-
 def _unsigned(value: int | str) -> int | str:
-    return value % 2**64 if isinstance(value, int) else value  # as Triton casts it
+    return value % 2**64 if isinstance(value, int) else value  # cast as in Triton
 
 
 def _priority(message: Any) -> int:
@@ -172,102 +262,6 @@ def _custom(name: str, message: Any) -> Parameter:
         )
     value: Parameter = getattr(message, choice)
     return value
-
-
-# Which field of `InferTensorContents` holds elements of a type; FP16 and BF16 have none.
-_FIELDS: Mapping[str, str] = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-# What a field holds when it is not what was expected.
-_FIELD_TYPES: Mapping[str, str] = {
-    "bool_contents": "BOOL",
-    "int_contents": "INT32",
-    "int64_contents": "INT64",
-    "uint_contents": "UINT32",
-    "uint64_contents": "UINT64",
-    "fp32_contents": "FP32",
-    "fp64_contents": "FP64",
-    "bytes_contents": "BYTES",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpcRequest:
-    """A request, and how its responses are to be written.
-
-    Attributes:
-        inference: what is asked of the model.
-        message: the `ModelInferRequest`.
-        model: that it is asked of.
-        outputs: those that are not simply sent, by name.
-        empty_final_response: in a stream, an end without a response is a message too.
-    """
-
-    inference: InferenceRequest
-    message: Any
-    model: ServedModel
-    outputs: Mapping[str, RequestedOutput]
-    empty_final_response: bool
-
-
-def read_request(
-    message: Any, *, model: ServedModel, shared_memory: SharedMemory, headers: Mapping[str, Parameter]
-) -> GrpcRequest:
-    """Read a `ModelInferRequest`; tensors in raw form are views of its bytes.
-
-    Args:
-        message: the request.
-        model: that it names.
-        shared_memory: where its tensors may be.
-        headers: that are forwarded to the model as parameters.
-
-    Raises:
-        InferenceError: it contradicts itself. What the model's config says of it is left to `submit`.
-    """
-    parameters = read_parameters(message.parameters)
-    inputs: dict[str, Tensor] = {}
-    for tensor in _tensors(message, model.config, shared_memory):
-        if tensor.name in inputs:
-            raise fail(f"input '{tensor.name}' already exists in request", request_id=message.id)
-        inputs[tensor.name] = tensor
-    for output in message.outputs:
-        if model.config.output(output.name) is None:
-            raise InferenceError(f"unexpected inference output '{output.name}' for model '{model.name}'")
-    request = InferenceRequest(
-        model_name=model.name,
-        # Without a version `submit` chooses, even if another one has become the latest meanwhile.
-        model_version=model.version if message.model_version else -1,
-        id=message.id,
-        inputs=inputs,
-        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
-        parameters={**parameters.custom, **headers} if headers else parameters.custom,
-        correlation_id=parameters.correlation_id,
-        flags=parameters.flags,
-        priority=parameters.priority,
-        timeout_us=parameters.timeout_us,
-    )
-    return GrpcRequest(
-        inference=request,
-        message=message,
-        model=model,
-        outputs={
-            output.name: _requested_output(output, shared_memory)
-            for output in message.outputs
-            if output.parameters
-        },
-        empty_final_response=parameters.empty_final_response,
-    )
 
 
 def _tensors(message: Any, config: ModelConfig, shared_memory: SharedMemory) -> Iterator[Tensor]:
@@ -320,7 +314,7 @@ def _typed_tensor(spec: Any, *, config: ModelConfig, request_id: str) -> Tensor:
     check_shape(spec.name, spec.shape, config=config, request_id=request_id)
     if array.size == np.prod(spec.shape, dtype=np.int64):
         return Tensor(spec.name, array.reshape(spec.shape), data_type=data_type)
-    # Bytes that do not fit give the same error as they do in raw form.
+    # A wrong number of elements gives the same error as in raw form.
     data = Tensor(spec.name, array, data_type=data_type).to_bytes()
     return input_tensor(
         spec.name, data, data_type=data_type, shape=spec.shape, config=config, request_id=request_id
@@ -332,33 +326,33 @@ def _array(elements: Any, data_type: DataType) -> NDArray[Any]:
         array = np.empty(len(elements), dtype=object)
         array[:] = elements
         return array
-    # The narrow types travel in 32 bits; what does not fit is cut off, as Triton does.
+    # The narrow types are sent in 32 bits, and wrap as in Triton.
     wide = {"i": np.int64, "u": np.uint64}.get(data_type.numpy.kind, data_type.numpy)
     return np.fromiter(elements, dtype=wide, count=len(elements)).astype(data_type.numpy, copy=False)
 
 
 def empty_response(request: GrpcRequest) -> Any:
-    """Return a `ModelInferResponse` that says only whose it is."""
+    """Return a `ModelInferResponse` with the names of its model and request only."""
     inference = request.inference
     return service_pb2.ModelInferResponse(model_name=inference.model_name, id=inference.id)
 
 
 async def write_response(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
-    """Return a `ModelInferResponse` of a response without an error.
+    """Return the `ModelInferResponse` for a response without an error.
 
     Raises:
         InferenceError: an output cannot be given as it was requested.
     """
-    work = sum(_writing(output, request) for output in response.outputs)
-    return await offload_if_large(work, _written, response, request=request, inference=inference)
+    cost = sum(_write_cost(output, request) for output in response.outputs)
+    return await offload_if_large(cost, _write_response, response, request=request, inference=inference)
 
 
-def _writing(output: Tensor, request: GrpcRequest) -> int:
+def _write_cost(output: Tensor, request: GrpcRequest) -> int:
     requested = request.outputs.get(output.name)
     return write_cost(output, copied=requested is None or not requested.classification)
 
 
-def _written(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
+def _write_response(response: InferenceResponse, *, request: GrpcRequest, inference: Inference) -> Any:
     message = empty_response(request)
     message.model_version = str(inference.model_version)
     for name, value in response.parameters.items():
@@ -375,7 +369,7 @@ def _write_output(message: Any, output: Tensor, request: GrpcRequest) -> None:
     if requested is None or requested.target is None:
         message.raw_output_contents.append(bytes(tensor.to_bytes()))
         return
-    message.raw_output_contents.append(b"")     # clients count on one for each output
+    message.raw_output_contents.append(b"")     # clients expect one for each output
     [spec] = [spec for spec in request.message.outputs if spec.name == output.name][:1]
     for key in SHARED_MEMORY:
         if key in spec.parameters:

@@ -1,4 +1,4 @@
-"""Infer stream: one `ModelStreamInfer` call: many requests, and their responses as they come."""
+"""Infer stream: the requests of one `ModelStreamInfer` call, and their responses as they come."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from genserve.tracing import Span
 __all__ = ["InferStream", "Submit"]
 
 
-# Begins the inference that a `ModelInferRequest` asks for.
+# Parses a `ModelInferRequest` and starts its inference.
 Submit: TypeAlias = Callable[[Any], Awaitable[tuple[GrpcRequest, RunningInference]]]
 
 _FINAL = "triton_final_response"
 
 
 class _Outgoing(NamedTuple):
-    message: Any            # None: there is no more to send, and only the trace to close
+    message: Any            # None: nothing to send, only the trace to close
     cause: Span | None      # None: it is not traced
     final: bool
 
@@ -38,9 +38,9 @@ class _Outgoing(NamedTuple):
 class InferStream:
     """The requests of one stream.
 
-    Responses of models that give one each come in the order of the requests; those of decoupled models as
-    they are made. An error is a message, and the stream goes on, whatever it is; with `ends_at_error`, an
-    error of a model ends it.
+    Responses of models with one response each are sent in the order of the requests, those of decoupled
+    models as they come. An error is a message, after which the stream goes on; with `ends_at_error`, an error
+    of a model ends it.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class InferStream:
 
         Args:
             submit: may raise anything.
-            log: is told of each request once it has ended.
-            ends_at_error: the client asked for `triton_grpc_error`.
+            log: called for each request that has ended.
+            ends_at_error: the client has set `triton_grpc_error`.
         """
         self._submit = submit
         self._log = log
         self._ends_at_error = ends_at_error
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last_turn: asyncio.Task[None] | None = None       # of the models that give one response
-        # Messages; the error that ends the stream; None after the last.
+        self._last_turn: asyncio.Task[None] | None = None       # of the models with one response each
+        # Messages, then the error that ends the stream, or None.
         self._outgoing: asyncio.Queue[_Outgoing | GenserveError | None] = asyncio.Queue()
-        self._traced: set[Span] = set()     # whose last message is still to be sent
+        self._traced: set[Span] = set()     # whose last message is not sent yet
 
     async def answers(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Give the `ModelStreamInferResponse` messages; whatever ends this cancels what still runs.
+        """Yield the `ModelStreamInferResponse` messages; at the end, cancel the inferences that still run.
 
         Raises:
             GenserveError: of a model, with `ends_at_error`; or the stream cannot be read.
@@ -102,7 +102,7 @@ class InferStream:
             self._outgoing.put_nowait(end)
 
     async def _begin(self, message: Any) -> None:
-        logged = begin_request(message)     # for the tasks that are made from here on
+        logged = begin_request(message)     # for the tasks created from here on
         try:
             request, running = await self._submit(message)
         except Exception as error:
@@ -118,7 +118,7 @@ class InferStream:
             task = self._start(self._forward(request, running))
         else:
             task = self._take_turn(partial(self._single, request, running), cause=cause)
-        # However it ends: a task may be cancelled before it has begun.
+        # A callback, as a task may be cancelled before it has begun.
         task.add_done_callback(partial(self._end, running, logged))
 
     def _end(self, running: RunningInference, logged: LoggedRequest, task: asyncio.Task[None]) -> None:

@@ -35,14 +35,14 @@ __all__ = ["Service"]
 
 # The methods have the protocol's names, which are not Python's.
 # ruff: noqa: N802
-_GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that shall end at an error
+_GRPC_ERROR = ("triton_grpc_error", "true")     # metadata of a stream that ends at the first error
 
 
 class Service(Administration):
     """KServe v2 and Triton's extensions over the models of one server; runs on its event loop."""
 
     def __init__(self, services: Services) -> None:
-        """Call it on the event loop."""
+        """Construct it on the event loop."""
         super().__init__(services)
         self._dispatcher = services.response_dispatcher()
         pattern = services.settings.grpc_header_forward_pattern
@@ -50,51 +50,51 @@ class Service(Administration):
 
     @rpc_method
     async def ServerLive(self, request: Any, context: Any) -> Any:
-        """Whether the server runs."""
+        """Report that the server runs."""
         return service_pb2.ServerLiveResponse(live=True)
 
     @rpc_method
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        """Whether every model that was to be loaded answers."""
+        """Report whether the server is ready."""
         return service_pb2.ServerReadyResponse(ready=await self._services.is_ready())
 
     @rpc_method
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        """Whether a model answers; false, too, for one that there is not."""
+        """Report whether a model is ready; false for unknown models."""
         version = read_version(request.version)
         ready = await self._services.readiness.of_model(request.name, version)
         return service_pb2.ModelReadyResponse(ready=ready)
 
     @rpc_method
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        """Name, version and extensions."""
+        """Return the server's name, version and extensions."""
         name = self._services.settings.server_id
         return service_pb2.ServerMetadataResponse(name=name, version=__version__, extensions=EXTENSIONS)
 
     @rpc_method
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        """Inputs, outputs and versions of a model."""
+        """Return the inputs, outputs and versions of a model."""
         model = self._find(request.name, request.version)
         versions = [model.version] if request.version else self._models.versions(model.name)
         return service_pb2.ModelMetadataResponse(**model_metadata(model.config, versions=versions))
 
     @rpc_method
     async def ModelConfig(self, request: Any, context: Any) -> Any:
-        """The complete config of a model."""
+        """Return the complete config of a model."""
         config = self._find(request.name, request.version).config.message
         response = service_pb2.ModelConfigResponse()
-        response.config.MergeFromString(config.SerializeToString())  # its class may be another one
+        response.config.MergeFromString(config.SerializeToString())  # which may be of another generated class
         return response
 
     @rpc_method
     async def ModelStatistics(self, request: Any, context: Any) -> Any:
-        """What a version, a model or, without a name, every model has done."""
+        """Return the inference statistics of a version, of a model or, without a name, of all."""
         found = find_for_statistics(self._models, request.name, read_version(request.version))
         return service_pb2.ModelStatisticsResponse(**statistics_json(found))
 
     @rpc_method
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        """Run a model that gives one response; cancelled when the client leaves."""
+        """Run a model with one response; cancelled when the client disconnects."""
         trace = self._sampled(request)
         if trace is None:
             return await self._infer(request, context)
@@ -105,7 +105,7 @@ class Service(Administration):
             trace.note("GRPC_SEND_START")
 
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
-        """Run many requests, of any models; cancelled when the client leaves."""
+        """Run a stream of requests to any models; cancelled when the client disconnects."""
         stream = InferStream(
             lambda request: self._submit_of_stream(request, context),
             log=partial(log_call, context=context, method="ModelStreamInfer"),
@@ -118,12 +118,12 @@ class Service(Administration):
             await abort(context, error)
 
     async def _infer(self, request: Any, context: Any, *, trace: Trace | None = None) -> Any:
-        asked, running = await self._submit(request, context, streams=False, trace=trace)
+        parsed, running = await self._submit(request, context, streams=False, trace=trace)
         with running:
             response = await running.single()
         if response.error is not None:
             raise response.error
-        return await write_response(response, request=asked, inference=running.inference)
+        return await write_response(response, request=parsed, inference=running.inference)
 
     async def _submit_of_stream(self, message: Any, context: Any) -> tuple[GrpcRequest, RunningInference]:
         trace = self._sampled(message)
@@ -135,10 +135,10 @@ class Service(Administration):
             raise
 
     def _sampled(self, message: Any) -> Trace | None:
-        """Return the trace of a request that was just read; None: it is not traced."""
+        """Return the trace of a request that has just arrived; None: it is not traced."""
         trace = self._services.trace_settings.sample(message.model_name)
         if trace is not None:
-            trace.note("GRPC_WAITREAD_START")  # it was read before anybody here was asked
+            trace.note("GRPC_WAITREAD_START")  # gRPC has read it before this call
             trace.note("GRPC_WAITREAD_END")
         return trace
 
@@ -156,7 +156,7 @@ class Service(Administration):
                 remedy="call ModelStreamInfer, or POST /v2/models/NAME/generate_stream over HTTP",
             )
         request = await offload_if_large(
-            _reading(message),
+            _parse_cost(message),
             read_request,
             message,
             model=model,
@@ -184,7 +184,7 @@ def _close(trace: Trace) -> None:
     trace.close()
 
 
-def _reading(message: Any) -> int:
-    """Return how much work it is to read a `ModelInferRequest`: numbers in raw form are only looked at."""
+def _parse_cost(message: Any) -> int:
+    """Return the cost of parsing a `ModelInferRequest`; numbers in raw form cost nothing."""
     one_by_one = any(spec.datatype == "BYTES" or spec.HasField("contents") for spec in message.inputs)
     return message.ByteSize() * COST_PER_OBJECT_BYTE if one_by_one else 0

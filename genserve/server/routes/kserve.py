@@ -187,5 +187,5 @@ class KServe:
         return send_traced
 
 
-def _failed(error: Exception, asked: str) -> ASGIApp:
-    return error_response(as_genserve_error(error, doing=f"a request to {asked}"))
+def _failed(error: Exception, target: str) -> ASGIApp:
+    return error_response(as_genserve_error(error, doing=f"a request to {target}"))

@@ -13,14 +13,13 @@ from genserve.config.config_json import config_json
 from genserve.errors import InferenceError, Status
 from genserve.kserve import served_models
 from genserve.kserve.served_models import (
-    cuda_region,
     find_for_statistics,
-    refuse_cuda_region,
-    refuse_repository,
-    refuse_unknown_model,
+    reject_repository,
+    require_ready_model,
     statistics_json,
 )
-from genserve.kserve.triton_parsing import Kind, checked, read_json
+from genserve.kserve.shared_memory import cuda_unsupported, reject_cuda_region
+from genserve.kserve.triton_parsing import JsonKind, checked, read_json
 from genserve.redaction import redacted_text
 from genserve.server.offload import offload_if_large
 from genserve.server.routes.kserve_http import KServeCall, KServeResponse, json_response, message_response
@@ -98,13 +97,13 @@ async def statistics(call: KServeCall) -> KServeResponse:
     return json_response(statistics_json(find_for_statistics(call.services.repository, name, call.version)))
 
 
-_LOG_KINDS: Mapping[str, Kind] = {
-    "log_file": Kind.STRING,
-    "log_info": Kind.BOOLEAN,
-    "log_warning": Kind.BOOLEAN,
-    "log_error": Kind.BOOLEAN,
-    "log_verbose_level": Kind.UNSIGNED,
-    "log_format": Kind.STRING,
+_LOG_KINDS: Mapping[str, JsonKind] = {
+    "log_file": JsonKind.STRING,
+    "log_info": JsonKind.BOOLEAN,
+    "log_warning": JsonKind.BOOLEAN,
+    "log_error": JsonKind.BOOLEAN,
+    "log_verbose_level": JsonKind.UNSIGNED,
+    "log_format": JsonKind.STRING,
 }
 _TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 
@@ -112,20 +111,20 @@ _TRACE_STRINGS = ("trace_file", "trace_rate", "trace_count", "log_frequency")
 async def repository_index(call: KServeCall) -> KServeResponse:
     """List all models, or only those that are ready."""
     ready = _members(await call.json()).get("ready", False)
-    lines = call.services.repository.index(ready_only=checked(ready, Kind.BOOLEAN))
+    lines = call.services.repository.index(ready_only=checked(ready, JsonKind.BOOLEAN))
     return json_response([_index_line(line) for line in lines])
 
 
 async def repository_load(call: KServeCall) -> KServeResponse:
     """Load a model, from its folder or from the config and files in the body."""
-    refuse_repository(call.names["repository"])
+    reject_repository(call.names["repository"])
     given = _members(await call.json()).get("parameters", {})
     if not isinstance(given, dict):
         text = "attempt to get members for non-object"
         raise InferenceError(text, status=Status.INTERNAL)
     config, files = "", {}
     for name, value in given.items():
-        checked(value, Kind.STRING)
+        checked(value, JsonKind.STRING)
         if name == "config":
             config = value
         elif name.startswith("file:"):
@@ -147,7 +146,7 @@ async def repository_load(call: KServeCall) -> KServeResponse:
 
 async def repository_unload(call: KServeCall) -> KServeResponse:
     """Start to unload a model."""
-    refuse_repository(call.names["repository"])
+    reject_repository(call.names["repository"])
     given = _members(_members(await call.json()).get("parameters"))
     dependents = given.get("unload_dependents") is True  # other values are ignored, as in Triton
     await run_in_threadpool(call.services.repository.unload, call.model, dependents=dependents)
@@ -179,13 +178,13 @@ async def set_trace_settings(call: KServeCall) -> KServeResponse:
 
 async def model_trace_settings(call: KServeCall) -> KServeResponse:
     """Return the trace settings of a model."""
-    refuse_unknown_model(call.services.repository, call.model)
+    require_ready_model(call.services.repository, call.model)
     return json_response(call.services.trace_settings.values(call.model))
 
 
 async def set_model_trace_settings(call: KServeCall) -> KServeResponse:
     """Change trace settings of a model, and return all of its settings."""
-    refuse_unknown_model(call.services.repository, call.model)
+    require_ready_model(call.services.repository, call.model)
     changes = _trace_changes(_members(await _required(call)))
     return json_response(call.services.trace_settings.update(changes, model=call.model))
 
@@ -207,11 +206,11 @@ def _trace_changes(given: Mapping[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name in _TRACE_STRINGS:
         if name in given:
-            changes[name] = given[name] if given[name] is None else checked(given[name], Kind.STRING)
+            changes[name] = given[name] if given[name] is None else checked(given[name], JsonKind.STRING)
     if "trace_level" in given:
         levels = given["trace_level"]
         if levels is not None:
-            levels = [checked(level, Kind.STRING) for level in checked(levels, Kind.ARRAY)]
+            levels = [checked(level, JsonKind.STRING) for level in checked(levels, JsonKind.ARRAY)]
         changes["trace_level"] = levels
     return changes
 
@@ -247,7 +246,7 @@ async def region_status(call: KServeCall) -> KServeResponse:
 
 async def register_region(call: KServeCall) -> KServeResponse:
     """Register a region of system shared memory."""
-    call.services.shared_memory.refuse_if_disabled()
+    call.services.shared_memory.require_enabled()
     name = call.names["region"]
     if not name:
         raise InferenceError("'region name' is necessary to register system shared memory region")
@@ -258,9 +257,9 @@ async def register_region(call: KServeCall) -> KServeResponse:
             raise InferenceError(f"Shared memory register request has no '{field}' field")
     call.services.shared_memory.register(
         name,
-        key=checked(given["key"], Kind.STRING),
-        offset=checked(given.get("offset", 0), Kind.UNSIGNED),
-        byte_size=checked(given["byte_size"], Kind.UNSIGNED),
+        key=checked(given["key"], JsonKind.STRING),
+        offset=checked(given.get("offset", 0), JsonKind.UNSIGNED),
+        byte_size=checked(given["byte_size"], JsonKind.UNSIGNED),
     )
     return KServeResponse()
 
@@ -273,17 +272,17 @@ async def unregister_region(call: KServeCall) -> KServeResponse:
 
 async def cuda_status(call: KServeCall) -> KServeResponse:
     """Return the registered regions of CUDA shared memory, of which this server has none."""
-    refuse_cuda_region(call.names["region"])
+    reject_cuda_region(call.names["region"])
     return json_response([])
 
 
 async def register_cuda_region(call: KServeCall) -> KServeResponse:
     """Reject a region of CUDA shared memory, which this server does not support."""
-    call.services.shared_memory.refuse_if_disabled()
-    raise cuda_region(call.names["region"])
+    call.services.shared_memory.require_enabled()
+    raise cuda_unsupported(call.names["region"])
 
 
 async def unregister_cuda_region(call: KServeCall) -> KServeResponse:
     """Unregister regions of CUDA shared memory, of which this server has none."""
-    call.services.shared_memory.refuse_if_disabled()
+    call.services.shared_memory.require_enabled()
     return KServeResponse()

@@ -16,9 +16,9 @@ from genserve.kserve.generate_extension import event_of, generated, read_generat
 from genserve.kserve.infer_body import (
     InferRequestBody,
     InferResponseBody,
-    answer_of,
     read_infer_body,
     read_raw_body,
+    write_infer_response,
 )
 from genserve.kserve.served_models import ServedModel
 from genserve.kserve.triton_parsing import leading_number
@@ -59,16 +59,20 @@ async def infer(call: KServeCall) -> KServeResponse:
     if encoding not in (None, "identity", *_WINDOW_BITS):
         error = InferenceError("Unsupported compression type", status=Status.UNSUPPORTED)
         return error_response(error, headers=[(b"accept-encoding", b"gzip, deflate")])
-    asked = await _read(call, model, encoding)
-    with call.start(asked.request) as running:
-        first = await running.single()
-    if first.error is not None:
-        raise first.error
-    cost = _write_cost(first, asked)
-    body = await offload_if_large(
-        cost, answer_of, first, inference=running.inference, asked=asked, model=model
+    body = await _read(call, model, encoding)
+    with call.start(body.request) as running:
+        response = await running.single()
+    if response.error is not None:
+        raise response.error
+    written = await offload_if_large(
+        _write_cost(response, body),
+        write_infer_response,
+        response,
+        inference=running.inference,
+        request_body=body,
+        model=model,
     )
-    return await _compressed_response(body, accepted=call.header(b"accept-encoding"))
+    return await _compressed_response(written, accepted=call.header(b"accept-encoding"))
 
 
 async def _read(call: KServeCall, model: ServedModel, encoding: str | None) -> InferRequestBody:
@@ -125,12 +129,11 @@ def _decompress(body: memoryview, encoding: str, *, limit: int) -> memoryview:
     return memoryview(bytearray(text))
 
 
-def _write_cost(response: InferenceResponse, asked: InferRequestBody) -> int:
+def _write_cost(response: InferenceResponse, body: InferRequestBody) -> int:
     cost = 0
     for tensor in response.outputs:
-        requested = asked.outputs.get(tensor.name)
-        copied = asked.binary if requested is None else requested.binary or requested.target is not None
-        cost += write_cost(tensor, copied=copied)
+        requested = body.requested(tensor.name)
+        cost += write_cost(tensor, copied=requested.binary or requested.target is not None)
     return cost
 
 

@@ -1,7 +1,7 @@
 """OpenAI completions: `/v1/completions`, the older route, whose prompts are plain text or token ids.
 
 A prompt is text or token ids, or there is a list of such; the choices of prompt p are numbered
-`p * n` and on. With `echo` and `logprobs` a prompt is scored; `max_tokens: 0` asks for nothing else.
+`p * n` and on. With `echo` and `logprobs` a prompt is scored; `max_tokens: 0` requests nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OpenAI protocol: the common part of the bodies and answers of OpenAI's routes.
 
-A field that OpenAI knows and this server does not honour is refused by name, unless its value asks for
+A field of OpenAI's that this server does not support is rejected by name, unless its value asks for
 nothing. A field that nobody knows is ignored, and named in the header `x-genserve-ignored`, as is a field
 without effect.
 """

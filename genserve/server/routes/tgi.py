@@ -114,32 +114,33 @@ class _Generation:
         return [f"parameters.{name}" for name in unused_parameters(params)]
 
 
-async def _handle(asked: _Generation, services: Services, request: Request) -> Response:
-    return await handle_generation(asked, services, request, frames=TokenFrames, answer=_answer)
+async def _handle(generation: _Generation, services: Services, request: Request) -> Response:
+    return await handle_generation(generation, services, request, frames=TokenFrames, answer=_answer)
 
 
-def _answer(submitted: SubmittedRequest, asked: _Generation, deltas: list[Delta]) -> Response:
+def _answer(submitted: SubmittedRequest, generation: _Generation, deltas: list[Delta]) -> Response:
     completions = join_choices(deltas)
     best, *others = likeliest(completions)
-    prefix = asked.body.inputs if asked.body.parameters.return_full_text else ""
+    prefix = generation.body.inputs if generation.body.parameters.return_full_text else ""
     texts = [{"generated_text": prefix + completion.text} for completion in completions]
     answer: dict[str, Any] = texts[best]
-    if asked.has_details:
+    if generation.has_details:
+        by_choice = [[delta for delta in deltas if delta.choice == n] for n in range(len(completions))]
         details = [
-            _details(completion, [delta for delta in deltas if delta.choice == choice], submitted, asked.body)
-            for choice, completion in enumerate(completions)
+            _details(completion, of_choice, submitted, generation.body)
+            for completion, of_choice in zip(completions, by_choice, strict=True)
         ]
         rest = {"best_of_sequences": [texts[place] | details[place] for place in others]} if others else {}
         answer = answer | {"details": details[best] | rest}
-    headers = _headers(completions[best].usage, seconds=time.monotonic() - asked.started_s)
-    return JSONResponse([answer] if asked.in_list else answer, headers=headers)
+    headers = _headers(completions[best].usage, seconds=time.monotonic() - generation.started_s)
+    return JSONResponse([answer] if generation.in_list else answer, headers=headers)
 
 
 class TokenFrames:
     """The events of a streamed generation: one per token, and no `[DONE]`."""
 
-    def __init__(self, submitted: SubmittedRequest, asked: _Generation) -> None:
-        body = asked.body
+    def __init__(self, submitted: SubmittedRequest, generation: _Generation) -> None:
+        body = generation.body
         self._submitted = submitted
         self._sampling = body.parameters.draws
         self._text: list[str] = [body.inputs] if body.parameters.return_full_text else []

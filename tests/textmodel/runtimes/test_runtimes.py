@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from genserve.backends.pytorch import open_module
-from genserve.backends.row_picker import sample_rows
 from genserve.export.export_options import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
@@ -175,7 +174,7 @@ def test_a_sequence_is_filled_to_its_end(logits, reference):
 def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
     """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
     engine = Engine(
-        logits, decode=sample_loop, clock=Clock(), picker=sample_rows, speculation=speculation
+        logits, decode=sample_loop, clock=Clock(), speculation=speculation
     )
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
@@ -199,7 +198,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, spe
 
 def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
     """Their blocks are copied while others go on."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=sample_rows)
+    engine = Engine(logits, decode=sample_loop, clock=Clock())
     answers = {}
     for number, length in enumerate((3, 30)):
         prompt = random_ids(40 + number, length)

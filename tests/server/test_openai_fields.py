@@ -17,7 +17,7 @@ def chat(http, **body):
     return http.post("/v1/chat/completions", json=defaults | body)
 
 
-def test_an_answer_that_is_begun_is_continued(http, tiny_server):
+def test_continue_final_message_continues_the_last_message(http, tiny_server):
     tokenizer = tiny_server.model.tokenizer
     answer = chat(http, messages=[QUESTION, BEGUN], continue_final_message=True).json()
     assert tokenizer.decode(answer["prompt_token_ids"]).endswith("assistant\nWell, ")
@@ -25,13 +25,13 @@ def test_an_answer_that_is_begun_is_continued(http, tiny_server):
     assert answer["prompt_token_ids"] == tokenizer.encode_chat(expected)
 
 
-def test_the_assistants_turn_need_not_be_begun(http, tiny_server):
+def test_add_generation_prompt_can_be_disabled(http, tiny_server):
     ids = chat(http, add_generation_prompt=False).json()["prompt_token_ids"]
     begun = chat(http).json()["prompt_token_ids"]
     assert begun[: len(ids)] == ids != begun
 
 
-def test_the_clients_send_what_a_chat_says(tiny_server):
+def test_our_clients_send_the_options_of_a_chat(tiny_server):
     begun = Chat(
         messages=(Message(role="user", content="hello"), Message(role="assistant", content="Well")),
         continue_final_message=True,
@@ -55,14 +55,14 @@ def test_the_clients_send_what_a_chat_says(tiny_server):
         ),
     ],
 )
-def test_what_the_template_cannot_do_is_refused(http, body, field, words):
+def test_unsupported_template_options_are_rejected(http, body, field, words):
     reply = chat(http, **body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == field
     assert words in reply.json()["error"]["message"]
 
 
-def test_the_refusal_of_a_template_says_why(http):
+def test_a_rejected_chat_template_has_a_remedy(http):
     assert "program" in chat(http, chat_template="{{ 1 }}").json()["error"]["remedy"]
 
 
@@ -74,7 +74,7 @@ def complete(http, **body):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_prompt_that_is_too_long_is_an_error_unless_the_request_has_it_cut(http, tiny_server, side):
+def test_a_long_prompt_is_an_error_without_truncate_prompt_tokens(http, tiny_server, side):
     ids = tiny_server.model.tokenizer.encode(LONG)
     assert complete(http).status_code == 400
     cut = {"truncate_prompt_tokens": 9, "truncation_side": side, "return_token_ids": True}
@@ -109,12 +109,12 @@ def test_tgi_calls_it_truncate(http, tiny_server):
         ({"priority": "high"}, "priority"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(http, body, field):
+def test_contradictory_options_are_rejected_by_name(http, body, field):
     reply = complete(http, **body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
-def test_a_refusal_is_said_in_our_words_alone(http):
+def test_an_error_for_an_invalid_prompt_is_one_sentence(http):
     reply = chat(http, messages=[{"role": "user", "content": 5}])
     assert reply.json()["error"]["message"] == "messages[0].content: must be text, or a list of text parts"
 

@@ -35,7 +35,7 @@ class Outdated(Repository):
         return self.older.pop() if self.older else super().get(name)
 
 
-def test_a_request_for_a_model_that_was_replaced_meanwhile_goes_to_the_next(
+def test_a_request_for_a_replaced_model_goes_to_its_replacement(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "models"
@@ -109,7 +109,7 @@ def rejections(server: LiveServer, model: str, reason: str) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("does", ODD)
-def test_a_chat_template_at_fault_is_told_without_what_is_inside_the_server(
+def test_errors_of_a_chat_template_hide_the_servers_internals(
     neighbours: LiveServer, caplog: pytest.LogCaptureFixture, does: str, stream: bool
 ) -> None:
     response = chat(neighbours, "odd", does, stream=stream)
@@ -123,7 +123,7 @@ def test_a_chat_template_at_fault_is_told_without_what_is_inside_the_server(
     assert chat(neighbours, "odd", "hello").status_code == 200
 
 
-def test_chats_that_hang_hold_up_no_other_model(neighbours: LiveServer) -> None:
+def test_hanging_chat_templates_block_no_other_model(neighbours: LiveServer) -> None:
     with ThreadPoolExecutor(41) as pool:
         hanging = [pool.submit(chat, neighbours, "odd", "linger") for _ in range(41)]
         answer = chat(neighbours, "tiny", "hello")
@@ -137,7 +137,7 @@ def test_chats_that_hang_hold_up_no_other_model(neighbours: LiveServer) -> None:
     assert chat(neighbours, "odd", "hello").status_code == 200
 
 
-def test_long_prompts_that_come_together_take_places_while_they_are_prepared(
+def test_concurrent_long_prompts_count_against_the_queue_during_preparation(
     tiny_repository: Path, tmp_path: Path
 ) -> None:
     repository = gated(tmp_path, tiny_repository)   # one slot

@@ -21,7 +21,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKServe]:
         yield live
 
 
-def test_the_server_says_that_it_is_alive_and_what_it_is(client) -> None:
+def test_the_server_reports_liveness_and_metadata(client) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     metadata = client.get_server_metadata()
@@ -46,12 +46,12 @@ def test_models_are_described_with_their_batch_dimension(client) -> None:
     assert client.get_model_config("add_sub")["max_batch_size"] == 8
 
 
-def test_versions_are_those_that_answer_or_the_one_that_is_asked_for(client) -> None:
+def test_metadata_lists_the_ready_versions_or_the_requested_one(client) -> None:
     assert client.get_model_metadata("versions_specific")["versions"] == ["1", "3"]
     assert client.get_model_metadata("versions_specific", "3")["versions"] == ["3"]
 
 
-def test_statistics_count_what_was_done(client) -> None:
+def test_statistics_count_inferences(client) -> None:
     tensor = triton.InferInput("X", [1], "INT32")
     tensor.set_data_from_numpy(np.ones(1, np.int32))
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_statistics_count_what_was_done(client) -> None:
         ("models/pass/versions/9/stats", "requested model version is not available for model 'pass'"),
     ],
 )
-def test_statistics_of_what_is_not_there_are_refused(server, path: str, text: str) -> None:
+def test_statistics_of_unknown_models_are_rejected(server, path: str, text: str) -> None:
     answer = httpx2.get(f"{server.url}/v2/{path}")
     assert (answer.status_code, answer.json()) == (400, {"error": text})
 
@@ -106,13 +106,15 @@ def test_a_model_is_loaded_from_the_files_of_the_request(client, server) -> None
         ("other/models/pass/load", b"", 501, "'repository_name' specification is not supported"),
     ],
 )
-def test_bad_loads_are_told_in_tritons_words(server, path: str, body: bytes, status: int, text: str) -> None:
+def test_invalid_loads_are_rejected_with_tritons_message(
+    server, path: str, body: bytes, status: int, text: str
+) -> None:
     answer = httpx2.post(f"{server.url}/v2/repository/{path}", content=body)
     assert answer.status_code == status
     assert answer.json()["error"].startswith(text)
 
 
-def test_settings_of_log_and_traces_are_changed_and_kept(client) -> None:
+def test_log_and_trace_settings_are_changed_and_kept(client) -> None:
     assert client.get_log_settings()["log_verbose_level"] == 0
     assert client.update_log_settings({"log_verbose_level": 1})["log_verbose_level"] == 1
     client.update_log_settings({"log_verbose_level": 0})
@@ -123,7 +125,7 @@ def test_settings_of_log_and_traces_are_changed_and_kept(client) -> None:
         client.update_trace_settings(settings={"trace_file": "x"})
 
 
-def test_shared_memory_is_closed_unless_it_was_opened(client) -> None:
+def test_shared_memory_is_disabled_by_default(client) -> None:
     assert client.get_system_shared_memory_status() == []
     with pytest.raises(InferenceServerException, match="Client shared memory is disabled"):
         client.register_system_shared_memory("r", "/r", 8)
@@ -143,13 +145,13 @@ def test_shared_memory_is_closed_unless_it_was_opened(client) -> None:
         ("GET", "/v2/models/pass/versions/9/config", 404, "Request for unknown model: 'pass' version 9 is"),
     ],
 )
-def test_wrong_paths_and_verbs_are_told_in_tritons_words(server, verb, path, status, text) -> None:
+def test_wrong_paths_and_methods_are_rejected_with_tritons_message(server, verb, path, status, text) -> None:
     answer = httpx2.request(verb, server.url + path)
     assert answer.status_code == status
     assert answer.json()["error"].startswith(text)
 
 
-def test_the_key_of_the_server_is_asked_for(tmp_path: Path) -> None:
+def test_requests_need_the_api_key(tmp_path: Path) -> None:
     copy_models(("pass",), tmp_path)
     with LiveKServe(tmp_path, api_key="secret") as live:
         assert httpx2.get(f"{live.url}/v2").status_code == 401

@@ -19,13 +19,13 @@ from tests.live import LiveServer
 from tests.server.live_kserve import copy_models
 
 
-async def test_much_work_is_done_on_another_thread():
+async def test_large_work_runs_on_another_thread():
     here = threading.get_ident()
     assert await offload_if_large(100, threading.get_ident) == here
     assert await offload_if_large(10**7, threading.get_ident) != here
 
 
-def test_strings_are_more_work_than_numbers_and_copies_the_least():
+def test_writing_strings_costs_more_than_numbers_and_copying_least():
     numbers = Tensor("Y", np.zeros(10000, np.float32))
     strings = Tensor("Y", np.array([b""] * 10000, object))
     long = Tensor("Y", np.array([b"a" * 10**6], object))
@@ -58,7 +58,7 @@ def threads_of(module, *names, monkeypatch):
     return threads
 
 
-def test_a_large_body_of_another_dialect_is_parsed_beside_it_too(server, monkeypatch):
+def test_a_large_body_of_another_dialect_is_parsed_off_the_event_loop_too(server, monkeypatch):
     threads = threads_of(genserve.server.request_body, "parse_json", monkeypatch=monkeypatch)
     with httpx2.Client(base_url=server.url) as http:
         assert http.post("/v1/completions", json={"prompt": [1] * 200000}).status_code == 404
@@ -67,7 +67,7 @@ def test_a_large_body_of_another_dialect_is_parsed_beside_it_too(server, monkeyp
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_many_strings_keep_neither_protocol_from_its_event_loop(server, monkeypatch, protocol):
+def test_many_strings_block_the_event_loop_of_neither_protocol(server, monkeypatch, protocol):
     threads = threads_of(genserve.tensor, "_split_strings", "_join_strings", monkeypatch=monkeypatch)
     library = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
     address = {"http": f"127.0.0.1:{server.port}", "grpc": server.info.grpc_address}[protocol]

@@ -81,7 +81,7 @@ def exchange(url: str, method: str, path: str, body: Any = None, **headers: str)
         "",
     ],
 )
-def test_a_host_name_that_is_not_the_servers_is_refused(untouched, host):
+def test_an_unknown_host_name_is_rejected(untouched, host):
     for path in ("/v2/models/one/infer", UNLOAD, "/v1/chat/completions", "/generate"):
         assert status(untouched, "POST", path, INFER, host=host, content_type="application/json") == 403
     for path in ("/v2/health/live", "/metrics", "/docs", "/nowhere"):
@@ -92,11 +92,11 @@ def test_a_host_name_that_is_not_the_servers_is_refused(untouched, host):
     "host",
     ["localhost", "LOCALHOST:8000", "app.localhost", "localhost.", "127.0.0.1:1", "[::1]:8000", "10.1.2.3"],
 )
-def test_localhost_and_addresses_are_the_servers(server, host):
+def test_localhost_and_addresses_are_accepted_as_host(server, host):
     assert status(server, "POST", "/v2/models/one/infer", INFER, host=host) == 200
 
 
-def test_a_host_name_may_be_allowed_alone_or_by_a_pattern(tmp_path):
+def test_a_host_name_is_allowed_by_name_or_pattern(tmp_path):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, allowed_hosts=("models.example", "*.Test")) as server:
         asked = {name: status(server, "GET", "/v2", host=name) for name in ("models.example:80", "a.b.test")}
@@ -118,12 +118,12 @@ def test_a_host_name_may_be_allowed_alone_or_by_a_pattern(tmp_path):
         {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"},
     ],
 )
-def test_a_page_of_another_origin_is_refused(untouched, headers):
+def test_a_page_of_another_origin_is_rejected(untouched, headers):
     for path in ("/v2/models/one/infer", UNLOAD, "/v1/chat/completions", "/generate", "/v2/logging"):
         assert status(untouched, "POST", path, INFER, content_type="application/json", **headers) == 403
 
 
-def test_a_page_of_the_server_itself_and_a_link_from_elsewhere_are_answered(server):
+def test_own_pages_and_links_from_elsewhere_are_accepted(server):
     origin = server.url
     assert status(server, "POST", "/v2/models/one/infer", INFER, origin=origin) == 200
     own = {"origin": origin, "sec_fetch_site": "same-origin", "sec_fetch_mode": "cors"}
@@ -134,7 +134,7 @@ def test_a_page_of_the_server_itself_and_a_link_from_elsewhere_are_answered(serv
     assert status(server, "GET", "/docs", sec_fetch_site="cross-site", sec_fetch_mode="no-cors") == 403
 
 
-def test_an_allowed_origin_may_ask_and_read(tmp_path):
+def test_an_allowed_origin_can_send_and_read(tmp_path):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, allowed_origins=("https://app.example",)) as server:
         page = {"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site"}
@@ -156,14 +156,14 @@ def test_an_allowed_origin_may_ask_and_read(tmp_path):
         "multipart/form-data; boundary=x",
     ],
 )
-def test_what_a_form_can_send_is_refused(untouched, content_type):
+def test_content_types_of_forms_are_rejected(untouched, content_type):
     for path in ("/v2/models/one/infer", UNLOAD, "/v2/repository/index", "/v2/logging", "/generate"):
         code, text = exchange(untouched.url, "POST", path, INFER, content_type=content_type)
         assert code == 415
         assert "application/json" in json.loads(text)["remedy"]
 
 
-def test_curl_asks_as_the_documentation_of_triton_says(server):
+def test_curl_works_as_in_tritons_documentation(server):
     def curl(*arguments: str) -> str:
         command = ["curl", "-s", "-w", "%{http_code}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -174,14 +174,14 @@ def test_curl_asks_as_the_documentation_of_triton_says(server):
     assert curl("-X", "POST", f"{server.url}/v2/repository/index").endswith("200")
 
 
-def test_the_client_in_cpp_declares_a_form_and_is_answered(server):
+def test_tritons_cpp_client_may_declare_a_form(server):
     form = {"content_type": "application/x-www-form-urlencoded"}
     index = "/v2/repository/index"
     assert status(server, "POST", index, {}, user_agent="libcurl-agent/1.0", **form) == 200
     assert status(server, "POST", index, {}, user_agent="Mozilla/5.0 curl/8", **form) == 415
 
 
-def test_clients_ask_as_before(tiny_server):
+def test_the_usual_clients_are_accepted(tiny_server):
     url = tiny_server.url
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         assert client.chat.completions.create(model="tiny", **CHAT).choices
@@ -191,7 +191,7 @@ def test_clients_ask_as_before(tiny_server):
     client.close()
 
 
-def test_each_dialect_reads_a_refusal_in_its_own_words(tiny_repository):
+def test_each_dialect_has_its_own_error_body_for_a_rejection(tiny_repository):
     with LiveServer(tiny_repository, api_key="secret") as server:
         paths = ("/v1/completions", "/generate", "/v2/logging")
         answers = {path: httpx2.post(server.url + path, json={}) for path in paths}
@@ -215,7 +215,7 @@ def test_each_dialect_reads_a_refusal_in_its_own_words(tiny_repository):
         ({"metrics_host": "192.0.2.7"}, "--metrics-address"),
     ],
 )
-def test_an_address_for_other_machines_needs_a_key_or_a_second_word(tmp_path, settings, flag):
+def test_a_public_address_needs_a_key_or_allow_unauthenticated(tmp_path, settings, flag):
     write_model(tmp_path, "one")
     with pytest.raises(GenserveError, match=flag) as caught:
         Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS, **settings))
@@ -225,7 +225,7 @@ def test_an_address_for_other_machines_needs_a_key_or_a_second_word(tmp_path, se
         Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS, **settings, **decided))
 
 
-def test_without_a_key_names_are_checked_on_an_address_for_other_machines_too(tmp_path):
+def test_without_a_key_host_names_are_checked_on_public_addresses_too(tmp_path):
     write_model(tmp_path, "one")
     public: dict[str, Any] = {"host": "0.0.0.0"}
     with LiveServer(tmp_path, allow_unauthenticated=True, **public) as server:
@@ -237,7 +237,7 @@ def test_without_a_key_names_are_checked_on_an_address_for_other_machines_too(tm
         assert exchange(url, "GET", "/v2", **known)[0] == 200
 
 
-def test_names_of_a_network_of_containers_are_known_where_other_machines_come_in(tmp_path, server):
+def test_single_label_names_are_accepted_on_public_addresses(tmp_path, server):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, allow_unauthenticated=True, host="0.0.0.0") as public:
         url = public.url.replace("0.0.0.0", "127.0.0.1")
@@ -245,7 +245,7 @@ def test_names_of_a_network_of_containers_are_known_where_other_machines_come_in
     assert status(server, "GET", "/v2", host="genserve:8000") == 403
 
 
-def test_a_metrics_port_that_is_opened_is_open_by_any_name(tmp_path):
+def test_an_unauthenticated_metrics_port_accepts_any_host_name(tmp_path):
     write_model(tmp_path, "one")
     settings = {"api_key": "secret", "allowed_hosts": ("api.example",), "allow_unauthenticated_metrics": True}
     with LiveServer(tmp_path, host="0.0.0.0", **settings) as public:
@@ -253,7 +253,7 @@ def test_a_metrics_port_that_is_opened_is_open_by_any_name(tmp_path):
         assert exchange(metrics, "GET", "/metrics", host="genserve.monitoring.svc:8002")[0] == 200
 
 
-def test_the_word_bearer_has_no_case_and_a_default_port_may_be_written(tmp_path):
+def test_bearer_is_case_insensitive_and_default_ports_are_accepted(tmp_path):
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, api_key="secret") as server:
         assert status(server, "GET", "/v2", authorization="bearer secret") == 200
@@ -272,7 +272,7 @@ def test_the_word_bearer_has_no_case_and_a_default_port_may_be_written(tmp_path)
         {"allowed_origins": ("https://a.example/",)},
     ],
 )
-def test_a_name_or_an_origin_that_nothing_can_have_ends_the_start(tmp_path, settings):
+def test_an_impossible_host_name_or_origin_ends_startup(tmp_path, settings):
     write_model(tmp_path, "one")
     with pytest.raises(GenserveError, match="--allowed-") as caught:
         Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS, **settings))
@@ -293,11 +293,11 @@ def test_a_name_or_an_origin_that_nothing_can_have_ends_the_start(tmp_path, sett
         ("", False),
     ],
 )
-def test_loopback_is_what_this_machine_alone_reaches(host, expected):
+def test_only_addresses_of_this_machine_are_loopback(host, expected):
     assert is_loopback(host) is expected
 
 
-def test_the_metrics_port_asks_for_the_key_and_can_be_opened(tmp_path):
+def test_the_metrics_port_needs_the_key_unless_it_is_unauthenticated(tmp_path):
     write_model(tmp_path, "one")
     key = {"Authorization": "Bearer secret"}
     with LiveServer(tmp_path, api_key="secret") as server:
@@ -309,7 +309,7 @@ def test_the_metrics_port_asks_for_the_key_and_can_be_opened(tmp_path):
         assert status(server, "GET", "/metrics") == 401
 
 
-def test_the_metrics_port_logs_whom_it_refuses_and_not_those_who_leave(server, caplog, capfd):
+def test_the_metrics_port_logs_rejections_and_not_disconnects(server, caplog, capfd):
     url = server.info.metrics_url.removesuffix("/metrics")
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
@@ -321,7 +321,7 @@ def test_the_metrics_port_logs_whom_it_refuses_and_not_those_who_leave(server, c
     assert "Traceback" not in capfd.readouterr().err + caplog.text
 
 
-def test_the_metrics_port_is_not_for_web_pages(server):
+def test_the_metrics_port_rejects_web_pages(server):
     url = server.info.metrics_url.removesuffix("/metrics")
     assert exchange(url, "GET", "/metrics")[0] == 200
     assert exchange(url, "GET", "/metrics", host="evil.example")[0] == 403
@@ -337,7 +337,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_uploaded_files_run_code_only_where_that_is_switched_on(tmp_path, protocol):
+def test_uploaded_code_runs_only_with_allow_uploaded_code(tmp_path, protocol):
     repository, marker = tmp_path / "repository", tmp_path / "planted"
     write_model(repository, "one")
     source = PLANT.format(marker=str(marker)).encode()
@@ -362,7 +362,7 @@ def connect(server: LiveServer, protocol: str) -> Any:
     return triton_grpc.InferenceServerClient(server.grpc_url)
 
 
-def test_a_config_that_is_brought_names_no_library_for_an_accelerator(server):
+def test_an_uploaded_config_cannot_name_a_library_of_an_accelerator(server):
     options = {"precision_mode": "FP16", "trt_extra_plugin_lib_paths": "/tmp/evil.so"}
     accelerator = {"name": "tensorrt", "parameters": options}
     config = {

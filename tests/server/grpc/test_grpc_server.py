@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.models import write_model
-from tests.server.test_server import line_with, serving
+from tests.server.test_api_server import line_with, serving
 
 MESSAGE_BYTES = 96 * 2**20
 CALLS = [
@@ -39,7 +39,7 @@ def peak_bytes(process_id: int) -> int:
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_without_the_key_no_message_is_held_in_memory(server, method):
+def test_without_the_key_no_message_is_read_into_memory(server, method):
     process_id, address = server
     options = [("grpc.max_send_message_length", -1)]
     before = peak_bytes(process_id)

@@ -20,8 +20,8 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from genserve.config.schema import new_model_config
 from genserve.errors import GenserveError, Status
+from tests.server.grpc.grpc_models import DATA_TYPES, Blocking, all_models
 from tests.server.grpc.live_grpc import LiveGrpc
-from tests.server.grpc.models import DATA_TYPES, Blocking, all_models
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_raw_bf16_comes_back_as_it_was_sent(stub):
         ("STRING", "bytes_contents", [b"a", b""], b"\1\0\0\0a\0\0\0\0"),
     ],
 )
-def test_typed_contents_are_read_as_the_raw_ones(stub, word, field, values, raw):
+def test_typed_contents_equal_raw_contents(stub, word, field, values, raw):
     datatype = "BYTES" if word == "STRING" else word
     message = request(f"id_{word}", shape=[len(values)], data=None, datatype=datatype)
     getattr(message.inputs[0].contents, field).extend(values)
@@ -163,7 +163,7 @@ async def test_the_asynchronous_client_gets_the_same_answers(server):
         ("triton_enable_empty_final_response", {"int64_param": 1}, "expected bool_param."),
     ],
 )
-def test_a_parameter_of_the_wrong_type_is_refused_in_tritons_words(stub, name, value, text):
+def test_a_parameter_of_the_wrong_type_is_rejected_with_tritons_message(stub, name, value, text):
     message = request(parameters={name: service_pb2.InferParameter(**value)})
     code, details = refusal(stub.ModelInfer, message)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -237,12 +237,12 @@ _ODD = {
 
 
 @pytest.mark.parametrize("case", _ODD)
-def test_a_request_that_contradicts_itself_is_refused_in_tritons_words(stub, case):
+def test_a_contradictory_request_is_rejected_with_tritons_message(stub, case):
     message, text = _ODD[case]
     assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-def test_inputs_and_outputs_that_the_model_has_not_are_refused(stub):
+def test_unknown_inputs_and_outputs_are_rejected(stub):
     other, nothing = request(), request()
     other.inputs[0].name = "Q"
     nothing.outputs.add(name="NOPE")
@@ -253,7 +253,7 @@ def test_inputs_and_outputs_that_the_model_has_not_are_refused(stub):
     ]
 
 
-def test_an_input_given_twice_is_refused(stub):
+def test_a_repeated_input_is_rejected(stub):
     message = request(shape=[1, 2])
     message.inputs.add(name="X", datatype="FP32", shape=[1, 2])
     message.raw_input_contents.append(b"\0" * 8)
@@ -261,7 +261,7 @@ def test_an_input_given_twice_is_refused(stub):
     assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-def test_typed_contents_beside_raw_ones_or_in_the_wrong_field_are_refused(stub):
+def test_typed_contents_with_raw_ones_or_in_a_wrong_field_are_rejected(stub):
     mixed = request()
     mixed.inputs[0].contents.fp32_contents.extend([1, 2])
     wrong = request(data=None)
@@ -290,7 +290,7 @@ _CODES = {
 
 
 @pytest.mark.parametrize("status", list(Status))
-def test_the_status_of_a_models_error_becomes_the_code_of_grpc(stub, status):
+def test_the_status_of_a_models_error_becomes_the_grpc_status(stub, status):
     word = status.value.encode()
     message = request("fail", shape=[1], data=len(word).to_bytes(4, "little") + word, datatype="BYTES")
     assert refusal(stub.ModelInfer, message) == (_CODES[status], f"failed with {status.value}")
@@ -303,7 +303,7 @@ def test_the_remedy_of_an_error_is_in_the_trailing_metadata(stub):
     assert ("genserve-remedy", "be ? better") in caught.value.trailing_metadata()
 
 
-def test_a_long_text_of_an_error_is_cut_and_keeps_its_code(stub):
+def test_a_long_error_message_is_truncated_and_keeps_its_status(stub):
     def ask(count: int) -> tuple[grpc.StatusCode, str]:
         message = request("fail_at_length", shape=(1,), data=struct.pack("<i", count), datatype="INT32")
         return refusal(stub.ModelInfer, message)
@@ -342,7 +342,7 @@ def test_unknown_models_and_versions_are_not_found(triton):
             assert (caught.value.status(), caught.value.message()) == ("StatusCode.NOT_FOUND", text)
 
 
-def test_a_client_that_cancels_cancels_its_inference():
+def test_a_cancelled_call_cancels_its_inference():
     blocking = Blocking()
     with LiveGrpc([blocking.model]) as server, grpc.insecure_channel(server.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -362,7 +362,7 @@ def test_a_deadline_that_passes_cancels_the_inference():
         assert blocking.ended.get(timeout=10) == "cancelled"
 
 
-def test_classes_in_place_of_values(triton):
+def test_classification_replaces_values(triton):
     outputs = [client.InferRequestedOutput("Y", class_count=2)]
     array = np.array([[1, 3, 2], [9, 7, 8]], dtype=np.float32)
     result = triton.infer("batched", [tensor(array)], outputs=outputs)
@@ -379,7 +379,7 @@ def test_classes_in_place_of_values(triton):
         ({"string_param": "1"}, "invalid value type for 'classification' parameter, expected int64_param"),
     ],
 )
-def test_a_wrong_number_of_classes_is_refused(stub, value, text):
+def test_an_invalid_number_of_classes_is_rejected(stub, value, text):
     message = request()
     message.outputs.add(name="Y").parameters["classification"].MergeFrom(service_pb2.InferParameter(**value))
     assert refusal(stub.ModelInfer, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -408,7 +408,7 @@ def test_tensors_may_be_in_shared_memory(triton):
 
 
 @pytest.mark.parametrize(("offset", "size"), [(-8, 64), (4096, 2048)])
-def test_a_place_outside_of_the_memory_is_refused_and_the_server_lives(triton, stub, offset, size):
+def test_a_range_outside_of_shared_memory_is_rejected_and_the_server_survives(triton, stub, offset, size):
     region = shared_memory.SharedMemory(create=True, size=8192, name=f"genserve-{uuid4().hex}")
     try:
         triton.register_system_shared_memory("outside", f"/{region.name}", 8192)
@@ -445,7 +445,7 @@ _MISPLACED = {
 
 
 @pytest.mark.parametrize("case", _MISPLACED)
-def test_a_place_in_shared_memory_that_is_not_whole_is_refused(stub, case):
+def test_incomplete_parameters_of_shared_memory_are_rejected(stub, case):
     parameters, text = _MISPLACED[case]
     message = request(data=None)
     for name, value in parameters.items():
@@ -494,7 +494,7 @@ def test_the_repository_is_listed_and_controlled(server, triton, stub):
         triton.load_model("zzz")
 
 
-def test_wrong_parameters_of_the_repository_methods_are_refused(stub):
+def test_invalid_parameters_of_repository_methods_are_rejected(stub):
     load, unload = service_pb2.RepositoryModelLoadRequest, service_pb2.RepositoryModelUnloadRequest
     value = service_pb2.ModelRepositoryParameter
     for call, message, text in (
@@ -541,7 +541,7 @@ def test_there_is_no_cuda_shared_memory(triton):
     assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
-def test_where_shared_memory_is_not_allowed_that_of_a_gpu_is_not_either():
+def test_disabled_shared_memory_disables_cuda_shared_memory_too():
     with (
         LiveGrpc([], allow_client_shm=False) as server,
         client.InferenceServerClient(server.address) as triton,
@@ -569,7 +569,7 @@ def test_the_standard_health_service_follows_readiness():
         assert list(watch) == []
 
 
-def test_a_server_that_drains_refuses_new_requests(stub):
+def test_a_draining_server_rejects_new_requests(stub):
     with LiveGrpc(all_models()) as server, grpc.insecure_channel(server.address) as channel:
         server.services.draining = True
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -577,7 +577,7 @@ def test_a_server_that_drains_refuses_new_requests(stub):
         assert not stub.ServerReady(service_pb2.ServerReadyRequest()).ready
 
 
-def test_with_an_api_key_every_call_needs_it_but_the_health_check():
+def test_with_an_api_key_every_call_except_the_health_check_needs_it():
     with LiveGrpc(all_models(), api_key="secret") as server, grpc.insecure_channel(server.address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         live, key = service_pb2.ServerLiveRequest(), (("authorization", "Bearer secret"),)

@@ -64,7 +64,7 @@ def slow_down(server: LiveServer, monkeypatch) -> None:
         ("/v1/chat/completions", LONG_CHAT, False),
     ],
 )
-def test_a_client_that_leaves_frees_its_slot_within_two_steps(
+def test_a_disconnect_frees_the_slot_within_two_steps(
     tiny_server, monkeypatch, path, body, reads_first
 ):
     slow_down(tiny_server, monkeypatch)
@@ -83,7 +83,7 @@ def test_a_client_that_leaves_frees_its_slot_within_two_steps(
     assert loop.num_running == 0
 
 
-def test_health_and_metrics_tell_of_the_model(tiny_server):
+def test_health_and_metrics_report_the_model(tiny_server):
     with httpx2.Client(base_url=tiny_server.url) as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.head("/health").status_code == 200
@@ -94,7 +94,7 @@ def test_health_and_metrics_tell_of_the_model(tiny_server):
     assert 'genserve_time_to_first_token_seconds_count{model="tiny"}' in text
 
 
-def test_with_a_key_only_the_health_check_is_open(tiny_repository):
+def test_with_an_api_key_only_the_health_check_is_open(tiny_repository):
     with LiveServer(tiny_repository, api_key="secret") as server, httpx2.Client(base_url=server.url) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/v1/models").status_code == 401
@@ -102,7 +102,7 @@ def test_with_a_key_only_the_health_check_is_open(tiny_repository):
         assert http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
-def test_a_key_that_no_client_could_give_is_refused_at_the_start(tiny_repository):
+def test_an_api_key_that_no_header_can_hold_is_rejected_at_startup(tiny_repository):
     with pytest.raises(InvalidRequest, match="API key"):
         Server(ServerSettings(model_repository=(tiny_repository,), api_key="schlüssel", **FREE_PORTS))
 
@@ -139,7 +139,7 @@ def hang_up():
 
 @pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
+def test_a_signal_stops_the_server_gracefully(tiny_repository, signal_name):
     with serving(tiny_repository) as process:
         line_with(process, "Ready at")
         process.send_signal(getattr(signal, signal_name))
@@ -147,7 +147,7 @@ def test_a_signal_is_an_orderly_end(tiny_repository, signal_name):
     assert process.returncode == 0
 
 
-def test_a_second_hang_up_is_not_impatient_and_a_second_sigterm_is(tiny_repository, hang_up):
+def test_a_second_sigterm_skips_the_drain_and_a_second_sighup_does_not(tiny_repository, hang_up):
     server = Server(ServerSettings(model_repository=(tiny_repository,)))
     with server.capture_signals():
         for _ in range(2):
@@ -158,7 +158,7 @@ def test_a_second_hang_up_is_not_impatient_and_a_second_sigterm_is(tiny_reposito
     assert signal.getsignal(hang_up) is signal.SIG_DFL
 
 
-def test_under_nohup_a_hang_up_is_nothing(tiny_repository, hang_up):
+def test_under_nohup_sighup_is_ignored(tiny_repository, hang_up):
     server = Server(ServerSettings(model_repository=(tiny_repository,)))
     signal.signal(hang_up, signal.SIG_IGN)
     with server.capture_signals():
@@ -201,7 +201,7 @@ ASKED = {"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [1]}
 @pytest.mark.parametrize(
     ("drain_s", "signals"), [(0.1, [signal.SIGTERM]), (60, [signal.SIGTERM, signal.SIGINT])]
 )
-def test_a_model_that_never_returns_does_not_keep_the_server(tmp_path, drain_s, signals):
+def test_a_hanging_model_does_not_keep_the_server_running(tmp_path, drain_s, signals):
     write_model(tmp_path, "stuck", code=STUCK)
     with serving(tmp_path, f"--drain-s={drain_s}") as process:
         url = line_with(process, "Ready at").split()[2]
@@ -218,7 +218,7 @@ def test_a_model_that_never_returns_does_not_keep_the_server(tmp_path, drain_s, 
             process.wait(timeout=30)
 
 
-def test_a_model_that_never_loads_does_not_keep_the_server(tmp_path):
+def test_a_hanging_load_does_not_keep_the_server_running(tmp_path):
     write_model(
         tmp_path,
         "endless",
@@ -249,7 +249,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
-def test_what_a_model_says_is_in_the_log(tmp_path, verbose):
+def test_the_output_of_a_model_is_logged(tmp_path, verbose):
     write_model(tmp_path, "talks", code=TALKS)
     with serving(tmp_path, f"--log-verbose={verbose}") as process:
         line_with(process, "Ready at")
@@ -267,7 +267,7 @@ def test_a_taken_port_is_an_error_with_a_remedy(tiny_repository):
             server.serve_until_stopped()
 
 
-def test_an_address_of_another_machine_is_an_error_that_names_the_flag(tiny_repository):
+def test_an_address_of_another_machine_is_rejected_with_the_flag(tiny_repository):
     settings = ServerSettings(
         model_repository=(tiny_repository,), host="192.0.2.1", http_port=0, allow_unauthenticated=True
     )
@@ -276,14 +276,14 @@ def test_an_address_of_another_machine_is_an_error_that_names_the_flag(tiny_repo
         server.serve_until_stopped()
 
 
-def test_a_server_without_a_model_says_so_and_does_not_start(tmp_path):
+def test_a_server_without_a_model_does_not_start(tmp_path):
     with pytest.raises(RepositoryError, match=f"there is no model in .*--model-repository {tmp_path}"):
         Server(ServerSettings(model_repository=(tmp_path,), **FREE_PORTS)).serve_until_stopped()
     with pytest.raises(RepositoryError, match="no model repository"):
         Server(ServerSettings(model_repository=(tmp_path / "none",), **FREE_PORTS))
 
 
-def test_a_model_to_load_that_is_not_there_is_named(tiny_repository):
+def test_a_missing_model_to_load_is_named(tiny_repository):
     settings = ServerSettings(model_repository=(tiny_repository,), load_model=("nobody",), **FREE_PORTS)
     server = Server(settings)
     with pytest.raises(ModelNotFound, match="nobody"):
@@ -314,7 +314,7 @@ def wait_until(holds, *, timeout_s: float = 30) -> None:
         time.sleep(0.001)
 
 
-def test_absurd_numbers_of_a_request_are_refused_as_requests(tiny_server):
+def test_absurd_numbers_in_a_request_are_400(tiny_server):
     most = 10**18
     routes = {
         "/v1/completions": [

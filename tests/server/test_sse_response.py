@@ -71,12 +71,12 @@ async def bodies(*steps):
     return [body for body in sent if body]
 
 
-async def test_what_waits_is_written_at_once_as_events_of_its_own():
+async def test_queued_deltas_are_written_together_as_separate_events():
     written = await bodies([delta("a"), delta("b")], [delta("c")], [LAST])
     assert written == [b"data: a\n\ndata: b\n\n", b"data: c\n\n", b"data: last\n\n"]
 
 
-async def test_what_came_before_an_error_is_written_before_it():
+async def test_deltas_before_an_error_are_written_before_it():
     written = await bodies([delta("a"), ModelFailed("gone")])
     assert written == [b"data: a\n\n", b"data: gone\n\n"]
 

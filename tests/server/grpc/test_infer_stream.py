@@ -14,8 +14,8 @@ import tritonclient.grpc as client
 import tritonclient.grpc.aio as aio_client
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.server.grpc.grpc_models import Blocking, all_models
 from tests.server.grpc.live_grpc import LiveGrpc
-from tests.server.grpc.models import Blocking, all_models
 
 EMPTY_FINAL = {"triton_enable_empty_final_response": service_pb2.InferParameter(bool_param=True)}
 UNKNOWN = service_pb2.ModelInferRequest(model_name="zzz", id="bad")
@@ -69,7 +69,7 @@ def ask(stub, *requests, metadata=None) -> list[tuple]:
         (100, [("a", 0, False, ""), ("a", None, True, "bad luck")]),
     ],
 )
-def test_responses_of_a_decoupled_model_come_with_the_mark_of_the_last(stub, count, expected):
+def test_the_last_response_of_a_decoupled_model_is_marked_final(stub, count, expected):
     assert ask(stub, repeats(count, id="a")) == expected
     empty = [("a", None, True, "")] if count >= 0 and count < 100 else []
     assert ask(stub, repeats(count, id="a", parameters=EMPTY_FINAL)) == expected + empty
@@ -79,7 +79,7 @@ def test_an_empty_stream_ends(stub):
     assert ask(stub) == []
 
 
-def test_a_model_with_one_response_marks_it_as_the_last(stub):
+def test_the_only_response_of_a_model_is_marked_final(stub):
     assert ask(stub, plain(id="1")) == [("1", 0, True, "")]
 
 
@@ -101,7 +101,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_the_stream_goes_on(st
     assert sorted(answers) == [("1", 0, True, ""), ("2", 0, True, ""), ("bad", None, True, FAILED)]
 
 
-def test_a_request_that_the_server_fails_at_is_an_error_and_the_stream_goes_on(monkeypatch):
+def test_an_internal_error_is_a_message_and_the_stream_goes_on(monkeypatch):
     def fail(_: object) -> None:
         raise ZeroDivisionError
 
@@ -118,7 +118,7 @@ def test_a_request_that_the_server_fails_at_is_an_error_and_the_stream_goes_on(m
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, FAILED)
 
 
-def test_a_stream_that_cannot_be_read_ends_with_a_code(server):
+def test_a_stream_that_cannot_be_parsed_ends_with_a_status(server):
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         with pytest.raises(grpc.RpcError) as caught:
@@ -135,7 +135,7 @@ def test_with_triton_grpc_error_the_stream_ends_at_an_error_of_a_model(stub):
     )
 
 
-def test_answers_keep_the_order_of_the_requests_but_for_decoupled_models():
+def test_responses_keep_the_order_of_requests_except_of_decoupled_models():
     blocking = Blocking()
     models = [*all_models(), blocking.model]
     with LiveGrpc(models) as server, grpc.insecure_channel(server.address) as channel:
@@ -161,7 +161,7 @@ def test_a_stream_that_is_cancelled_cancels_its_inferences(decoupled):
         requests.put(None)
 
 
-def test_a_client_that_goes_away_cancels_its_inferences():
+def test_a_disconnect_cancels_the_inferences_of_a_stream():
     blocking = Blocking()
     with LiveGrpc([blocking.model]) as server:
         channel = grpc.insecure_channel(server.address)

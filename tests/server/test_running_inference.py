@@ -9,7 +9,7 @@ from genserve.inference import InferenceResponse
 from genserve.server.running_inference import ResponseDispatcher
 
 
-async def test_responses_of_many_threads_arrive_each_in_its_order() -> None:
+async def test_responses_of_many_threads_keep_their_order() -> None:
     outbox = ResponseDispatcher(asyncio.get_running_loop())
     streams = [outbox.open() for _ in range(8)]
 
@@ -27,7 +27,7 @@ async def test_responses_of_many_threads_arrive_each_in_its_order() -> None:
         thread.join()
 
 
-async def test_who_abandons_a_stream_wakes_its_reader() -> None:
+async def test_abandoning_responses_wakes_their_reader() -> None:
     responses = ResponseDispatcher(asyncio.get_running_loop()).open()
     reading = asyncio.ensure_future(responses.next())
     await asyncio.sleep(0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from genserve.errors import GenserveError
 from genserve.inference import Inference, InferenceRequest
-from genserve.server.access_control import AccessControl
-from genserve.server.metrics_port import MetricsPort, _Handler
 from genserve.server.triton_metrics import CpuCollector, InferenceCollector, read_metrics_config
-from genserve.settings import ServerSettings
 from genserve.tensor import Tensor
 from tests.fakes.inference_server import FakeInferenceServer, fake_model
 from tests.live import LiveServer
@@ -87,7 +83,7 @@ def test_requests_are_counted_by_model_version_and_tags(inference_server):
     assert value(page, "nv_model_load_duration_secs", **labels) == 0.25
 
 
-def test_failures_are_counted_by_reason_and_every_reason_is_there_from_the_start(inference_server):
+def test_failures_are_counted_by_reason_with_every_reason_present_at_zero(inference_server):
     run(inference_server, "broken")
     page = text(inference_server)
     for reason, count in (("BACKEND", 1), ("REJECTED", 0), ("CANCELED", 0), ("OTHER", 0)):
@@ -95,7 +91,7 @@ def test_failures_are_counted_by_reason_and_every_reason_is_there_from_the_start
         assert value(page, "nv_inference_request_failure", **labels) == count
 
 
-def test_only_models_with_a_response_cache_have_its_families(inference_server):
+def test_only_models_with_a_response_cache_have_cache_metrics(inference_server):
     families = {f.name: f for f in text_string_to_metric_families(text(inference_server))}
     hits = families["nv_cache_num_hits_per_model"].samples
     assert [sample.labels["model"] for sample in hits] == ["cached"]
@@ -109,7 +105,7 @@ def test_counters_have_tritons_names_and_help(inference_server):
     assert "_total" not in text(inference_server)
 
 
-def test_the_machine_is_measured():
+def test_cpu_and_memory_of_the_machine_are_measured():
     registry = CollectorRegistry()
     registry.register(CpuCollector())
     page = generate_latest(registry).decode()
@@ -117,7 +113,7 @@ def test_the_machine_is_measured():
     assert 0 < value(page, "nv_cpu_memory_used_bytes") < value(page, "nv_cpu_memory_total_bytes")
 
 
-def test_the_use_of_processors_is_measured_once_in_an_interval():
+def test_cpu_use_is_measured_once_per_interval():
     collector = CpuCollector(interval_s=3600)
     first, second = ([metric.samples for metric in collector.collect()] for _ in range(2))
     assert first == second
@@ -141,14 +137,14 @@ def test_without_latency_counters_requests_are_still_counted(inference_server):
         ("counter_latencies", "counter_latencies=true|false"),
     ],
 )
-def test_metrics_that_there_are_not_are_refused_by_name(word, remedy):
+def test_unsupported_metrics_settings_are_rejected_by_name(word, remedy):
     with pytest.raises(GenserveError) as caught:
         read_metrics_config((word,))
     assert word in caught.value.message
     assert remedy in caught.value.remedy
 
 
-def test_what_is_by_default_may_be_said():
+def test_metrics_config_accepts_the_defaults():
     words = ("summary_latencies=false", "counter_latencies=true", "histogram_latencies=false")
     assert read_metrics_config(words) == read_metrics_config(())
 
@@ -214,47 +210,3 @@ def test_each_failed_request_is_counted_once_by_its_reason(tmp_path):
     assert failures(page, "ensemble_fails") == FAILED | {"OTHER": 1}
     assert failures(page, "queue_timed") == FAILED | {"REJECTED": 1}
     assert "nobody" not in page     # only models that are served are labels
-
-
-def open_port(render: Callable[[], bytes], *, port: int = 0) -> MetricsPort:
-    host = "127.0.0.1"
-    return MetricsPort(render, host=host, port=port, access=AccessControl(ServerSettings(), host=host))
-
-
-def test_the_metrics_port_answers_metrics_and_nothing_else():
-    port = open_port(lambda: b"a 1\n")
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
-            answer = http.get("/metrics")
-            assert (answer.text, answer.headers["content-type"].split(";")[0]) == ("a 1\n", "text/plain")
-            assert (http.get("/other").status_code, http.get("/other").text) == (200, "")
-        with pytest.raises(GenserveError, match="for metrics") as caught:
-            open_port(lambda: b"", port=port.port)
-        assert "--metrics-port" in caught.value.remedy
-    finally:
-        port.close()
-
-
-def test_whoever_keeps_connections_of_the_metrics_port_open_takes_no_more_threads(monkeypatch):
-    monkeypatch.setattr("genserve.server.metrics_port._MAX_CONNECTIONS", 2)
-    port = open_port(lambda: b"x 1\n")
-    try:
-        idle = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(2)]
-        with socket.create_connection(("127.0.0.1", port.port)) as one_too_many:
-            assert one_too_many.recv(1) == b""
-        for connection in idle:
-            connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert connection.makefile("rb").read().endswith(b"x 1\n")
-            connection.close()
-    finally:
-        port.close()
-
-
-def test_the_metrics_port_closes_a_connection_that_asks_nothing(monkeypatch):
-    monkeypatch.setattr(_Handler, "timeout", _Handler.timeout / 200)
-    port = open_port(lambda: b"")
-    try:
-        with socket.create_connection(("127.0.0.1", port.port)) as idle:
-            assert idle.recv(1) == b""
-    finally:
-        port.close()

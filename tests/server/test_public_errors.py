@@ -267,7 +267,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, tiny_repository: Path) -> Ite
     return told
 
 
-def test_no_answer_names_a_folder_of_the_server_or_shows_a_traceback(told: Told) -> None:
+def test_no_answer_contains_a_folder_of_the_server_or_a_traceback(told: Told) -> None:
     assert not told.leaks()
 
 
@@ -284,7 +284,7 @@ def test_no_answer_names_a_folder_of_the_server_or_shows_a_traceback(told: Told)
         "models that generate text: ",
     ],
 )
-def test_what_a_client_can_use_is_told_all_the_same(told: Told, words: str) -> None:
+def test_useful_parts_of_errors_reach_the_client(told: Told, words: str) -> None:
     assert any(words in answer for answer in told.answers.values())
 
 
@@ -295,7 +295,7 @@ def load(server: LiveServer, name: str, **parameters: str) -> tuple[int, dict[st
     return answer.status_code, answer.json() if answer.text else {}
 
 
-def test_with_strict_repository_paths_a_model_that_leads_out_is_refused(tmp_path: Path) -> None:
+def test_strict_repository_paths_reject_a_model_that_links_outside(tmp_path: Path) -> None:
     write_model(tmp_path / "elsewhere", "away")
     root = tmp_path / "models"
     write_model(root, "here")
@@ -312,7 +312,7 @@ def test_with_strict_repository_paths_a_model_that_leads_out_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("name", ["../../secret.py", "/srv/secret.py", "a" * 300])
-def test_a_load_whose_config_names_a_file_elsewhere_is_told_so(tmp_path: Path, name: str) -> None:
+def test_a_config_that_names_a_file_outside_is_rejected(tmp_path: Path, name: str) -> None:
     write_model(tmp_path, "one")
     with LiveServer(tmp_path, model_control_mode="explicit", load_model=("one",)) as server:
         given = {"backend": "python", "input": [{"name": "X"}], "default_model_filename": name}

@@ -46,7 +46,7 @@ def http(tiny_server):
         yield client
 
 
-def test_a_browser_is_shown_every_route_and_loads_nothing_from_elsewhere(http):
+def test_the_docs_page_shows_every_route_and_loads_nothing_from_elsewhere(http):
     response = http.get("/", headers={"accept": "text/html"}, follow_redirects=True)
     page = Page(response.text)
     assert response.url.path == "/docs"
@@ -58,7 +58,7 @@ def test_a_browser_is_shown_every_route_and_loads_nothing_from_elsewhere(http):
     assert [path for path in paths if path not in page.words] == []
 
 
-def test_every_example_of_the_page_is_answered(http):
+def test_every_example_of_the_docs_page_is_answered(http):
     forms = Page(http.get("/docs").text).forms
     assert {form["path"] for form in forms if form["body"]} == {
         "/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/"
@@ -69,7 +69,7 @@ def test_every_example_of_the_page_is_answered(http):
         assert answer.status_code == 200, form
 
 
-def test_the_routes_of_kserve_are_told_as_a_person_writes_them():
+def test_kserve_routes_are_shown_in_readable_form():
     shown = {(route.method, route.path): route.text for route in route_table()}
     assert ("POST", "/v2/models/{model}[/versions/{version}]/infer") in shown
     assert ("GET", "/v2/health/ready") in shown

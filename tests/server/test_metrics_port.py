@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from genserve.errors import GenserveError
+from genserve.server.access_control import AccessControl
+from genserve.server.metrics_port import MetricsPort, _Handler
+from genserve.settings import ServerSettings
+
+
+def open_port(render: Callable[[], bytes], *, port: int = 0) -> MetricsPort:
+    host = "127.0.0.1"
+    return MetricsPort(render, host=host, port=port, access=AccessControl(ServerSettings(), host=host))
+
+
+def test_the_metrics_port_serves_only_metrics():
+    port = open_port(lambda: b"a 1\n")
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
+            answer = http.get("/metrics")
+            assert (answer.text, answer.headers["content-type"].split(";")[0]) == ("a 1\n", "text/plain")
+            assert (http.get("/other").status_code, http.get("/other").text) == (200, "")
+        with pytest.raises(GenserveError, match="for metrics") as caught:
+            open_port(lambda: b"", port=port.port)
+        assert "--metrics-port" in caught.value.remedy
+    finally:
+        port.close()
+
+
+def test_the_metrics_port_limits_its_connections(monkeypatch):
+    monkeypatch.setattr("genserve.server.metrics_port._MAX_CONNECTIONS", 2)
+    port = open_port(lambda: b"x 1\n")
+    try:
+        idle = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(2)]
+        with socket.create_connection(("127.0.0.1", port.port)) as one_too_many:
+            assert one_too_many.recv(1) == b""
+        for connection in idle:
+            connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert connection.makefile("rb").read().endswith(b"x 1\n")
+            connection.close()
+    finally:
+        port.close()
+
+
+def test_the_metrics_port_closes_an_idle_connection(monkeypatch):
+    monkeypatch.setattr(_Handler, "timeout", _Handler.timeout / 200)
+    port = open_port(lambda: b"")
+    try:
+        with socket.create_connection(("127.0.0.1", port.port)) as idle:
+            assert idle.recv(1) == b""
+    finally:
+        port.close()
