@@ -160,7 +160,7 @@ class Plugins:
         )
 
     def parsed(self, text: AnswerText, context: PluginContext) -> AnswerText:
-        """Return the text of an answer as the request's parser rewrites it. Raises what `for_sequence` raises."""
+        """Return an answer's text, rewritten by the request's parser. Raises what `for_sequence` raises."""
         call = context.params.output_parser
         if call is None:
             return text

@@ -117,7 +117,7 @@ def test_a_model_of_other_tensors_is_refused_by_their_names(inputs, outputs):
 
 def test_ids_of_a_type_that_they_cannot_be_are_refused():
     config = config_of(CONFIG.replace('ids" data_type: TYPE_INT64', 'ids" data_type: TYPE_FP32'))
-    with pytest.raises(RepositoryError, match="'input_ids' .* has the unsupported type TYPE_FP32"):
+    with pytest.raises(RepositoryError, match=r"'input_ids' .* has the unsupported type TYPE_FP32"):
         UncachedLogits(lambda inputs, outputs: {}, config, max_length=32)
 
 
