@@ -88,17 +88,17 @@ def test_a_float16_cache_goes_to_the_gpu_that_the_config_names(stage, machine, g
     assert (group.kind, group.gpus[0]) == ("KIND_GPU", device)
 
 
-def test_a_torchscript_cache_goes_there_in_any_precision(stage, machine):
+def test_a_torchscript_cache_goes_to_the_gpu_in_any_precision(stage, machine):
     machine(gpus=1, cuda=True)
     assert placed(stage(backend="pytorch"), strict_placement=True).kind == "KIND_GPU"
 
 
-def test_a_graph_whose_cache_grows_goes_there_in_any_precision(stage, machine):
+def test_a_growing_cache_goes_to_the_gpu_in_any_precision(stage, machine):
     machine(gpus=1, providers=CUDA)
     assert placed(stage(grows=True), strict_placement=True).kind == "KIND_GPU"
 
 
-def test_a_config_for_the_cpu_stays_there(stage, machine):
+def test_a_config_for_the_cpu_stays_on_the_cpu(stage, machine):
     machine(gpus=1, providers=CUDA, cuda=True)
     group = placed(stage("instance_group { kind: KIND_CPU }", fp16=True))
     assert group.kind == "KIND_CPU"
@@ -115,7 +115,7 @@ def test_a_config_for_the_cpu_stays_there(stage, machine):
         ({"grows": True}, (), "ONNX Runtime is the build for CPUs"),
     ],
 )
-def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
+def test_a_stage_that_no_gpu_can_run_runs_on_the_cpu_with_the_reason(
     stage, machine, caplog, logits, providers, words
 ):
     machine(gpus=1, providers=providers)
@@ -128,14 +128,14 @@ def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
         placed(entry, strict_placement=True)
 
 
-def test_nobody_is_warned_of_a_gpu_that_was_not_asked_for(stage, machine, caplog):
+def test_an_unused_gpu_that_was_not_asked_for_is_no_warning(stage, machine, caplog):
     machine(gpus=1, providers=CUDA, cuda=True)
     with caplog.at_level(logging.WARNING):
         assert placed(stage(), strict_placement=True).kind == "KIND_CPU"
     assert not caplog.records
 
 
-def test_without_a_gpu_the_config_that_wants_one_is_told(stage, machine, caplog):
+def test_without_a_gpu_a_config_that_asks_for_one_is_reported(stage, machine, caplog):
     machine(gpus=0)
     entry = stage("instance_group { kind: KIND_GPU }", fp16=True)
     with caplog.at_level(logging.WARNING):

@@ -44,7 +44,7 @@ def server(root: Path) -> Iterator[LiveServer]:
         yield server
 
 
-def test_all_of_them_are_clean_to_check(root: Path) -> None:
+def test_all_kinds_of_logits_stages_pass_check(root: Path) -> None:
     assert set(repository_diagnostics([root]).values()) == {()}
 
 
@@ -76,7 +76,7 @@ def test_a_graph_without_a_cache_answers_under_the_names_of_its_own_config(serve
     assert numbered == pytest.approx(asked("tiny_logits", "input_ids", "attention_mask"), abs=1e-4)
 
 
-def test_a_graph_without_a_cache_says_what_it_costs_as_it_is_loaded(
+def test_loading_a_graph_without_a_cache_logs_its_cost(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), LiveServer(root, load_model=("whole",)):

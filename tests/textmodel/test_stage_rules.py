@@ -55,7 +55,7 @@ def load_error(models: Path) -> str:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_exported_model_asks_for_nothing_in_vain(models, stage):
+def test_an_exported_model_has_no_fields_without_effect(models, stage):
     assert told(models, stage) == []
 
 
@@ -81,7 +81,7 @@ def test_an_exported_model_asks_for_nothing_in_vain(models, stage):
         ("tiny", 'default_model_filename: "a"', ["default_model_filename"]),
     ],
 )  # fmt: skip
-def test_a_field_that_the_engine_has_no_use_for_is_named(models, stage, config, fields):
+def test_a_field_without_effect_in_the_engine_is_named(models, stage, config, fields):
     add(models, stage, config)
     role = f"{stage.partition('_')[2]} stage" if "_" in stage else "text model"
     found = [line.partition(" in a ")[0] for line in told(models, stage)]
@@ -99,7 +99,7 @@ def test_a_field_that_the_engine_has_no_use_for_is_named(models, stage, config, 
         ("direct { }", "direct"),
     ],
 )
-def test_a_strategy_of_sequences_that_the_engine_does_not_follow_is_named(models, new, field):
+def test_a_sequence_strategy_that_the_engine_ignores_is_named(models, new, field):
     change(models, "tiny_logits", "oldest { max_candidate_sequences: 32 }", new)
     [line] = told(models, "tiny_logits")
     assert line.startswith(f"warning: {field} is ignored in a logits stage: ")
@@ -120,7 +120,7 @@ batch_input { kind: BATCH_ELEMENT_COUNT target_name: "a" data_type: TYPE_FP32 so
         ("sequence_batching {", f"{BATCH_INPUT} sequence_batching {{"),
     ],
 )
-def test_what_would_give_the_graph_something_else_is_an_error(models, old, new):
+def test_a_field_that_changes_the_input_of_the_graph_is_an_error(models, old, new):
     change(models, "tiny_logits", old, new)
     [line] = told(models, "tiny_logits")
     assert line.startswith("error: ")
@@ -136,13 +136,13 @@ def test_what_would_give_the_graph_something_else_is_an_error(models, old, new):
         ("tiny_logits", "inter_op_thread_count", "2"),
     ],
 )
-def test_a_parameter_that_nobody_reads_there_is_named(models, stage, name, value):
+def test_a_parameter_without_effect_is_named(models, stage, name, value):
     add(models, stage, f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}')
     [line] = told(models, stage)
     assert line.startswith(f"warning: parameter '{name}' has no effect in a ")
 
 
-def test_what_the_load_logs_is_what_check_says(models, caplog):
+def test_loading_logs_the_warnings_that_check_reports(models, caplog):
     add(models, "tiny_logits", "instance_group { count: 3 rate_limiter { } }")
     diagnostics = repository_diagnostics([models])["tiny_logits"]
     with caplog.at_level(logging.WARNING):
@@ -152,7 +152,7 @@ def test_what_the_load_logs_is_what_check_says(models, caplog):
         assert f"{diagnostic.where}: {diagnostic.message} ({diagnostic.remedy})" in logged
 
 
-def test_a_stage_without_a_cache_is_told_that_nothing_is_cached(tiny_repository, tiny_checkpoint, tmp_path):
+def test_cache_parameters_of_a_stage_without_a_cache_are_named(tiny_repository, tiny_checkpoint, tmp_path):
     names = {"input_ids": "INPUT__0", "logits": "OUTPUT__0"}
     version = add_chain(tiny_repository, tmp_path, name="whole", logits_config=WHOLE_CONFIG, **names)
     whole_torchscript(version / "model.pt", tiny_checkpoint)
@@ -186,7 +186,7 @@ def test_a_warmup_longer_than_the_context_is_refused_by_check_and_by_the_load(mo
     assert expected in load_error(models)
 
 
-def test_a_warmup_that_only_the_engine_can_judge_fails_the_load(models):
+def test_a_warmup_that_the_engine_refuses_fails_the_load(models):
     (models / "tiny_logits" / "warmup").mkdir()
     (models / "tiny_logits" / "warmup" / "ids").write_bytes(np.array([1, 320], np.int64).tobytes())
     add(models, "tiny_logits", sample(2, 'input_data_file: "ids"'))
@@ -226,7 +226,7 @@ def test_the_file_of_the_decoder_is_the_one_that_its_config_names(models):
     assert load_error(models) == ""
 
 
-def test_versions_that_the_engine_does_not_run_are_named(models):
+def test_versions_that_the_engine_does_not_serve_are_named(models):
     shutil.copytree(models / "tiny_logits" / "1", models / "tiny_logits" / "2")
     add(models, "tiny_logits", "version_policy { all { } }")
     assert told(models, "tiny_logits") == [
@@ -247,7 +247,7 @@ def test_an_ensemble_may_have_names_of_its_own_for_the_tensors(models):
     assert answer["answer"] == own.json()["generated_text"]
 
 
-def test_tensors_that_no_decoding_loop_reads_or_gives_are_named(models):
+def test_tensors_without_effect_in_a_decoder_stage_are_named(models):
     extra = '{ name: "score" data_type: TYPE_INT32 dims: [ 1 ] optional: true }'
     change(models, "tiny_decoder", "input [", f"input [ {extra},")
     change(models, "tiny_decoder", "output [", 'output [ { name: "score" data_type: TYPE_FP32 dims: [ 1 ] },')
@@ -257,7 +257,7 @@ def test_tensors_that_no_decoding_loop_reads_or_gives_are_named(models):
     ]
 
 
-def test_the_load_of_a_text_model_fails_by_its_warmup_over_the_wire(models):
+def test_a_failed_warmup_fails_a_load_request(models):
     with LiveServer(models, model_control_mode="explicit") as server:
         load = f"{server.url}/v2/repository/models/tiny/load"
         assert httpx.post(load, timeout=60).status_code == 200
