@@ -1,4 +1,4 @@
-"""A generation model whose logits lie on a device: here the CPU, as tensors of torch, and the same code."""
+"""A text model whose logits are torch tensors of a device, here the CPU; the code is that for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ensemble whose logits stage speculates, beside the same one without."""
+"""Text models with speculation, compared with the same model without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a logits stage runs, on machines with GPUs and without."""
+"""The device of a logits stage, on machines with and without GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which logits runtime answers for which config: each kind over HTTP, with the tiny model's weights."""
+"""The runtime that each config of a logits stage selects, over HTTP with the tiny model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a generation model, asked by named tensors."""
+"""Requests with named tensors to a text model and its stages."""
 
 from __future__ import annotations
 

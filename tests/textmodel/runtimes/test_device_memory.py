@@ -1,4 +1,4 @@
-"""The memory of a GPU, on the CPU: torch tensors that a graph is bound to."""
+"""Torch tensors bound to a graph as its KV cache, here on the CPU."""
 
 from __future__ import annotations
 

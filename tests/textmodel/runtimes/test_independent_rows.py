@@ -1,4 +1,4 @@
-"""In the default precision a sequence's tokens are the same alone and in any company, on the real engine."""
+"""In the default precision a sequence's tokens do not depend on its batch, on the real engine."""
 
 from __future__ import annotations
 

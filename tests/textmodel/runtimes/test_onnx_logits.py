@@ -1,4 +1,4 @@
-"""Logits by ONNX Runtime: buffers, limits of the cache, and what spoils a row or a file."""
+"""Logits by ONNX Runtime: buffers, limits of the cache, NaN rows and damaged files."""
 
 from __future__ import annotations
 

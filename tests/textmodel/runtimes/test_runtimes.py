@@ -1,4 +1,4 @@
-"""Each kind of logits runtime against transformers' own model of the same checkpoint."""
+"""Each logits runtime, compared with transformers on the same checkpoint."""
 
 from __future__ import annotations
 

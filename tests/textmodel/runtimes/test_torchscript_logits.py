@@ -1,4 +1,4 @@
-"""TorchScript with a KV cache; what it computes is in test_logits_runtimes.py and tests/export."""
+"""TorchScript with a KV cache; its results are tested in test_runtimes.py and tests/export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs without a KV cache; what they compute is in test_logits_runtimes.py."""
+"""Graphs without a KV cache; their results are tested in test_runtimes.py."""
 
 from __future__ import annotations
 
