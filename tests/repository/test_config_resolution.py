@@ -1,4 +1,4 @@
-"""The device of a logits stage, on machines with and without GPUs."""
+"""Completed, validated and normalised configs of models, stages and drafts, and their devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from genserve.config.model_config import InstanceGroup
+from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
 from genserve.repository import config_resolution
-from genserve.repository.config_resolution import resolve_model
+from genserve.repository.config_resolution import ResolvedModel, resolve_model
 from genserve.repository.index import ModelEntry, scan
+from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.options import RepositoryOptions
 from genserve.textmodel import logits_runtime
 
@@ -143,3 +145,64 @@ def test_without_a_gpu_a_config_that_asks_for_one_is_reported(stage, machine, ca
     assert "no GPUs are available" in caplog.text
     with pytest.raises(RepositoryError, match="no GPUs are available"):
         placed(entry, strict_placement=True)
+
+
+def resolved(root: Path, name: str, **options: bool) -> ResolvedModel:
+    entries = scan([root])
+    return resolve_model(entries[name], entries, options=RepositoryOptions(**options))
+
+
+def test_a_text_model_is_resolved_with_its_stages(tiny_repository):
+    model = resolved(tiny_repository, "tiny")
+    assert (model.role, model.versions, model.warnings) == (Role.ENSEMBLE, (1,), ())
+    assert {name: (stage.name, stage.role) for name, stage in model.stages.items()} == {
+        "tokenizer": ("tiny_tokenizer", Role.TOKENIZER),
+        "logits": ("tiny_logits", Role.LOGITS),
+        "decoder": ("tiny_decoder", Role.DECODER),
+    }
+    assert all(stage.config.instance_groups for stage in model.stages.values())   # normalised
+    assert [stage.runs_in_engine for stage in model.stages.values()] == [False, True, True]
+    assert not model.stages["logits"].draft
+
+
+@pytest.mark.parametrize(("speculation", "draft"), [("", "tiny_logits"), ("none", None)])
+def test_a_draft_model_is_resolved_like_the_stages(tiny_repository, tmp_path, speculation, draft):
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    with (root / "tiny_logits" / "config.pbtxt").open("a") as config:
+        config.write('parameters [ { key: "draft_model" value { string_value: "tiny" } } ]\n')
+        if speculation:
+            parameter = f'key: "speculation" value {{ string_value: "{speculation}" }}'
+            config.write(f"parameters [ {{ {parameter} }} ]\n")
+    stages = resolved(root, "tiny").stages["logits"].draft
+    assert (stages["logits"].name if stages else None) == draft
+
+
+def test_warnings_of_the_stages_are_those_of_the_text_model(tiny_repository, tmp_path):
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    for stage in ("tokenizer", "logits", "decoder"):
+        with (root / f"tiny_{stage}" / "config.pbtxt").open("a") as config:
+            config.write("instance_group { count: 2 }\n")
+    warnings = resolved(root, "tiny").warnings
+    expected = [one for found in repository_diagnostics([root]).values() for one in found]
+    assert sorted(map(str, warnings)) == sorted(map(str, expected))
+    assert len(warnings) == 3
+
+
+COMPLETING = """
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_output({"name": "score", "data_type": "TYPE_FP32", "dims": [1]})
+        return config
+
+    async def decode(self, sequence):
+        sequence.finish("stop")
+"""
+
+
+@pytest.mark.parametrize("strict_config", [False, True])
+def test_a_decoder_stage_is_completed_like_any_python_model(tiny_repository, tmp_path, strict_config):
+    root = shutil.copytree(tiny_repository, tmp_path / "models")
+    (root / "tiny_decoder" / "1" / "model.py").write_text(COMPLETING)
+    decoder = resolved(root, "tiny", strict_config=strict_config).stages["decoder"]
+    assert (decoder.config.output("score") is None) is strict_config
