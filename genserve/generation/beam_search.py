@@ -65,7 +65,8 @@ class Beam(Request):
     def __init__(
         self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
     ) -> None:
-        super().__init__(prompt_token_ids)
+        first = search.answers[0]
+        super().__init__(prompt_token_ids, cache_salt=first.cache_salt, priority=first.priority)
         self.search = search
         self.text = text
         self.logprobs: list[TokenLogprob] = []
@@ -75,16 +76,6 @@ class Beam(Request):
     def answer(self) -> list[int]:
         """Its tokens behind the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def cache_salt(self) -> str | None:
-        """That of the request."""
-        return self.search.answers[0].cache_salt
-
-    @property
-    def priority(self) -> int:
-        """That of the request."""
-        return self.search.answers[0].priority
 
     @property
     def lead(self) -> Beam:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from genserve.backends.string_tensors import string_tensor, texts
+from genserve.backends.string_tensors import decode_strings, string_tensor
 from genserve.completion import Delta
 from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
@@ -126,7 +126,7 @@ class TextInference:
     def _submit(self, inference: Inference, reservation: Reservation) -> None:
         reservation.check()
         params = _params(inference.inputs, inference.request.parameters)
-        prompts = texts(inference.inputs["text_input"])
+        prompts = decode_strings(inference.inputs["text_input"])
         streaming = _scalar(inference.inputs, "stream", default=False)
         if streaming and len(prompts) > 1:
             raise InvalidRequest("a streamed request has one text_input", field="stream")
@@ -219,7 +219,7 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
     }
     for name, option in _WORDS.items():
         if name in inputs:
-            options[option] = [text for text in texts(inputs[name]) if text]
+            options[option] = [text for text in decode_strings(inputs[name]) if text]
     options |= {name: _parsed(name, parameters[name]) for name in _PLUGINS if name in parameters}
     without_refused_methods(parameters)
     _refuse_unread(parameters)
@@ -265,7 +265,7 @@ def _structured_outputs(inputs: Mapping[str, Tensor]) -> Mapping[str, Any] | Non
 
 def _text(inputs: Mapping[str, Tensor], name: str) -> str:
     """Return the text of an input, the same for all rows of the batch; empty: there is no such input."""
-    distinct = set(texts(inputs[name])) if name in inputs else {""}
+    distinct = set(decode_strings(inputs[name])) if name in inputs else {""}
     if len(distinct) > 1:
         raise InvalidRequest(f"the rows of one request have different values of {name}", field=name)
     return distinct.pop() if distinct else ""

@@ -144,7 +144,7 @@ def serve_short_of_memory(admission: AdmissionControl) -> None:
         step(admission, 2.0)
 
 
-def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
+def test_prompts_beyond_the_limit_on_tokens_are_rejected() -> None:
     admission = control(max_tokens=10)
     join(admission, num_tokens=6)
     join(admission, num_tokens=4)
@@ -155,14 +155,14 @@ def test_prompts_beyond_the_limit_on_tokens_wait_elsewhere() -> None:
     join(admission, num_tokens=6)
 
 
-def test_a_prompt_longer_than_all_that_may_wait_is_taken_where_none_waits() -> None:
+def test_a_prompt_longer_than_the_limit_is_accepted_if_no_other_waits() -> None:
     admission = control(max_tokens=10)
     join(admission, num_tokens=99)
     with pytest.raises(Overloaded):
         join(admission)
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+def test_a_request_that_would_wait_too_long_is_rejected_on_arrival() -> None:
     admission = served(max_wait_s=10)
     for _ in range(5):
         join(admission)     # the fifth waits for 10 s
@@ -170,7 +170,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
         join(admission)
 
 
-def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_known() -> None:
+def test_before_the_engine_was_full_no_request_is_rejected_for_its_wait() -> None:
     admission = control(max_wait_s=0.001)
     for _ in range(50):
         join(admission)
@@ -178,7 +178,7 @@ def test_before_the_engine_was_full_nobody_is_refused_for_a_wait_that_is_not_kno
     join(admission)
 
 
-def test_a_line_that_free_places_are_about_to_take_refuses_nobody() -> None:
+def test_a_queue_that_free_places_will_take_rejects_no_request() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     step(admission, 2.0, full=False, num_waiting=0)
@@ -188,7 +188,7 @@ def test_a_line_that_free_places_are_about_to_take_refuses_nobody() -> None:
         join(admission)
 
 
-def test_those_that_begin_together_count_until_nobody_waits() -> None:
+def test_requests_that_start_together_count_until_the_queue_is_empty() -> None:
     admission = busy(control(max_wait_s=10))
     for _ in range(4):
         step(admission, 8.0, num_started=0, num_waiting=9)
@@ -200,7 +200,7 @@ def test_those_that_begin_together_count_until_nobody_waits() -> None:
         join(admission)
 
 
-def test_where_blocks_are_short_free_places_are_no_help() -> None:
+def test_free_places_do_not_help_if_blocks_are_short() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
@@ -216,7 +216,7 @@ def test_the_prediction_follows_an_engine_that_becomes_slower() -> None:
         join(admission)
 
 
-def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
+def test_requests_of_lower_priority_do_not_count_for_one_of_higher_priority() -> None:
     admission = served(max_wait_s=10)
     for _ in range(5):
         join(admission, priority=1)
@@ -225,7 +225,7 @@ def test_those_of_lower_priority_are_no_line_for_one_of_higher() -> None:
     join(admission, priority=0)
 
 
-def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
+def test_rejected_requests_get_increasing_retry_times() -> None:
     admission = served(max_wait_s=10)
     for _ in range(5):
         join(admission, now_s=50.0)
@@ -240,7 +240,7 @@ def test_the_refused_are_told_to_come_back_one_after_the_other() -> None:
     assert refused.value.retry_after_s == pytest.approx(6)
 
 
-def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> None:
+def test_without_a_measurement_the_retry_time_is_half_a_second() -> None:
     admission = control(max_requests=0, num_places=1)
     join(admission)
     with pytest.raises(Overloaded, match="the limit is 1") as refused:
@@ -248,7 +248,7 @@ def test_a_refusal_by_an_engine_that_nobody_knows_yet_says_half_a_second() -> No
     assert refused.value.retry_after_s == pytest.approx(0.5)
 
 
-def test_a_line_that_everybody_has_left_is_forgotten() -> None:
+def test_a_queue_that_all_requests_left_is_forgotten() -> None:
     admission = control(num_places=4, max_wait_s=3)
     serve_short_of_memory(admission)
     join(admission)
@@ -259,7 +259,7 @@ def test_a_line_that_everybody_has_left_is_forgotten() -> None:
 
 
 @given(data=st.data(), num_places=st.integers(1, 4))
-def test_nobody_is_refused_for_time_where_nobody_waits_and_what_is_counted_returns_to_zero(
+def test_an_empty_queue_rejects_no_request_and_all_counts_return_to_zero(
     data: st.DataObject, num_places: int
 ) -> None:
     loop = SimulatedLoop(num_places=num_places, max_requests=20, max_tokens=50, max_wait_s=10)
@@ -314,7 +314,7 @@ def test_after_a_burst_of_slow_answers_short_ones_show_how_fast_the_engine_is_no
     assert not any(told[-20:])
 
 
-def test_one_may_always_wait_behind_what_runs_for_long() -> None:
+def test_one_request_may_always_wait_behind_long_answers() -> None:
     loop = one_slot_after_slow_answers()
     loop.submit(num_steps=9)
     loop.step(0.1)
@@ -324,7 +324,7 @@ def test_one_may_always_wait_behind_what_runs_for_long() -> None:
     assert "would wait" in behind.message
 
 
-def test_what_was_measured_long_ago_refuses_nobody() -> None:
+def test_an_old_measurement_rejects_no_request() -> None:
     loop = one_slot_after_slow_answers()
     loop.now_s += 100.0
     for _ in range(5):
@@ -333,7 +333,7 @@ def test_what_was_measured_long_ago_refuses_nobody() -> None:
     loop.submit()
 
 
-def test_places_of_what_is_being_prepared_are_taken() -> None:
+def test_places_of_requests_in_preparation_are_taken() -> None:
     admission = control(num_places=1, max_requests=1)
     admission.reserve(1, priority=0)
     join(admission)
@@ -343,7 +343,7 @@ def test_places_of_what_is_being_prepared_are_taken() -> None:
     admission.check_count(1, now_s=0.0)
 
 
-def test_what_is_being_prepared_is_in_front() -> None:
+def test_requests_in_preparation_count_for_the_predicted_wait() -> None:
     admission = served(max_wait_s=10)
     admission.reserve(5, priority=0)
     with pytest.raises(Overloaded, match="would wait about 12 s"):

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from genserve.backends.onnx_session import Provider
+from genserve.backends.onnx_session import CPU_PROVIDER, Provider
 
 __all__ = ["DeviceMemory"]
-
-_CPU = Provider(name="CPUExecutionProvider", options={})
 
 
 class DeviceMemory:
@@ -34,7 +32,9 @@ class DeviceMemory:
         # By default ONNX Runtime doubles its arena, which does not fit next to a large cache.
         options = {"device_id": str(self.device_id), "arena_extend_strategy": "kSameAsRequested"}
         cuda = Provider(name="CUDAExecutionProvider", options=options)
-        self.providers: Sequence[Provider] = (cuda, _CPU) if self.device == "cuda" else (_CPU,)
+        self.providers: Sequence[Provider] = (
+            (cuda, CPU_PROVIDER) if self.device == "cuda" else (CPU_PROVIDER,)
+        )
 
     def free_bytes(self) -> int | None:
         """See `LogitsMemory.free_bytes`."""

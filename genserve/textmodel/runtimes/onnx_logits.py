@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.backends.onnx_session import (
-    SPIN_US,
+    CPU_PROVIDER,
     Provider,
-    num_cores,
-    onnxruntime_module,
-    preload_cuda,
+    create_session,
     register_kernels,
-    runtime_message,
+    session_options,
 )
 from genserve.errors import RepositoryError
 from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsArray
@@ -42,7 +40,6 @@ _INPUTS = (
 _OPERATORS = "1"    # version of the operators and layouts of `genserve.kernels`
 _EXPORT = "export it with `genserve export`"
 _ON_THE_CPU = "write `instance_group [ { kind: KIND_CPU } ]` into the logits stage's config.pbtxt"
-_CPU = "CPUExecutionProvider"
 _MARK = 3   # no key or value has this in all its numbers
 _CACHE_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
@@ -235,20 +232,14 @@ def _attention_metadata(batch: ForwardBatch) -> IndexArray:
 
 
 def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider]) -> Any:
-    onnxruntime = onnxruntime_module()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads or num_cores()
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    if providers[0].name == _CPU:
+    options = session_options(num_threads=num_threads)
+    if providers[0] == CPU_PROVIDER:
         register_kernels(options)
-    preload_cuda(providers)
     try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=[(provider.name, dict(provider.options)) for provider in providers]
-        )
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        raise _refusal(path, providers[0], str(error)) or RepositoryError(
-            f"{path} cannot be loaded: {runtime_message(error)}", remedy=EXPORT_AGAIN
+        session = create_session(path, options, providers)
+    except RepositoryError as error:
+        raise _refusal(path, providers[0], error.message) or RepositoryError(
+            f"{path} cannot be loaded: {error.message}", remedy=EXPORT_AGAIN
         ) from error
     if session.get_providers()[0] != providers[0].name:  # ONNX Runtime has fallen back to the CPU
         raise _not_started(path, providers[0])
@@ -257,7 +248,7 @@ def _open(path: Path, *, num_threads: int | None, providers: Sequence[Provider])
 
 def _refusal(path: Path, provider: Provider, message: str) -> RepositoryError | None:
     """Return the error for a known reason why a graph cannot be loaded on a GPU; None: unknown."""
-    if provider.name == _CPU:
+    if provider == CPU_PROVIDER:
         return None
     if "genserve:" in message:  # the domain of an operator that is not registered
         return RepositoryError(

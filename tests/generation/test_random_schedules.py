@@ -205,7 +205,7 @@ class Schedule:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, 50))
-def test_no_schedule_changes_an_answer_loses_a_request_or_passes_the_budget(first):
+def test_no_schedule_changes_an_answer_or_loses_a_request_or_exceeds_the_budget(first):
     schedules = [Schedule(seed) for seed in range(first, first + 50)]
     for schedule in schedules:
         schedule.run(num_steps=25)
