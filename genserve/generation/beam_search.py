@@ -22,6 +22,7 @@ from genserve.generation.beam_rules import (
     best_candidates,
     log_softmax,
 )
+from genserve.generation.delta_builder import AnswerText
 from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.logits_edits import apply_edits, join_edits
@@ -37,15 +38,8 @@ _LogprobsOf: TypeAlias = Callable[[int, int], list[TokenLogprob]]
 _Copy: TypeAlias = tuple["Beam", "Beam"]
 
 
-class BeamText(Protocol):
+class BeamText(AnswerText, Protocol):
     """The text of a beam, read only for its stop strings."""
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that has ended the text; None while it continues."""
-
-    def push(self, token_id: int) -> str:
-        """Add a token."""
 
     def fork(self) -> BeamText:
         """Return an independent copy."""

@@ -226,7 +226,7 @@ class SequenceSearch(Protocol):
 
     @property
     def answers(self) -> Sequence[TokenSequence]:
-        """What the caller reads."""
+        """The sequences that the caller reads."""
 
     @property
     def beams(self) -> Sequence[Request]:
@@ -244,7 +244,7 @@ class SequenceSearch(Protocol):
 
 
 class Awaited(Enum):
-    """What a decoding loop waits for; both come from the same forward."""
+    """The value that a decoding loop waits for; both kinds come from the same forward."""
 
     TOKEN = auto()      # a token, sampled together with those of the other sequences
     LOGITS = auto()     # the row of logits itself
@@ -360,7 +360,7 @@ class TokenSequence(Request):
 
     @property
     def max_draft_tokens(self) -> int:
-        """As many as the answer can still have, less the one that is sampled behind them."""
+        """The tokens that the answer can still have, less the one that is sampled behind the draft."""
         return self._max_length - len(self.token_ids) - 1
 
     @property

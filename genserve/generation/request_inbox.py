@@ -84,7 +84,7 @@ class Reservation:
         self._inbox.check_reserved(self)
 
     def release(self) -> None:
-        """Give the places back; a second call does nothing."""
+        """Free the places; a second call does nothing."""
         self._inbox.release(self)
 
     def __enter__(self) -> Self:
@@ -306,7 +306,7 @@ class RequestInbox:
         """Return the errors of requests that have waited too long for their first step.
 
         Args:
-            accepted: the sequences that the engine has; those that arrived since wait for the next call.
+            accepted: the sequences that the engine has; later arrivals are left for the next call.
         """
         limit_s, now_s = self._admission.limits.max_wait_s, self._clock()
         if limit_s is None or now_s - self._oldest_s <= limit_s:
@@ -328,7 +328,7 @@ class RequestInbox:
         return overdue
 
     def _leave_queue(self, request: Request) -> None:
-        """Take a sequence out of those that wait for their first step."""
+        """Take a sequence out of the queue for its first step."""
         state = self._waiting.pop(request, None)
         if state is not None:
             priority = state.sequence.priority

@@ -18,7 +18,8 @@ from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
 from genserve.log import CURRENT_REQUEST
 from genserve.sampling.sampling_params import (
-    SamplingOptions,
+    PARAMETERS,
+    TRITON_TENSORS,
     SamplingParams,
     sampling_params,
     without_refused_methods,
@@ -28,24 +29,11 @@ from genserve.textmodel.text_model import TextModel
 
 __all__ = ["INPUTS", "OUTPUT", "TextInference"]
 
-# The tensors of Triton's backends for language models, and their sampling parameters.
-_PARAMETERS = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "random_seed": "seed",
-    "repetition_penalty": "repetition_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "min_tokens": "min_tokens",
-    "beam_width": "beam_width",
-    "length_penalty": "length_penalty",
-    "early_stopping": "early_stopping",
-}
+# The sampling parameters that Triton's backends for language models have tensors for.
+_PARAMETERS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is None}
 # Their kinds of structured outputs, and the fields of `structured_outputs`.
 _GUIDES = {"json": "json_object", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
-_WORDS = {"stop_words": "stop", "bad_words": "bad_words"}
+_WORDS = {tensor: row.name for tensor, row in TRITON_TENSORS.items() if row.item is str}
 _TEXTS = _WORDS | dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "structured_outputs")
 # The inputs and the output of a text model; its ensemble may rename them.
 INPUTS = frozenset({"text_input", "stream", *_PARAMETERS, *_TEXTS})
@@ -234,10 +222,9 @@ def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -
 
 def _refuse_unread(parameters: Mapping[str, Parameter]) -> None:
     """Refuse request parameters that only tensors may set, unless neutral; Triton ignores unknown ones."""
-    names = {name: name for name in SamplingOptions.__annotations__} | _PARAMETERS | _TEXTS
-    default = SamplingParams()
+    names = {name: name for name in PARAMETERS} | _PARAMETERS | _TEXTS
     for name in names.keys() & parameters.keys() - _READ:
-        nothing = ("", 1) if name == "beam_width" else ("", getattr(default, names[name]))
+        nothing = ("", 1) if name == "beam_width" else ("", PARAMETERS[names[name]].default)
         if parameters[name] not in nothing:
             raise InvalidRequest(
                 f"{name} cannot be set by a request parameter",

@@ -1,4 +1,4 @@
-"""Engine threads over fake models, and callers of theirs."""
+"""Engine threads over fake models, and their callers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EIGHT_WAITING = QueueLimits(max_requests=8)
 
 
 class GatedLogits(PagedLogits):
-    """Lets steps behind the first of a sequence through while its gate is open: a test stands still there."""
+    """Holds every step but the first of a sequence until its gate is opened."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -83,7 +83,7 @@ class LogitsLoop:
 
 
 def wait_for_end(sink: RecordingSink) -> GenserveError | None:
-    """Wait for the end of the first request whose outputs come there, and return its error."""
+    """Wait for the first outputs, and return the error if they end with one."""
     while not sink.outputs:
         time.sleep(0)
     content = sink.outputs[-1][1]

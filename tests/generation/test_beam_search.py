@@ -1,4 +1,4 @@
-"""Beam searches in an engine: their company, their slots, and what is said before the end."""
+"""Beam searches in an engine: with other requests, their places, and what they stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add(engine: Engine, group: BeamSearch) -> None:
 
 
 def run(engine: Engine) -> int:
-    """Run to the end; returns how many were preempted meanwhile."""
+    """Run to the end; return the number of preemptions."""
     num_preempted = 0
     while (result := engine.step()) is not None:
         engine.check_integrity()
@@ -48,7 +48,7 @@ def answers_of(group: BeamSearch) -> list[list[int]]:
 
 
 def alone(prompt, **options) -> list[list[int]]:
-    """The answers of a search that has an engine for itself."""
+    """The answers of a search that has the engine to itself."""
     engine, group = Engine(PagedLogits(max_num_seqs=8), decode=sample_loop), search_of(prompt, **options)
     add(engine, group)
     run(engine)
@@ -62,7 +62,7 @@ def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("seed", range(15))
 def test_other_requests_and_preemptions_never_change_an_answer(seed, prefix_cache):
-    """Searches and ordinary sequences over few slots and a cache that cannot hold them all."""
+    """Searches and ordinary sequences over few places and a cache that cannot hold them all."""
     rng = random.Random(seed)
     model = PagedLogits(max_num_seqs=rng.choice([3, 4, 7, 8]), num_blocks=rng.choice([30, 40, 100]))
     engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8, prefix_cache=prefix_cache)
@@ -177,7 +177,7 @@ def test_beam_groups_are_those_of_a_plain_diverse_search(seed):
 def plain_diverse_search(
     prompt, *, num_groups, width, penalty, length_penalty, ends, num_tokens
 ) -> list[list[int]]:
-    """Group after group, all that could follow in one sorted list; `width` answers end a group."""
+    """Group after group, all continuations in one sorted list; `width` answers end a group."""
     beams = [[(0.0, [])] for _ in range(num_groups)]
     finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(num_groups)]
     for step in range(1, num_tokens + 1):
@@ -204,7 +204,7 @@ def plain_diverse_search(
 
 
 def test_tokens_streamed_before_the_end_are_a_prefix_of_every_answer():
-    """Nothing is ever taken back: each delta only adds, and there are some before the last."""
+    """Deltas only append, and some come before the last."""
     num_early = 0
     for seed in range(30):
         prompt = random_prompt(random.Random(seed))
@@ -242,7 +242,7 @@ def test_logprobs_are_those_of_the_winning_beam_before_any_processor():
 
 
 def test_a_stop_string_completes_an_answer_as_an_ending_token_does():
-    """A stop string of one token is the same as that token, but for the text."""
+    """A stop string of one token is the same as that stop token, except for the text."""
     by_token, by_text = (
         alone([8, 9], n=3, max_tokens=10, length_penalty=0.0, **stop)
         for stop in ({"stop_token_ids": (17,)}, {"stop_at": 17})
@@ -269,7 +269,7 @@ def test_the_cost_of_a_candidate_with_stop_strings_does_not_grow_with_its_answer
 
 
 def test_fewer_allowed_tokens_than_beams_leave_fewer_beams():
-    """Two tokens are allowed: at the first step there are two beams, then four, of which three go on."""
+    """Two tokens are allowed: the first step leaves two beams, the next four, of which three continue."""
     group_options = {"n": 3, "max_tokens": 4, "allowed_token_ids": (6, 7), "length_penalty": 0.0}
     answers = alone([1, 2], **group_options)
     scored = []

@@ -39,7 +39,7 @@ def test_a_prompt_is_answered_as_by_a_loop_without_cache():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_other_requests_never_change_an_answer(seed):
-    """Random prompts, lengths, arrival steps and cancellations, over few slots and small chunks."""
+    """Random prompts, lengths, arrival steps and cancellations, over few places and small chunks."""
     rng = random.Random(seed)
     model = PagedLogits(max_num_seqs=rng.choice([1, 2, 4]))
     engine = Engine(model, decode=sample_loop, max_num_batched_tokens=8)
@@ -124,7 +124,7 @@ def test_requests_run_by_priority_and_then_by_arrival():
 
 
 def test_a_preempted_request_goes_before_others_of_its_priority():
-    """Two fit into the cache as long as they are short; the younger waits again, a third one behind it."""
+    """Two fit into the cache while they are short; then the younger is preempted, before a third one."""
     engine = Engine(PagedLogits(max_num_seqs=2, max_length=16, num_blocks=4), decode=sample_loop)
     sequences = [sequence_of([i], max_length=16, max_tokens=n) for i, n in enumerate([12, 12, 4])]
     for sequence in sequences:
@@ -176,7 +176,7 @@ def test_a_failing_forward_fails_its_sequences_and_the_engine_continues():
 
 
 def test_a_custom_loop_gets_a_view_of_the_logits_and_shares_the_forward():
-    """The second best token each time, beside a sequence that samples."""
+    """Appends the second best token each time."""
     views = []
 
     async def second_best(sequence: TokenSequence) -> None:
@@ -380,7 +380,7 @@ def test_a_loop_that_raises_while_it_is_closed_is_dropped():
 
 
 def ask(engine: Engine, *histories: list[int]) -> list[np.ndarray]:
-    """Ask for the logits after each history, all at once, and run until there is nothing to do."""
+    """Submit a logits request for each history, and run until there is nothing to do."""
     requests = [logits_request(history) for history in histories]
     for request in requests:
         request.submitted_s = engine.clock()
@@ -544,7 +544,7 @@ def test_a_cancelled_request_is_never_answered():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_other_loops_and_evictions_never_change_an_answer(seed):
-    """Random callers over few slots: each asks, goes on with one token or more, or begins anew."""
+    """Random loops over few places: each continues with one or more tokens, or starts again."""
     rng = random.Random(seed)
     clock = Clock()
     model = PagedLogits(max_num_seqs=rng.choice([1, 2, 3, 6]), max_length=48)

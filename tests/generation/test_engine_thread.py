@@ -154,6 +154,17 @@ def test_loops_over_logits_on_many_threads_are_answered_during_generation(engine
     assert engine.num_accepted == 0
 
 
+def loops_that_come_back(engine: EngineThread) -> tuple[LogitsLoop, LogitsLoop]:
+    """Return two loops that the engine has learned to wait for."""
+    loops = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
+    for _ in range(3):
+        for loop in loops:
+            loop.ask()
+        for loop in loops:
+            loop.receive()
+    return loops
+
+
 def test_a_step_waits_for_loops_that_always_come_back_quickly():
     class CountingClock(Clock):
         num_calls = 0
@@ -162,19 +173,14 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
             self.num_calls += 1
             return super().__call__()
 
-    model, clock = PagedLogits(), CountingClock()  # it stands still: by this clock nobody stays away
+    model, clock = PagedLogits(), CountingClock()  # it stands still, so no loop ever stays away
     engine = engine_thread(model, clock=clock)
-    early, late = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
-    for _ in range(3):
-        early.ask()
-        late.ask()
-        early.receive()
-        late.receive()
+    early, late = loops_that_come_back(engine)
     before = engine.num_steps
     for _ in range(10):
         early.ask()
         seen = clock.num_calls
-        while clock.num_calls < seen + 3:  # a step of its own would look at the clock three times
+        while clock.num_calls < seen + 3:  # a step without the other loop would read the clock three times
             time.sleep(0)
         late.ask()
         early.receive()
@@ -186,12 +192,7 @@ def test_a_step_waits_for_loops_that_always_come_back_quickly():
 def test_a_step_does_not_wait_for_a_loop_that_stays_away():
     model, clock = PagedLogits(), Clock()
     engine = engine_thread(model, clock=clock)
-    stays, leaves = LogitsLoop(engine, [1, 2]), LogitsLoop(engine, [3, 4])
-    for _ in range(3):
-        stays.ask()
-        leaves.ask()
-        stays.receive()
-        leaves.receive()
+    stays, _ = loops_that_come_back(engine)
     clock.now_s += 1
     for _ in range(3):
         stays.ask()
@@ -214,7 +215,7 @@ def test_a_cancelled_logits_request_is_not_answered_and_frees_its_place(gated):
     model, engine = gated
     answers: SimpleQueue = SimpleQueue()
     stream = DeltaStream(engine, sequence_of([1], max_tokens=30))
-    next(stream)  # from now on the engine stands in a decode step
+    next(stream)  # from now on the engine is held in a decode step
     request = logits_request([2, 3], on_logits=answers.put)
     engine.submit_logits([request])
     engine.cancel(request)
@@ -234,7 +235,7 @@ def test_closing_answers_logits_requests_with_an_error(gated):
     closing.start()
     model.open_gate()
     closing.join()
-    # The step that ran while the engine closed may have been the answer's.
+    # The step that ran while the engine closed may have answered it.
     assert isinstance(answers.get(), Closed | np.ndarray)
     with pytest.raises(Closed):
         engine.submit_logits([logits_request([1])])

@@ -63,7 +63,7 @@ def test_the_partly_filled_block_with_the_longest_prefix_is_found(
     before: list[list[int]], data: st.DataObject
 ):
     kv = manager(40)
-    sequences = [begin(kv, *[7] * SIZE, *token_ids) for token_ids in before]    # none goes on from another
+    sequences = [begin(kv, *[7] * SIZE, *token_ids) for token_ids in before]    # none continues another
     for sequence in sequences:
         compute(kv, sequence)
     for sequence in sequences:
@@ -138,13 +138,13 @@ def test_too_few_blocks_allocate_nothing():
 
 
 class Blocks(RuleBasedStateMachine):
-    """Requests of few tokens come, grow, branch off and leave; what two share must be the same tokens."""
+    """Short requests arrive, grow, fork and leave; shared blocks must hold the same tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kv = manager(12)
         self.running: list[TokenSequence] = []
-        self.contents: dict[tuple[int, int], tuple[int, ...]] = {}     # of each place, all tokens up to it
+        self.contents: dict[tuple[int, int], tuple[int, ...]] = {}     # for each place, all tokens up to it
 
     def write(self, sequence: TokenSequence, end: int) -> None:
         for source, target in self.kv.copies:

@@ -60,7 +60,7 @@ def full():
     running = RecordingSink()
     for prompt in ([1], [2]):
         engine.submit(sequence_of(prompt, max_tokens=40), sink=running)
-    while len({sequence for sequence, _ in list(running.outputs)}) < 2:   # both have begun
+    while len({sequence for sequence, _ in list(running.outputs)}) < 2:   # both have started
         time.sleep(0)
     yield model, clock, metrics, engine, running
     model.open_gate()
@@ -136,7 +136,7 @@ def test_a_request_of_which_one_choice_has_started_does_not_time_out():
 
 
 def test_a_preempted_request_does_not_time_out():
-    # Two sequences of 40 tokens are more than the cache holds: one has to leave and come back.
+    # Two sequences of 40 tokens are more than the cache holds: one is preempted.
     model, clock, metrics = PagedLogits(max_num_seqs=2, block_size=8, num_blocks=8), Clock(), Metrics()
     limits = QueueLimits(max_requests=8, max_tokens=100, max_wait_s=1e-9)
 
@@ -179,7 +179,7 @@ def test_logits_requests_are_exempt_from_the_limits_on_tokens_and_time(full):
 
 
 def num_measured(engine: EngineThread) -> int:
-    """Return how many slots were taken, by what has been measured of the full engine."""
+    """Return how many places the measured throughput of the full engine is based on."""
     return len(engine._admission._started_s) - 1
 
 
@@ -195,7 +195,7 @@ def test_a_started_search_counts_all_its_beams_in_the_throughput(full):
 
 
 def test_only_first_steps_count_in_the_throughput():
-    # Two sequences of 40 tokens are more than the cache holds: they leave and come back, with others in line.
+    # Two sequences of 40 tokens are more than the cache holds: they are preempted while others wait.
     model, metrics = PagedLogits(max_num_seqs=2, block_size=8, num_blocks=8), Metrics()
     engine = engine_thread(model, metrics=metrics)
     engine.submit(*(sequence_of([i], max_tokens=40) for i in (5, 6, 7)), sink=RecordingSink())
@@ -244,7 +244,7 @@ def test_a_reservation_that_waited_too_long_for_other_preparations_is_rejected(f
     _, clock, metrics, engine, _ = full
     first, second = engine.reserve(1), engine.reserve(1)
     clock.now_s = 10.5
-    first.check()   # it waited for nobody
+    first.check()   # it waited for no other preparation
     with pytest.raises(Overloaded, match="has waited for 10 s"):
         second.check()
     assert rejections(metrics, "queue_timeout") == 1

@@ -11,7 +11,13 @@ from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import FloatArray, ForwardBatch
-from genserve.generation.scheduler import Scheduler, StepTimes, divide_budget, num_unfinished
+from genserve.generation.scheduler import (
+    Scheduler,
+    SchedulerOutput,
+    StepTimes,
+    divide_budget,
+    num_unfinished,
+)
 from tests.fakes.logits import PagedLogits
 from tests.fakes.sequences import Clock, sample_loop, sequence_of
 
@@ -31,7 +37,7 @@ class TimedLogits(PagedLogits):
 
 
 class Run:
-    """An engine over such a model, and when which sequence got its tokens."""
+    """An engine over such a model, and the times of each sequence's tokens."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -72,7 +78,7 @@ def test_a_long_prompt_at_most_doubles_the_gaps_of_streams_and_is_hardly_later()
     began_s = run.clock.now_s
     taken_s = run.until_first_token(run.add(3000, max_tokens=1, start=9))
     assert all(run.longest_gap(s, since_s=began_s) < 2 * undisturbed_s * 1.05 for s in streams)
-    # Here a token costs as much beside others as in a long chunk, which is not so with weights that are read.
+    # In this model a token takes the same time in any chunk; a real forward also reads its weights.
     assert taken_s < 2.2 * alone_s
 
 
@@ -103,7 +109,7 @@ def test_a_long_prompt_gets_a_share_however_many_short_ones_come():
             run.add(60, max_tokens=1, start=step * 30 + i)
         run.steps(1)
     assert long.num_computed_tokens > 20 * 64 * 0.9
-    assert run.engine.num_waiting, "there was always somebody to go first"
+    assert run.engine.num_waiting, "shorter prompts were always waiting"
 
 
 def test_a_step_is_never_longer_than_its_budget():
@@ -267,9 +273,8 @@ def test_a_prompt_continues_if_more_places_are_held_than_exist():
 
 
 def note(times: StepTimes, num_decodes: int, seconds: float, *, prompt: int = 0, drafted: int = 0) -> None:
-    times.note(
-        num_decodes=num_decodes, num_prompt_tokens=prompt, num_drafted=drafted, seconds=seconds
-    )
+    step = SchedulerOutput(num_decodes=num_decodes, num_prompt_tokens=prompt, num_drafted=drafted)
+    times.note(step, seconds)
 
 
 def test_step_times_are_guessed_before_the_first_measurement():

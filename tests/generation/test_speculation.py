@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7]
 
 
 class Fixed:
-    """A draft that says the same each time; counts how often it was asked."""
+    """Proposes the same tokens every time; counts the calls."""
 
     def __init__(self, *token_ids: int) -> None:
         self.token_ids = token_ids
@@ -55,7 +55,7 @@ def answer(sequence: TokenSequence) -> list[int]:
 
 
 class Right(Oracle):
-    """Always all of what was asked for."""
+    """Always proposes as many tokens as it may."""
 
     def propose(self, sequence: TokenSequence, count: int) -> Sequence[int]:
         return greedy_answer(sequence.token_ids, num_tokens=count)
@@ -239,7 +239,7 @@ def proposed(token_ids: list[int], count: int) -> list[int]:
 
 
 def searched(token_ids: list[int], count: int) -> list[int]:
-    """The same by looking at every place."""
+    """The same by a linear search."""
     for size in (4, 3, 2):
         last = token_ids[-size:]
         for end in range(len(token_ids) - 1, size - 1, -1):
@@ -309,7 +309,7 @@ def test_the_draft_model_proposes_its_most_likely_tokens():
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("num_blocks", [16, 24, 48])
 def test_drafts_do_not_depend_on_which_earlier_ones_were_accepted(seed, num_blocks):
-    """Sequences that take turns in fewer blocks, and go on as was drafted, or not, or in part."""
+    """Sequences take turns in too few blocks, and accept all, some or none of each draft."""
     rng = random.Random(seed)
     draft = drafting(PagedLogits(num_blocks=num_blocks))
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(3)]

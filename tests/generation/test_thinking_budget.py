@@ -15,7 +15,7 @@ from tests.thinkers import END, copy_with_tags
 
 
 def forced(prompt, answer, *, begun, num_tokens, place=np.array):
-    """Whether nothing but the end tag could be picked, before each token of an answer and after the last."""
+    """Whether only the end tag was possible, before each token of an answer and after the last."""
     budget = ThinkingBudget(
         num_tokens=num_tokens, start_id=5, end_id=6, num_prompt_tokens=len(prompt), begun=begun
     )
