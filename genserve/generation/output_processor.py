@@ -265,7 +265,10 @@ class DecodingLoops:
         """
         self._advance(sequence, value)
         if sequence.finish_reason is None and sequence.num_pending == 0:
-            raise ModelFailed("the decoding loop waited again without appending a token")
+            raise ModelFailed(
+                "the decoding loop awaited again without appending a token",
+                remedy="call sequence.append() after each await",
+            )
 
     def drop(self, request: Request) -> None:
         """Close the loop of a request that leaves; does nothing if it has none."""

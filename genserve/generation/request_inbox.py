@@ -241,7 +241,7 @@ class RequestInbox:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise ModelNotReady(self._failure.message)
+            raise ModelNotReady(self._failure.message, remedy=self._failure.remedy)
         if self._closing:
             raise Closed("the model is being unloaded or the server stops")
 
