@@ -328,7 +328,7 @@ class NumpyOps:
 
     xp = np
 
-    def column(self, values: Sequence[float], like: NDArray[np.float32]) -> NDArray[np.float64]:  # noqa: ARG002
+    def column(self, values: Sequence[float], like: NDArray[np.float32]) -> NDArray[np.float64]:
         """See `ArrayOps`."""
         return np.array(values, dtype=np.float64)[:, None]
 
