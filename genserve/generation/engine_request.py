@@ -19,7 +19,7 @@ from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.batch_sampler import SamplingState
 from genserve.sampling.logits_edits import StructuredOutputGrammar
-from genserve.sampling.logits_processors import NO_BREAKERS, DryBreakers
+from genserve.sampling.logits_processors import TokenizedParams
 from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
 
@@ -303,11 +303,9 @@ class TokenSequence(Request):
         text: AnswerText,
         max_length: int,
         vocab_size: int,
-        bad_words: Sequence[Sequence[int]] = (),
-        dry_breakers: DryBreakers = NO_BREAKERS,
+        tokenized: TokenizedParams | None = None,
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
-        xtc_spared_ids: Sequence[int] = (),
         grammar: StructuredOutputGrammar | None = None,
         begins_thought: bool = False,
     ) -> None:
@@ -327,9 +325,7 @@ class TokenSequence(Request):
             seed=seed,
             num_prompt_tokens=self.num_prompt_tokens,
             ending_ids=frozenset(i for i in self.ending_ids if i < vocab_size),
-            bad_words=bad_words,
-            dry_breakers=dry_breakers,
-            spared_ids=[i for i in xtc_spared_ids if i < vocab_size],
+            tokenized=tokenized or TokenizedParams(),
             plugins=self.plugins,
             grammar=grammar,
         )
