@@ -221,6 +221,6 @@ def _validated(
         path=entry.parsed.path,
         folder=entry.path,
         backends=known_backends([options.backend_directory] if options.backend_directory else ()),
-        source_map=entry.parsed.source.source_map if completed else None,
+        source_map=entry.parsed.source_map if completed else None,
         completed=completed,
     )
