@@ -36,7 +36,7 @@ __all__ = [
     "unreadable_config",
 ]
 
-# What protobuf puts in front of its messages: the position, and the line.
+# The prefix of protobuf's messages: the position, and the line.
 PREFIX = re.compile(r"^\d+:\d+ : ('.*': )?")
 UNKNOWN_NAME = re.compile(r'(?P<kind>Message|Enum) type "(?P<type>[\w.]+)" has no \w+ named "?(?P<name>\w+)')
 # The first name of `iterative_sequence`; one letter longer, so a blank keeps the positions right.
