@@ -31,7 +31,7 @@ class Outdated(Repository):
 
     older: list[TextModel]
 
-    def get(self, name: str | None = None) -> TextModel:
+    def text_model(self, name: str | None = None) -> TextModel:
         return self.older.pop() if self.older else super().get(name)
 
 
