@@ -18,8 +18,8 @@ from pathlib import Path
 from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
-from genserve.textmodel.logits_placement import logits_placement
-from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
+from genserve.repository.model_loader import load_stage_logits
+from genserve.textmodel.logits_runtime import LoadedLogits
 
 __all__ = ["bare_forward_loop"]
 
@@ -29,7 +29,7 @@ def bare_forward_loop(
 ) -> float:
     """Seconds for so many tokens of each row, the prefill included."""
     stage = scan([repository])[f"{model}_logits"]
-    logits = load_logits(stage, placement=logits_placement(stage))
+    logits = load_stage_logits(stage)
     work = {"rows": rows, "prompt_tokens": prompt_tokens}
     _run(logits, **work, new_tokens=3)  # the first runs pay for memory and weight layout
     started_s = time.perf_counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from genserve.cli.load_generator import APIS, Load, LoadResult, run
+from genserve.cli.load_generator import APIS, Load, LoadResult, run_load
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-keep-alive", dest="keep_alive", action="store_false")
     parser.add_argument("--extra", type=json.loads, default={}, help="more fields of the body, as JSON")
-    measured = run(Load(**vars(parser.parse_args())))
+    measured = run_load(Load(**vars(parser.parse_args())))
     print(json.dumps({name: getattr(measured, name) for name in LoadResult.__slots__}))
 
 

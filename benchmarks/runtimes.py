@@ -21,7 +21,8 @@ from statistics import median
 from batches import TOKEN_ID, forward_batch
 
 from genserve.repository.index import scan
-from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
+from genserve.repository.model_loader import load_stage_logits
+from genserve.textmodel.logits_runtime import LoadedLogits
 
 PROMPT_TOKENS, NEW_TOKENS = 40, 6
 
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     entries = scan([options.repository])
-    loaded = {model: load_logits(entries[f"{model}_logits"]) for model in options.models}
+    loaded = {model: load_stage_logits(entries[f"{model}_logits"]) for model in options.models}
     times: defaultdict[tuple[int, str, str], list[float]] = defaultdict(list)
     for number in range(options.rounds + 1):
         for rows in options.rows:

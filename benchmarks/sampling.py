@@ -26,14 +26,13 @@ from plain_sampling import plain_pick
 from report import markdown, median, ratio
 
 from genserve.export.texts import CALIBRATION
-from genserve.generation.batch_sampler import pick
 from genserve.generation.engine_request import TokenSequence
 from genserve.repository.index import scan
-from genserve.sampling.sampler import sample_rows
+from genserve.repository.model_loader import load_stage_logits
+from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.text.tokenizer import Tokenizer
-from genserve.textmodel.logits_placement import logits_placement
-from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
+from genserve.textmodel.logits_runtime import LoadedLogits
 
 DRAWN = {"temperature": 0.8}
 NUCLEUS = {**DRAWN, "top_k": 50, "top_p": 0.9}
@@ -85,7 +84,7 @@ class Model:
     def __init__(self, repository: Path, name: str, *, rows: int, prompt_tokens: int) -> None:
         index = scan([repository])
         stage = index[f"{name}_logits"]
-        self._logits: LoadedLogits = load_logits(stage, placement=logits_placement(stage))
+        self._logits: LoadedLogits = load_stage_logits(stage)
         text = Tokenizer.from_folder(index[f"{name}_tokenizer"].latest_version()).encode(CALIBRATION)
         lengths = range(prompt_tokens, prompt_tokens + rows)
         self.prompts = [(text * (1 + length // len(text)))[:length] for length in lengths]
@@ -144,7 +143,7 @@ def _compare(
     for _ in range(options.rounds + 1):
         np.copyto(ours, logits)
         started_s = time.thread_time()
-        picks = pick(ours, sequences, picker=sample_rows)
+        picks = sample(ours, sequences)
         ours_s = time.thread_time() - started_s
         theirs = torch.from_numpy(logits).clone()
         histories = [sequence.token_ids for sequence in sequences]
@@ -167,7 +166,7 @@ def _beside_steps(method: str, model: Model, *, options: argparse.Namespace) -> 
         logits = model.step()
         step_s = time.perf_counter() - started_s
         started_s = time.thread_time()
-        picks = pick(logits, sequences, picker=sample_rows)
+        picks = sample(logits, sequences)
         pick_s = time.thread_time() - started_s
         rounds.append({"step_ms": step_s * 1e3, "pick_ms": pick_s * 1e3})
         for sequence, picked in zip(sequences, picks, strict=True):

@@ -32,17 +32,17 @@ Parameter: TypeAlias = bool | int | float | str
 
 
 class RequestFlags(IntFlag):
-    """Where a request stands in its sequence; the bits are Triton's."""
+    """The position of a request in its sequence; the bits are Triton's."""
 
     NONE = 0
     SEQUENCE_START = 1
     SEQUENCE_END = 2
 
 
-# Requests and responses are not changed, and still not frozen: that takes 1 us of each call.
+# Immutable by convention: frozen dataclasses would cost 1 us per call.
 @dataclass(slots=True, kw_only=True)
 class InferenceRequest:
-    """What is asked of one model, as every protocol and BLS say it; never changed."""
+    """A request to one model, the same for every protocol and BLS; never changed."""
 
     model_name: str
     model_version: int = -1                             # -1: the highest that is ready
@@ -50,41 +50,40 @@ class InferenceRequest:
     inputs: Mapping[str, Tensor]
     requested_outputs: tuple[str, ...] = ()             # empty: all of them
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    correlation_id: int | str = 0                       # of its sequence; 0 or "": it is in none
+    correlation_id: int | str = 0                       # of its sequence; 0 or "": none
     flags: RequestFlags = RequestFlags.NONE
     priority: int = 0                                   # 1 is the highest; 0: the model's default
-    timeout_us: int = 0                                 # in the queue; 0: no limit of its own
-    cause: Span | None = None                           # of the trace that it is part of; None: of none
+    timeout_us: int = 0                                 # in the queue; 0: the model's default
+    cause: Span | None = None                           # of the trace; None: not traced
 
 
 @dataclass(slots=True, kw_only=True)
 class InferenceResponse:
-    """One answer to a request, never changed; a decoupled model gives any number of them."""
+    """A response to a request, never changed; a decoupled model sends any number of them."""
 
     outputs: tuple[Tensor, ...] = ()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    error: GenserveError | None = None                  # if there is one, the outputs mean nothing
+    error: GenserveError | None = None                  # with an error, the outputs are meaningless
 
     def output(self, name: str) -> Tensor | None:
-        """Return the output of this name; None: there is none."""
+        """Return the output of this name, or None."""
         return next((tensor for tensor in self.outputs if tensor.name == name), None)
 
 
-# Called once for each response and once with `final`, which may come with the last response or alone (None).
-# On whichever thread the model answers from; it must not block and must not raise.
+# Called with each response; the last call has `final`, with the last response or with None. It runs on the
+# thread from which the model answers, and must neither block nor raise.
 OnResponse: TypeAlias = Callable[[InferenceResponse | None, bool], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Executor:
-    """Who executes: an instance of a model, seen from the requests that need it.
+    """An instance of a model, as seen by the requests that need it.
 
     Attributes:
         name: of the instance.
-        executing: the batch it has in hand; empty: it is free.
-        waiting_for: the inferences whose answers it waits for, by BLS.
-        blocked_by: tells who keeps it from executing: those that hold a resource that it needs, or stand in
-            line for it before this one.
+        executing: its current batch; empty: it is idle.
+        waiting_for: the inferences of its BLS calls.
+        blocked_by: returns the executors that hold a resource it needs, or wait for it in front.
     """
 
     name: str
@@ -93,14 +92,15 @@ class Executor:
     blocked_by: Callable[[], Sequence[Executor]] = field(default=tuple, repr=False)
 
 
-# The instance whose `execute` the code runs in.
+# The instance whose `execute` runs the current code.
 CURRENT_EXECUTOR: ContextVar[Executor | None] = ContextVar("current_executor", default=None)
 
 
 class Backlog:
-    """What was made of the responses to an inference and waits for room further on. Safe from any thread.
+    """Requests that an ensemble made of the responses to an inference and has not submitted yet.
 
-    Whoever answers waits while there is any: this is how an ensemble holds up a step that is too fast.
+    The model that answers waits until the backlog is empty: so an ensemble applies back-pressure to a step
+    that is too fast. Safe from any thread.
     """
 
     def __init__(self) -> None:
@@ -111,31 +111,31 @@ class Backlog:
 
     @property
     def waiting(self) -> Sequence[Inference]:
-        """What waits, the first first."""
+        """The waiting inferences, in order."""
         return tuple(self._waiting)
 
     def add(self, inference: Inference) -> None:
-        """Let whoever answers wait for this one, too."""
+        """Add an inference."""
         with self._lock:
             if not self._lifted:
                 self._waiting.append(inference)
 
     def remove(self, inference: Inference) -> None:
-        """Wait for this one no more; what was added twice is waited for once more."""
+        """Remove an inference once; one that was added twice remains."""
         with self._lock:
             if inference in self._waiting:
                 self._waiting.remove(inference)
         self._call_back_if_clear()
 
     def lift(self) -> None:
-        """Hold up nobody any more, whatever waits: it would wait for ever."""
+        """Empty the backlog for good, to break a deadlock."""
         with self._lock:
             self._lifted = True
             self._waiting.clear()
         self._call_back_if_clear()
 
     def when_clear(self, callback: Callable[[], None]) -> None:
-        """Call back once nothing waits: at once if that is so."""
+        """Call back as soon as the backlog is empty, or now if it is."""
         with self._lock:
             self._when_clear.append(callback)
         self._call_back_if_clear()
@@ -153,29 +153,28 @@ class Backlog:
 class Inference:
     """One request on its way. It ends exactly once: with the response that is `final`.
 
-    The requester makes it and calls `InferenceServer.submit`; schedulers queue it, an instance executes it.
+    A requester makes it and calls `InferenceServer.submit`; a scheduler queues it, an instance executes it.
     `send`, `fail` and `cancel` are safe from any thread.
 
     Attributes:
-        request: what was asked, unchanged.
-        on_response: where the responses go.
-        inputs: what the model gets: the request's inputs, and the control tensors and states that a
-            scheduler adds.
-        batch_size: how many rows it has; 1 where the model does not batch.
-        model_name: of the model that it is at; with the version, in every response.
-        model_version: the one that was chosen.
-        submitted_ns: `time.monotonic_ns()` at its submission.
-        started_ns: when an instance took it up; 0: it waits.
-        reschedule: set by a model of iterative sequences: execute this request again, it has not ended.
-        states: the implicit states of its sequence by input name; None: the model has none.
-        num_responses: sent so far, errors included.
-        error: of the first response that failed.
-        executors: those that may execute it, and once it is executed, the one that does; empty where no
-            executor is needed.
-        parts: what it waits for in its turn, as an ensemble does.
-        blocked_by: tells what keeps it from being submitted: one of these is to end first.
-        backlog: of its responses; whoever answers is to wait until it is clear. None: it always is.
-        span: what is written down of it; None: it is not traced.
+        request: unchanged.
+        on_response: called with the responses.
+        inputs: those of the request, and the control tensors and states that a scheduler adds.
+        batch_size: its rows; 1 if the model does not batch.
+        model_name: of the model that has it; with the version, in every response.
+        model_version: the chosen version.
+        submitted_ns: `time.monotonic_ns()` of its submission.
+        started_ns: when an instance started it; 0: it waits.
+        reschedule: set by a model of iterative sequences: execute this request again.
+        states: the implicit states of its sequence by input name; None: the model is stateless.
+        num_responses: responses sent so far, errors included.
+        error: of the first failed response.
+        executors: the candidates to execute it, and while it is executed, its executor; empty: none is
+            needed.
+        parts: the inferences that it waits for, as an ensemble for its steps.
+        blocked_by: returns the inferences of which one must end before this one can be submitted.
+        backlog: of its responses; the model that answers waits until it is empty. None: always empty.
+        span: of its trace; None: not traced.
     """
 
     request: InferenceRequest
@@ -211,27 +210,27 @@ class Inference:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the requester has lost interest; whoever runs it may stop, and still has to end it."""
+        """Whether the requester has cancelled it; the model may stop, and still has to end it."""
         return self._cancelled
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
-        """Answer with one response, or end without one.
+        """Send a response, or end without one.
 
         Raises:
-            Closed: it has ended already.
+            Closed: it has ended.
         """
         with self._lock:
             if self._ended:
                 raise Closed("Unable to send response. Response sender has been closed.")
             self._ended = final
             if final:
-                self._on_cancel.clear()  # they refer to it: nothing is left for the garbage collector
+                self._on_cancel.clear()  # they refer to it: break the cycle
             if response is not None:
                 self.num_responses += 1
                 self.error = self.error or response.error
         try:
             self.on_response(response, final)
-        finally:  # whatever the requester does: who counts and waits must know
+        finally:  # even if the requester raises
             if final:
                 for callback in self._on_end:
                     callback(self)
@@ -245,7 +244,7 @@ class Inference:
             return
 
     def cancel(self) -> None:
-        """Say that nobody waits for it any more; a second call does nothing."""
+        """Cancel it: nobody waits for it any more. A second call does nothing."""
         with self._lock:
             if self._cancelled or self._ended:
                 return
@@ -255,7 +254,7 @@ class Inference:
             callback()
 
     def when_cancelled(self, callback: Callable[[], None]) -> None:
-        """Call back once it is cancelled: at once if it is already, and never once it has ended."""
+        """Call back when it is cancelled, or now if it is; never after its end."""
         with self._lock:
             if self._ended:
                 return
@@ -265,7 +264,7 @@ class Inference:
         callback()
 
     def when_ended(self, callback: Callable[[Inference], None]) -> None:
-        """Call back with it after the final response; to be registered before it is submitted on."""
+        """Call back with it after the final response; to be called before it is submitted."""
         self._on_end.append(callback)
 
     def fail_cancelled(self) -> None:
@@ -274,23 +273,23 @@ class Inference:
 
 
 def with_request_id(message: str, request_id: str = "") -> str:
-    """Return what is wrong with a request as Triton says it, with the request's id in front."""
+    """Return an error message with the id of the request in front, as in Triton."""
     return f"[request id: {request_id or '<id_unknown>'}] {message}"
 
 
 class InferenceServer(Protocol):
-    """The way in to every model of the repository: for the routes, for ensembles and for BLS alike."""
+    """Runs all models of a repository: for the routes, for ensembles and for BLS."""
 
     def submit(self, inference: Inference) -> None:
-        """Find the model, check the request against its config, and queue it.
+        """Find the model, validate the request by its config, and queue it.
 
         Raises:
-            InferenceError: no such model or version, not ready, a request that does not fit, a full queue.
-                Nothing was sent then, and `inference` has not ended.
+            InferenceError: an unknown model or version, not ready, an invalid request, a full queue. No
+                response was sent, and `inference` has not ended.
         """
 
     def load(self, name: str, *, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-        """Load or reload a model; with `files`, by `<version>/<name>`, from these alone.
+        """Load or reload a model; with `files`, by `<version>/<name>`, from these only.
 
         Raises:
             InferenceError: it cannot be loaded, or the server does not allow it.
@@ -300,11 +299,11 @@ class InferenceServer(Protocol):
         """Begin to unload a model. Raises InferenceError."""
 
     def is_ready(self, name: str, version: int = -1) -> bool:
-        """Whether a model answers."""
+        """Whether a model is ready."""
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a model gives any number of responses to a request.
+        """Whether a model may send any number of responses to a request.
 
         Raises:
-            InferenceError: no such model or version, or not ready.
+            InferenceError: an unknown model or version, or not ready.
         """

@@ -21,7 +21,7 @@ __all__ = ["BatchStatistics", "DurationStat", "FailureReason", "LatencyHistogram
 class FailureReason(StrEnum):
     """Why a request failed; the label of `nv_inference_request_failure`."""
 
-    REJECTED = "REJECTED"       # timed out in the queue; what a full one refuses is not counted, as in Triton
+    REJECTED = "REJECTED"       # timed out in the queue; as in Triton, a full queue counts nothing
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"         # the model
     OTHER = "OTHER"             # a step of an ensemble
@@ -29,13 +29,13 @@ class FailureReason(StrEnum):
 
 @dataclass(slots=True)
 class DurationStat:
-    """How often something happened, and how long it took together."""
+    """A count of events and their total duration."""
 
     count: int = 0
     ns: int = 0
 
     def add(self, ns: int, *, count: int = 1) -> None:
-        """Count it once more."""
+        """Add `count` events that took `ns` together."""
         self.count += count
         self.ns += ns
 
@@ -48,20 +48,20 @@ class BatchStatistics:
 
     @property
     def compute_input(self) -> DurationStat:
-        """As often as the model computed, in no time: inputs are handed over as they are."""
+        """The count of `compute_infer`, without duration: inputs are passed on as they are."""
         return DurationStat(self.compute_infer.count)
 
     @property
     def compute_output(self) -> DurationStat:
-        """As often as the model computed, in no time, as for the inputs."""
+        """The count of `compute_infer`, without duration: outputs are passed on as they are."""
         return DurationStat(self.compute_infer.count)
 
 
 class LatencyHistogram:
-    """How many durations were at most so long; safe from any thread."""
+    """A cumulative histogram of durations; safe from any thread."""
 
     def __init__(self, bounds_ms: Sequence[float]) -> None:
-        """Begin with none; `bounds_ms`: of the buckets, ascending, milliseconds."""
+        """Make an empty histogram with these upper bounds of buckets, ascending, milliseconds."""
         self._bounds_ms = tuple(bounds_ms)
         self._counts = [0] * (len(self._bounds_ms) + 1)
         self._sum_ms = 0.0
@@ -76,7 +76,7 @@ class LatencyHistogram:
             self._sum_ms += ms
 
     def read(self) -> tuple[list[tuple[float, int]], float]:
-        """Return how many were at most as long as each bound, infinity at last, and the sum of all, ms."""
+        """Return (bound, count of durations up to it) for each bound and infinity, and the sum in ms."""
         with self._lock:
             counts, sum_ms = itertools.accumulate(self._counts), self._sum_ms
             return list(zip((*self._bounds_ms, math.inf), counts, strict=True)), sum_ms
@@ -86,13 +86,13 @@ class ModelStatistics:
     """Counts of one version of a model; its methods are safe from any thread.
 
     Attributes, read by the protocols (see `InferStatistics` of the KServe v2 extensions):
-        inference_count: rows that were executed with success.
-        execution_count: batches that were executed.
+        inference_count: rows executed successfully.
+        execution_count: executed batches.
         last_inference_ms: wall-clock time of the last request, milliseconds since 1970.
         success, fail, queue, compute_input, compute_infer, compute_output, cache_hit, cache_miss.
-        batches: by the number of rows of the executed batch.
+        batches: by the rows of the executed batch.
         failures: requests that failed, by reason.
-        first_response: from the request to the first response; None: it is not measured.
+        first_response: time from the request to its first response; None: not measured.
     """
 
     def __init__(self) -> None:
@@ -121,18 +121,18 @@ class ModelStatistics:
         return DurationStat(self.compute_infer.count)
 
     def executed(self, batch: Sequence[Inference], *, started_ns: int, ended_ns: int) -> None:
-        """Note one execution, whether its requests have ended or not."""
+        """Count an execution, whether its requests have ended or not."""
         size = batch[0].batch_size if len(batch) == 1 else sum(one.batch_size for one in batch)
         with self._lock:
             self.execution_count += 1
             self.batches[size].compute_infer.add(ended_ns - started_ns)
 
     def executed_alone(self, inference: Inference) -> None:
-        """Note the execution of a request by what does not form batches of requests: a graph, an engine."""
+        """Count the execution of a request by a runtime without batches: an ensemble, an engine."""
         self.executed((inference,), started_ns=inference.started_ns, ended_ns=time.monotonic_ns())
 
     def ended(self, inference: Inference) -> None:
-        """Note the end of a request that was accepted."""
+        """Count the end of an accepted request."""
         error = inference.error
         now_ns = time.monotonic_ns()
         total_ns = now_ns - inference.submitted_ns
@@ -148,7 +148,7 @@ class ModelStatistics:
             self.compute_infer.add(now_ns - inference.started_ns)
 
     def cache_hit_ended(self, inference: Inference, *, lookup_ns: int) -> None:
-        """Note a request that the response cache answered."""
+        """Count a request that the response cache answered."""
         with self._lock:
             self.last_inference_ms = time.time_ns() // 1_000_000
             self.success.add(time.monotonic_ns() - inference.submitted_ns)
@@ -156,7 +156,7 @@ class ModelStatistics:
             self.cache_hit.add(lookup_ns)
 
     def cache_missed(self, *, lookup_and_insert_ns: int) -> None:
-        """Note a request that the response cache did not know."""
+        """Count a request that the response cache did not have."""
         with self._lock:
             self.cache_miss.add(lookup_and_insert_ns)
 

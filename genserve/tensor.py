@@ -1,4 +1,4 @@
-"""Tensor: a named array at the border of a stage, and the data types of its elements."""
+"""Tensor: a named input or output of a model, and the data types of its elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DataType(Enum):
         number: in the schema.
         numpy: how an array holds the elements: BYTES as objects, each `bytes`; BF16 as its raw uint16,
             since numpy has no such type.
-        itemsize: bytes of one element on the wire; 0 for BYTES, whose elements say their own length.
+        itemsize: bytes of one element on the wire; 0 for BYTES, whose elements carry their length.
     """
 
     BOOL = (1, "?")
@@ -51,15 +51,15 @@ class DataType(Enum):
 
     @property
     def config_name(self) -> str:
-        """The word of config.pbtxt: `TYPE_FP32`; BYTES is `TYPE_STRING` there."""
+        """The name in config.pbtxt: `TYPE_FP32`; BYTES is `TYPE_STRING` there."""
         return "TYPE_STRING" if self is DataType.BYTES else f"TYPE_{self.name}"
 
     @classmethod
     def from_config_name(cls, name: str) -> DataType:
-        """Return the type that config.pbtxt calls `name`.
+        """Return the type named `name` in config.pbtxt.
 
         Raises:
-            KeyError: there is none, or it is TYPE_INVALID.
+            KeyError: an unknown name, or TYPE_INVALID.
         """
         return cls.BYTES if name == "TYPE_STRING" else cls[name.removeprefix("TYPE_")]
 
@@ -68,7 +68,7 @@ class DataType(Enum):
         """Return the type of the elements of an array; arrays of objects and of `S` strings are BYTES.
 
         Raises:
-            KeyError: the protocol has no such type (`<U`, complex, dates, big-endian numbers).
+            KeyError: KServe has no such type (`<U`, complex, dates, big-endian numbers).
         """
         known = _OF_NUMPY.get(dtype)
         if known is not None:
@@ -85,12 +85,12 @@ _CPU = 1  # kDLCPU of dlpack.h
 
 
 class Tensor:
-    """A named array, on the CPU or on a device. It is passed on, renamed and sliced without a copy.
+    """A named array, on the CPU or on a device; renamed and reshaped without a copy.
 
     Attributes:
         name: of the input or output.
         data_type: of its elements.
-        shape: with the batch dimension, where the model batches.
+        shape: with the batch dimension, if the model batches.
     """
 
     __slots__ = ("_data", "data_type", "name", "shape")
@@ -100,12 +100,12 @@ class Tensor:
 
         Args:
             name: of the tensor.
-            data: a numpy array, C-contiguous; or, for what numpy cannot hold, an object with `__dlpack__`,
+            data: a numpy array, C-contiguous; or, on a device, an object with `__dlpack__`,
                 `__dlpack_device__` and `shape` (a torch tensor).
             data_type: of the elements; None: the array's own. BF16 data is uint16 to numpy.
 
         Raises:
-            KeyError: the protocol has no such type of elements.
+            KeyError: KServe has no such data type.
         """
         self.name = name
         self.data_type = DataType.of_numpy(data.dtype) if data_type is None else data_type
@@ -114,27 +114,27 @@ class Tensor:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the array lies in the memory of the CPU."""
+        """Whether the array is in the memory of the CPU."""
         return isinstance(self._data, np.ndarray) or self._data.__dlpack_device__()[0] == _CPU
 
     @property
     def array(self) -> NDArray[Any]:
-        """The array itself, for numpy; from a device it is copied."""
+        """The numpy array; copied from a device."""
         if isinstance(self._data, np.ndarray):
             return self._data
         return _to_numpy(self._data, self.data_type)
 
     @property
     def data(self) -> Any:
-        """The array as it was given: of numpy, or an object with `__dlpack__`."""
+        """The numpy array, or the object with `__dlpack__`, that this tensor was made of."""
         return self._data
 
     def on_cpu(self) -> Tensor:
-        """Return the same elements in the memory of the CPU: itself, if it is there."""
+        """Return the tensor in the memory of the CPU, without a copy if it is there."""
         return self if self.is_cpu else Tensor(self.name, self.array, data_type=self.data_type)
 
     def renamed(self, name: str) -> Tensor:
-        """Return the same array by another name."""
+        """Return the same array under another name."""
         return self if name == self.name else Tensor(name, self._data, data_type=self.data_type)
 
     def reshaped(self, shape: Sequence[int]) -> Tensor:
@@ -142,9 +142,9 @@ class Tensor:
         return Tensor(self.name, self._data.reshape(tuple(shape)), data_type=self.data_type)
 
     def to_bytes(self) -> bytes | memoryview:
-        """Return the elements as the protocol's binary extension has them.
+        """Return the elements in the format of KServe's binary extension.
 
-        Little-endian, row-major; an element of BYTES is its length, uint32, and its bytes.
+        Little-endian, row-major; a BYTES element is its length, uint32, and its bytes.
         """
         array = self.array
         if self.data_type is DataType.BYTES:
@@ -162,12 +162,12 @@ class Tensor:
         shape: Sequence[int],
         model: str = "",
     ) -> Tensor:
-        """Read what `to_bytes` wrote; fixed-size elements are a view of `buffer`.
+        """Read the result of `to_bytes`; elements of a fixed size are a view of `buffer`.
 
-        `model`, if there is one, is who the error's text says that the input is for.
+        An error names `model`, if given.
 
         Raises:
-            InvalidRequest: the buffer is not as long as the shape says; `field` is the name.
+            InvalidRequest: the buffer does not have the length of the shape; `field` is the name.
         """
         count = math.prod(shape)
         where = f"input '{name}' for model '{model}'" if model else f"input '{name}'"
@@ -185,7 +185,7 @@ class Tensor:
 
 
 def _to_numpy(data: Any, data_type: DataType) -> NDArray[Any]:
-    # Only torch makes such tensors here, so that importing it costs nothing.
+    # Only torch makes such tensors, so it is imported already.
     import torch
     from torch.utils.dlpack import from_dlpack
 

@@ -1,4 +1,4 @@
-"""Tracing: what is written down of single requests, in the JSON of Triton's traces."""
+"""Tracing: timestamps and tensors of single requests, in the JSON of Triton's traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Span", "Trace", "TraceFile"]
 
 logger = logging.getLogger(__name__)
 
-# What may wait for the disk; one that cannot keep up loses the traces after these.
+# Traces that may wait for the disk; further ones are lost.
 _MAX_UNWRITTEN = 10_000         # traces
 _MAX_UNWRITTEN_BYTES = 2**28    # of tensors
 _IDS = itertools.count(1)
@@ -31,13 +31,13 @@ _OPEN: WeakValueDictionary[int, Span] = WeakValueDictionary()
 
 
 class Trace:
-    """One request of a client that is traced, with all that it asks of other models in its turn.
+    """One traced request of a client, with the requests that its model sends to other models.
 
-    It is over when its protocol has called `close` and every model has ended what it was asked. Its methods
-    are safe from any thread. Times are those of `time.monotonic_ns()`, as Triton's are of the steady clock.
+    It ends when the protocol has called `close` and every model has ended its request. Its methods are safe
+    from any thread. Times are those of `time.monotonic_ns()`, as Triton's are of the steady clock.
 
     Attributes:
-        root: what the model does that the client has asked.
+        root: the span of the model that the client called.
     """
 
     __slots__ = ("_lock", "_num_open", "_on_end", "_spans", "has_tensors", "has_timestamps", "root")
@@ -48,9 +48,9 @@ class Trace:
         """Begin a trace.
 
         Args:
-            has_timestamps: with the level TIMESTAMPS.
-            has_tensors: with the level TENSORS.
-            on_end: called once, when it is over.
+            has_timestamps: the level includes TIMESTAMPS.
+            has_tensors: the level includes TENSORS.
+            on_end: called once, when the trace ends.
         """
         self.has_timestamps = has_timestamps
         self.has_tensors = has_tensors
@@ -61,11 +61,11 @@ class Trace:
         self.root = Span(self)
 
     def note(self, name: str) -> None:
-        """Note that something happens now, at the protocol."""
+        """Record a timestamp of the protocol."""
         self.root.note(name)
 
     def close(self) -> None:
-        """Note that the protocol, or a model, is done with it."""
+        """End the part of the protocol, or of a model."""
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open
@@ -74,24 +74,24 @@ class Trace:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no model has accepted the request."""
+        """Whether no model has accepted a request."""
         return not self._spans
 
     def to_json(self) -> bytes:
-        """Return its events, without the brackets of the list that they are to stand in."""
+        """Return its events as JSON, without the brackets of their list."""
         events = [event for span in self._spans for event in span.events()]
         try:
             return orjson.dumps(events)[1:-1]
-        except TypeError:   # a lone surrogate in a text: no file of UTF-8 can hold one
+        except TypeError:   # a lone surrogate in a text, which UTF-8 cannot encode
             return json.dumps(events, ensure_ascii=False).encode(errors="replace")[1:-1]
 
     @property
     def num_bytes(self) -> int:
-        """How large its tensors are."""
+        """Size of its tensors, in bytes."""
         return sum(span.num_bytes for span in self._spans)
 
     def _add(self, span: Span) -> bool:
-        """Add what a model begins to do; False: the trace is over."""
+        """Add the span of a model; False: the trace has ended."""
         with self._lock:
             if not self._num_open:
                 return False
@@ -101,14 +101,15 @@ class Trace:
 
 
 class Span:
-    """What one model does for a traced request.
+    """The part of one model in a traced request.
 
-    In the process of a model it is known by its id alone, and becomes itself again on the way back.
+    Pickling keeps its id only: in the stub process of a model it records nothing, and the server finds the
+    span by its id again.
 
     Attributes:
         id: in the file; unique in one run of a server.
-        computes: a model computes; of an ensemble, only its steps do.
-        trace: that it is part of; None: it is known by its id alone.
+        computes: False for an ensemble, whose steps compute.
+        trace: None in a stub process.
     """
 
     __slots__ = ("__weakref__", "_has_token", "_head", "_notes", "_parent", "computes", "id", "trace")
@@ -125,17 +126,17 @@ class Span:
     def open(
         self, *, model: str, version: int, request_id: str, inputs: Iterable[Tensor], at_ns: int
     ) -> Span | None:
-        """Begin what a model does: for the client, or if that has begun already, for the model of this span.
+        """Begin the span of a model that the client calls, or that the model of this span calls.
 
         Args:
-            model: its name.
+            model: name of the model.
             version: of the model.
-            request_id: empty: it has none.
-            inputs: that it gets.
-            at_ns: when it was asked.
+            request_id: of the request; empty: none.
+            inputs: of the request.
+            at_ns: when the request arrived.
 
         Returns:
-            What is to be closed; None: the trace is over, and nothing more is written down.
+            The span, to be closed; None: the trace has ended.
         """
         if self.trace is None:
             return None
@@ -155,26 +156,26 @@ class Span:
         return span
 
     def note(self, name: str, at_ns: int = 0) -> None:
-        """Note that something happens; 0: now."""
+        """Record a timestamp; 0: now."""
         if self.trace is not None and self.trace.has_timestamps:
             self._notes.append((name, at_ns or time.monotonic_ns()))
 
     def note_first_token(self) -> None:
-        """Note the first token of a text, as an activity of our own; later calls do nothing."""
+        """Record the first token of a text, an activity that Triton lacks; later calls do nothing."""
         if not self._has_token:
             self._has_token = True
             self.note("FIRST_TOKEN")
 
     def answered(self, outputs: Iterable[Tensor]) -> None:
-        """Note a response."""
+        """Record a response."""
         if self._parent is None:
             self.note("INFER_RESPONSE_COMPLETE")
         self._note_tensors("TENSOR_BACKEND_OUTPUT", outputs)
 
     def close(self, *, started_ns: int) -> None:
-        """Note the end; `started_ns`: when the model began to compute, 0: never.
+        """Record the end; `started_ns`: when the model began to compute, 0: never.
 
-        As in the statistics, inputs and outputs are handed over in no time.
+        As in the statistics, inputs and outputs take no time.
         """
         assert self.trace is not None  # or it would not have been opened
         now_ns = time.monotonic_ns()
@@ -187,23 +188,23 @@ class Span:
         self.trace.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield what was noted, as the file has it."""
+        """Yield the records, as they are written to the file."""
         yield self._head
-        for name, what in self._notes:
-            if isinstance(what, int):
-                yield {"id": self.id, "timestamps": [{"name": name, "ns": what}]}
+        for name, value in self._notes:
+            if isinstance(value, int):
+                yield {"id": self.id, "timestamps": [{"name": name, "ns": value}]}
             else:
-                yield {"id": self.id, "activity": name, "tensor": _tensor_json(what)}
+                yield {"id": self.id, "activity": name, "tensor": _tensor_json(value)}
 
     @property
     def num_bytes(self) -> int:
-        """How large the tensors are that were noted."""
-        return sum(_num_bytes(what) for _, what in self._notes if isinstance(what, Tensor))
+        """Size of the recorded tensors, in bytes."""
+        return sum(_num_bytes(value) for _, value in self._notes if isinstance(value, Tensor))
 
     def _note_tensors(self, activity: str, tensors: Iterable[Tensor]) -> None:
         if self.trace is None or not self.trace.has_tensors:
             return
-        for tensor in tensors:  # a copy: whoever made it may write into it again
+        for tensor in tensors:  # a copy: the model may write into its own again
             copy = Tensor(tensor.name, np.array(tensor.array), data_type=tensor.data_type)
             self._notes.append((activity, copy))
 
@@ -236,7 +237,7 @@ def _elements(tensor: Tensor) -> Iterator[str]:
         case DataType.BYTES:
             for element in array:
                 text = element if isinstance(element, str) else bytes(element).decode(errors="replace")
-                yield '"' + text.replace('"', '""') + '"'  # as CSV, which Triton's tool reads it as
+                yield '"' + text.replace('"', '""') + '"'  # CSV, as Triton's tool reads it
         case DataType.BF16:
             yield from map(str, (array.astype(np.uint32) << 16).view(np.float32))
         case DataType.BOOL:
@@ -246,10 +247,10 @@ def _elements(tensor: Tensor) -> Iterator[str]:
 
 
 class TraceFile:
-    """The files of one server's traces, written on a thread; each is whole JSON after each trace.
+    """The trace files of a server, written on a thread; a file is valid JSON after each trace.
 
     Attributes:
-        path: where traces go; those in numbered files go to PATH.0, PATH.1, ...
+        path: of the traces; numbered files are PATH.0, PATH.1, ...
     """
 
     def __init__(self, path: Path) -> None:
@@ -271,7 +272,7 @@ class TraceFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def put(self, trace: Trace, path: Path) -> None:
-        """Have a trace written to a file; from any thread, and without waiting. After `close` it is lost."""
+        """Queue a trace for a file; from any thread, without waiting. After `close` the trace is lost."""
         num_bytes = trace.num_bytes
         with self._lock:
             if self._is_closed:
@@ -290,7 +291,7 @@ class TraceFile:
             self._fail("traces are lost: more wait than can be written")
 
     def close(self) -> None:
-        """Write what waits; blocks."""
+        """Write the queued traces; blocks."""
         with self._lock:
             self._is_closed = True
             thread = self._thread
@@ -305,17 +306,17 @@ class TraceFile:
                 self._write(trace.to_json(), path)
             except OSError as error:
                 self._fail(f"a trace could not be written to {path}: {error.strerror}")
-            except Exception:   # whatever is wrong with one trace, the next ones are to be written
+            except Exception:   # the next traces are still to be written
                 logger.exception("a trace could not be written to %s", path)
             with self._lock:
                 self._num_waiting_bytes -= num_bytes
 
     def _write(self, text: bytes, path: Path) -> None:
-        # Whoever takes the file away, or empties it, gets the next traces in a new one.
+        # A file that was removed or emptied is begun again.
         is_new = path not in self._begun or not path.exists() or not path.stat().st_size
         with path.open("wb" if is_new else "r+b") as file:
             if not is_new:
-                file.seek(-1, os.SEEK_END)  # over the bracket
+                file.seek(-1, os.SEEK_END)  # over the closing bracket
             file.write((b"[" if is_new else b",") + text + b"]")
         self._begun.add(path)
 

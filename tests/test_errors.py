@@ -29,12 +29,12 @@ def test_an_error_has_its_own_code_or_that_of_its_nearest_ancestor(error, status
     assert status_of(error) is status
 
 
-def test_a_requester_is_told_our_errors_as_they_are() -> None:
+def test_inference_error_of_a_genserve_error_is_the_error_itself() -> None:
     error = ModelFailed("nan")
     assert InferenceError.of(error) is error
 
 
-def test_a_requester_is_told_the_kind_and_the_text_of_any_other_exception() -> None:
+def test_inference_error_of_another_exception_is_internal() -> None:
     error = InferenceError.of(KeyError("x"))
     assert isinstance(error, InferenceError)
     assert (error.status, error.message) == (Status.INTERNAL, "KeyError: 'x'")

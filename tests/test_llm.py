@@ -39,7 +39,7 @@ def test_a_text_alone_is_one_turn_of_the_user(llm):
     assert llm.chat("hi", max_tokens=8) == llm.chat(turn, max_tokens=8)
 
 
-def test_a_stream_left_early_frees_its_slot(llm):
+def test_a_stream_left_early_frees_its_blocks(llm):
     with llm.chat_stream("hi", max_tokens=200, ignore_eos=True) as stream:
         next(stream)
     while llm._model.engine.num_accepted:
@@ -58,7 +58,7 @@ def test_a_model_that_does_not_generate_text_is_not_left_loaded(tiny_repository)
     assert threading.active_count() == before
 
 
-def test_what_is_not_there_is_named(tiny_repository, tmp_path):
+def test_a_missing_model_or_repository_is_named(tiny_repository, tmp_path):
     with pytest.raises(ModelNotFound, match="tiny"):
         LLM(tiny_repository, "nobody")
     with pytest.raises(RepositoryError, match="genserve pull"):
@@ -66,7 +66,7 @@ def test_what_is_not_there_is_named(tiny_repository, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
-def test_after_close_every_call_says_that_this_llm_was_closed(closed_llm, method):
+def test_after_close_every_call_raises_closed(closed_llm, method):
     with pytest.raises(Closed, match="this LLM was closed"):
         getattr(closed_llm, method)("hi")
 
@@ -78,13 +78,13 @@ def test_a_closed_llm_can_be_closed_again_and_not_entered(closed_llm):
 
 
 @pytest.mark.parametrize("method", ["generate", "stream", "chat", "chat_stream", "complete"])
-def test_a_wrong_request_to_a_closed_llm_is_told_that_it_is_closed(closed_llm, method):
+def test_an_invalid_request_to_a_closed_llm_raises_closed(closed_llm, method):
     for prompt, options in (("", {}), ([], {}), ("hi", {"max_tokens": -1}), ("hi", {"max_tokns": 1})):
         with pytest.raises(Closed, match="this LLM was closed"):
             getattr(closed_llm, method)(prompt, **options)
 
 
-def test_a_stream_ends_with_what_was_made_and_an_error_when_its_llm_is_closed(tiny_repository):
+def test_a_stream_raises_closed_after_its_last_delta_when_the_llm_closes(tiny_repository):
     llm = LLM(tiny_repository)
     stream = llm.stream("hi", max_tokens=200, ignore_eos=True)
     next(stream)
@@ -95,7 +95,7 @@ def test_a_stream_ends_with_what_was_made_and_an_error_when_its_llm_is_closed(ti
     stream.close()
 
 
-def test_a_call_of_another_thread_ends_with_an_error_when_the_llm_is_closed(tiny_repository):
+def test_a_call_of_another_thread_raises_closed_when_the_llm_closes(tiny_repository):
     llm = LLM(tiny_repository)
     with ThreadPoolExecutor() as pool:
         # More tokens than the tiny model makes before `close` comes; then Closed is all that can end it.
@@ -107,7 +107,7 @@ def test_a_call_of_another_thread_ends_with_an_error_when_the_llm_is_closed(tiny
             running.result(timeout=60)
 
 
-def test_after_close_no_process_is_left(tiny_repository):
+def test_close_leaves_no_process(tiny_repository):
     before = children()
     llm = LLM(tiny_repository)
     llm.chat("hi", max_tokens=1)
@@ -119,7 +119,7 @@ def test_after_close_no_process_is_left(tiny_repository):
     assert not children() - before
 
 
-def test_nor_after_a_load_that_has_failed(tiny_repository, tmp_path):
+def test_a_failed_load_leaves_no_process(tiny_repository, tmp_path):
     repository = shutil.copytree(tiny_repository, tmp_path / "repository")
     (repository / "tiny_logits" / "1" / "model.onnx").write_bytes(b"nothing")
     before = children()
@@ -128,7 +128,7 @@ def test_nor_after_a_load_that_has_failed(tiny_repository, tmp_path):
     assert not children() - before, raised
 
 
-def test_of_several_models_one_must_be_named_and_nothing_is_loaded(tiny_repository, tmp_path):
+def test_with_several_models_a_name_is_required_before_loading(tiny_repository, tmp_path):
     repository = shutil.copytree(tiny_repository, tmp_path / "repository")
     shutil.copytree(repository / "tiny", repository / "other")
     config = repository / "other" / "config.pbtxt"

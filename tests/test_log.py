@@ -34,7 +34,7 @@ def record(message: str, *arguments: object, **more: Any) -> logging.LogRecord:
 
 
 @given(st.text())
-def test_whatever_a_message_holds_is_one_line_that_drives_no_terminal(text: str) -> None:
+def test_any_message_is_one_line_without_control_characters(text: str) -> None:
     line = LineFormatter("default").format(record("%s", text))
     assert len(line.splitlines()) == 1
     assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in line)
@@ -52,11 +52,11 @@ def test_whatever_a_message_holds_is_one_line_that_drives_no_terminal(text: str)
         (r"\d+", r"\d+"),
     ],
 )
-def test_what_is_no_plain_character_is_spelled_out(text: str, shown: str) -> None:
+def test_special_characters_are_escaped(text: str, shown: str) -> None:
     assert escaped(text) == shown
 
 
-def test_a_very_long_line_is_cut_and_says_by_how_much() -> None:
+def test_a_very_long_line_is_truncated_and_says_by_how_much() -> None:
     assert escaped("x" * 40_000).endswith("x... (7232 more characters)")
 
 
@@ -71,7 +71,7 @@ def test_a_traceback_follows_in_indented_lines_and_cannot_begin_one() -> None:
     assert others[-2:] == ["    ValueError: first", r"    2026-01-01 00:00:00,000 INFO forged: \x1b[2J"]
 
 
-def test_iso_8601_is_universal_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iso8601_times_are_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     line = LineFormatter("ISO8601").format(record("x", created=0.0, msecs=0.0))
@@ -95,7 +95,7 @@ def test_a_text_of_a_client_is_one_field(text: str, shown: str) -> None:
     assert quoted(text) == shown
 
 
-def test_lines_say_which_request_they_are_about() -> None:
+def test_lines_begin_with_their_request_id() -> None:
     token = CURRENT_REQUEST.set(LoggedRequest(id="mine-1"))
     try:
         assert LineFormatter("default").format(record("x")).endswith("genserve.x: [mine-1] x")
@@ -194,7 +194,7 @@ class TestFlood:
         assert len(self.written(*(record("x", **models) for _ in range(150)))) == 150
 
 
-def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
+def test_a_moved_log_file_is_reopened(tmp_path: Path) -> None:
     file = tmp_path / "log"
     handler = open_log(str(file))
     handler.handle(record("before"))
@@ -204,7 +204,7 @@ def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_text() for name in ("log.1", "log")] == ["before\n", "after\n"]
 
 
-def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_log_file_is_appended_to(tmp_path: Path) -> None:
     for word in ("first", "second"):
         handler = open_log(str(tmp_path / "log"))
         handler.handle(record(word))

@@ -13,7 +13,7 @@ from genserve.redaction import redact_repositories, redacted_error, redacted_tex
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "redacted"),
     [
         ("{root}/m/config.pbtxt:12:3: bad", "m/config.pbtxt:12:3: bad"),
         ("models in {root}: a, b", "models in the model repository: a, b"),
@@ -29,15 +29,15 @@ from genserve.redaction import redact_repositories, redacted_error, redacted_tex
         ("in {tmp}", "in {last_of_tmp}"),
     ],
 )
-def test_paths_are_told_as_from_the_repository_or_by_their_last_part(tmp_path: Path, text, told) -> None:
+def test_paths_become_relative_to_the_repository_or_their_last_part(tmp_path: Path, text, redacted) -> None:
     root = tmp_path / "models"
     redact_repositories([root])
     tmp = tempfile.gettempdir()
     names = {"root": root, "tmp": tmp, "last_of_tmp": Path(tmp).name}
-    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == told.format(**names)
+    assert redacted_text(text.format(packages=sysconfig.get_path("purelib"), **names)) == redacted.format(**names)
 
 
-def test_a_repository_that_is_a_link_is_known_by_both_of_its_names(tmp_path: Path) -> None:
+def test_a_linked_repository_is_known_by_both_paths(tmp_path: Path) -> None:
     (tmp_path / "my models").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "my models")
     redact_repositories([tmp_path / "link"])
@@ -54,11 +54,11 @@ def test_a_repository_that_is_a_link_is_known_by_both_of_its_names(tmp_path: Pat
         "1/model.py, a/tmp/b, ../tmp, 5 km /h, and/or",
     ],
 )
-def test_what_is_no_path_of_the_server_stays(text: str) -> None:
+def test_texts_that_are_not_paths_are_unchanged(text: str) -> None:
     assert redacted_text(text) == text
 
 
-def test_of_a_traceback_the_exception_is_left() -> None:
+def test_a_traceback_is_reduced_to_its_exception() -> None:
     torch = (
         'It failed.\nTraceback of TorchScript, the code (most recent call last):\n  File "/a.py", line 5\n'
         "    def forward(self, x):\n           ~~~ <--- HERE\n\nRuntimeError: shapes (2x3)\n"
@@ -68,17 +68,17 @@ def test_of_a_traceback_the_exception_is_left() -> None:
     assert redacted_text(python) == "message: KeyError: 1"
 
 
-def test_an_error_keeps_its_kind_and_the_log_has_all_of_it(caplog) -> None:
+def test_a_redacted_error_keeps_its_class_and_the_log_has_the_full_text(caplog) -> None:
     error = ConfigError("no name", where="/srv/m/config.pbtxt:1:1", remedy="see /etc/x")
     with caplog.at_level(logging.DEBUG, logger="genserve"):
-        told = redacted_error(error)
-    assert type(told) is ConfigError
-    assert (told.message, told.remedy) == ("config.pbtxt:1:1: no name", "see x")
-    assert told.status is error.status
+        redacted = redacted_error(error)
+    assert type(redacted) is ConfigError
+    assert (redacted.message, redacted.remedy) == ("config.pbtxt:1:1: no name", "see x")
+    assert redacted.status is error.status
     assert str(error) == "/srv/m/config.pbtxt:1:1: no name (see /etc/x)"
     assert str(error) in caplog.text
 
 
-def test_an_error_without_paths_is_told_as_it_is() -> None:
+def test_an_error_without_paths_is_returned_unchanged() -> None:
     for error in (InvalidRequest("no", field="n"), Overloaded("full", retry_after_s=3)):
         assert redacted_error(error) is error

@@ -46,7 +46,7 @@ def bench(
     from rich.table import Table
 
     from genserve.cli.console import ConsoleProgress, make_console
-    from genserve.cli.load_generator import Load, run
+    from genserve.cli.load_generator import Load, run_load
     from genserve.cli.model_access import choose_remote
     from genserve.client import Client
 
@@ -67,25 +67,26 @@ def bench(
         seed=random.getrandbits(32) if seed is None else seed,
         api_key=os.environ.get("GENSERVE_API_KEY", ""),
     )
-    run(load)   # the first request of a server pays for what the others find
+    run_load(load)  # a warmup: the first request of a server is slower
     progress, table = ConsoleProgress(), Table(box=None, pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")
     for number, at_once in enumerate(concurrency, start=1):
         with progress.stage(f"{at_once} at once"):
-            wanted = replace(load, concurrency=at_once, num_requests=at_once * waves, seed=load.seed + number)
-            measured = run(wanted)
-        table.add_row(str(at_once), *_cells(measured))
+            num_requests = at_once * waves
+            wave = replace(load, concurrency=at_once, num_requests=num_requests, seed=load.seed + number)
+            result = run_load(wave)
+        table.add_row(str(at_once), *_cells(result))
     make_console().print(table)
 
 
-def _cells(measured: LoadResult) -> list[str]:
+def _cells(result: LoadResult) -> list[str]:
     from genserve.cli.load_generator import percentile
 
-    rate = sum(measured.new_tokens) / measured.elapsed_s
+    rate = sum(result.new_tokens) / result.elapsed_s
     times = [
         f"{percentile(times_s, percent) * 1e3:.1f}" if times_s else ""
-        for times_s in (measured.first_text_s, measured.gaps_s)
+        for times_s in (result.first_text_s, result.gaps_s)
         for percent in (50, 95)
     ]
     return [f"{rate:.0f}", *times]

@@ -7,17 +7,24 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
+from genserve.cli.flags import (
+    DEFAULT_REPOSITORY,
+    MaxTokens,
+    ModelArgument,
+    ModelRepository,
+    Seed,
+    Set,
+    Temperature,
+    Url,
+    with_assignments,
+)
 from genserve.sampling.sampling_params import SamplingOptions
 
 __all__ = ["chat"]
 
 
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2."),
-    ] = None,
+    model: ModelArgument = None,
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     url: Url = None,
     system: Annotated[
@@ -30,7 +37,6 @@ def chat(
 ) -> None:
     """Chat with a model. Reads one message per line if stdin is not a terminal."""
     from genserve.cli.chat_session import ChatSession, Conversation
-    from genserve.cli.flags import with_assignments
     from genserve.cli.model_access import open_model
 
     options = SamplingOptions(temperature=temperature, max_tokens=max_tokens, seed=seed)

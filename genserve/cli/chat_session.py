@@ -19,7 +19,7 @@ __all__ = ["ChatSession", "Conversation", "Exchange", "PrintedAnswer", "print_an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A question and its answer, which may have been stopped early."""
+    """A question and its answer; Ctrl-C may have cut the answer short."""
 
     question: str
     answer: str
@@ -29,7 +29,7 @@ class Conversation:
     """The system prompt and the exchanges so far.
 
     Attributes:
-        system: what the model is told before the first turn; None: nothing.
+        system: the system prompt; None: there is none.
     """
 
     def __init__(self, *, system: str | None = None) -> None:
@@ -37,7 +37,7 @@ class Conversation:
         self._exchanges: list[Exchange] = []
 
     def messages(self) -> list[Message]:
-        """Return the turns so far, the system prompt first."""
+        """Return the messages so far, the system prompt first."""
         messages = [Message(role="system", content=self.system)] if self.system else []
         for exchange in self._exchanges:
             messages.append(Message(role="user", content=exchange.question))
@@ -45,19 +45,19 @@ class Conversation:
         return messages
 
     def messages_with(self, question: str) -> list[Message]:
-        """Return the turns so far and one more of the user."""
+        """Return the messages so far and a new one of the user."""
         return [*self.messages(), Message(role="user", content=question)]
 
     def add(self, question: str, *, answer: str) -> None:
-        """Keep an exchange."""
+        """Append an exchange."""
         self._exchanges.append(Exchange(question=question, answer=answer))
 
     def undo(self) -> Exchange | None:
-        """Forget the last exchange and return it; None if there is none."""
+        """Remove the last exchange and return it; None: there is none."""
         return self._exchanges.pop() if self._exchanges else None
 
     def clear(self) -> None:
-        """Forget all exchanges; the system prompt stays."""
+        """Remove all exchanges; the system prompt stays."""
         self._exchanges.clear()
 
     def __len__(self) -> int:
@@ -67,24 +67,24 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedAnswer:
-    """What was written, and how fast."""
+    """A printed answer with its timing."""
 
     text: str
     num_tokens: int
-    first_token_s: float | None = None          # from the question to the first token; None: none came
-    last_token_s: float | None = None           # from the question to the last one
+    first_token_s: float | None = None          # from the question to the first token; None: there is none
+    last_token_s: float | None = None           # from the question to the last token
     finish_reason: FinishReason | None = None   # None: stopped by Ctrl-C
     usage: Usage | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The pace after the first token; None if there is nothing to measure."""
+        """The rate after the first token; None: there is only one."""
         if self.first_token_s is None or self.last_token_s is None or self.last_token_s <= self.first_token_s:
             return None
         return (self.num_tokens - 1) / (self.last_token_s - self.first_token_s)
 
     def summary(self, *, max_length: int | None) -> str:
-        """Return the figures in one line; `max_length` is the model's context, if it is known."""
+        """Return token counts and timing as one line; `max_length` is the context length, if known."""
         parts = [f"{self.num_tokens} tokens"]
         if self.first_token_s is not None:
             parts.append(f"first after {self.first_token_s * 1000:.0f} ms")
@@ -100,24 +100,24 @@ class PrintedAnswer:
 def print_answer(
     open_stream: Callable[[], Stream], *, write: Callable[[str], None], clock: Callable[[], float]
 ) -> PrintedAnswer:
-    """Write an answer as it comes; Ctrl-C closes the stream and keeps what came.
+    """Print an answer as it streams. Ctrl-C ends it, and the text so far is returned.
 
     Args:
-        open_stream: asks; the wait for the first token counts from here.
-        write: takes each piece of text.
-        clock: seconds, monotonic.
+        open_stream: sends the request; times count from this call.
+        write: prints a piece of text.
+        clock: a monotonic clock, in seconds.
 
     Raises:
-        GenserveError: the model failed, or the question was refused.
+        GenserveError: the model failed, or refused the request.
     """
-    asked_s = clock()
+    started_s = clock()
     texts: list[str] = []
     times_s: list[float] = []
     finish_reason, usage = None, None
     try:
         with open_stream() as stream:
             for delta in stream:
-                times_s += [clock() - asked_s] * len(delta.token_ids)
+                times_s += [clock() - started_s] * len(delta.token_ids)
                 texts.append(delta.text)
                 write(delta.text)
                 finish_reason, usage = delta.finish_reason, delta.usage
@@ -134,13 +134,13 @@ def print_answer(
 
 
 class ChatSession:
-    """What a chat is made of.
+    """The state of one chat.
 
     Attributes:
-        conversation: what was said.
-        options: how to pick tokens, from the next question on.
-        first_options: those that the chat began with.
-        answers: what was printed so far, undone ones too.
+        conversation: the messages.
+        options: the sampling parameters of the next answer.
+        first_options: the sampling parameters at the beginning.
+        answers: all printed answers, including undone ones.
     """
 
     def __init__(self, model: OpenedModel, *, conversation: Conversation, options: SamplingOptions) -> None:
@@ -152,10 +152,10 @@ class ChatSession:
         self.console = make_console()
 
     def ask(self, question: str) -> PrintedAnswer:
-        """Print the answer and remember both; on an error nothing is remembered.
+        """Print the answer to a question, and append both to the conversation unless there is an error.
 
         Raises:
-            GenserveError: the model failed, or the question was refused.
+            GenserveError: the model failed, or refused the request.
         """
         messages = self.conversation.messages_with(question)
         answer = print_answer(
@@ -171,5 +171,5 @@ class ChatSession:
         return answer
 
     def note(self, text: str) -> None:
-        """Print a line that is not the model's."""
+        """Print a line of the chat program, dimmed."""
         self.console.print(Text(text, style="dim"))

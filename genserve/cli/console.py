@@ -24,22 +24,22 @@ __all__ = [
     "write_text",
 ]
 
-# All controls but tab and line feed; those of U+0080 to U+009F drive some terminals too.
+# Control characters except tab and line feed; U+0080 to U+009F control some terminals too.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that prints words as they are: no markup, no wrapping, no colours of its own."""
+    """Return a console that prints text unchanged, without markup, highlighting or wrapping."""
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def visible(text: str) -> str:
-    r"""Return the text with its control characters spelled out (`\x1b`), so that none drives a terminal."""
+    r"""Return the text with its control characters escaped (`\x1b`)."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def write_text(console: Console, text: str) -> None:
-    """Write a piece of a model's text at once: made visible on a terminal, as it is anywhere else."""
+    """Write a piece of a model's text without buffering; on a terminal, control characters are escaped."""
     console.file.write(visible(text) if console.is_terminal else text)
     console.file.flush()
 
@@ -55,14 +55,14 @@ def print_error(error: GenserveError) -> None:
 
 
 class ConsoleProgress:
-    """The stages of an export on stderr: bars on a terminal, a line each anywhere else."""
+    """Shows the stages of an export on stderr: progress bars on a terminal, lines elsewhere."""
 
     def __init__(self) -> None:
         self._console = make_console(stderr=True)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Show a stage of `total` units (None: unknown); the value advances it by some units."""
+        """Show a stage of `total` units (None: unknown); yields a function that advances it."""
         if not self._console.is_terminal:
             self._console.print(name)
             yield lambda _units: None
@@ -75,16 +75,16 @@ class ConsoleProgress:
 
 
 def read_text() -> str:
-    """Return all of it, with line ends as line feeds.
+    """Return standard input, with line feeds as line ends.
 
     Raises:
-        InvalidRequest: it is not in the encoding of the locale, UTF-8 nearly everywhere.
+        InvalidRequest: it is not in the encoding of the locale, usually UTF-8.
     """
     return re.sub("\r\n?", "\n", _decoded(sys.stdin.buffer.read(), place="standard input"))
 
 
 def read_lines() -> Iterator[str]:
-    """Yield its lines as they come, without the blanks around them; empty ones are passed over.
+    """Yield the lines of standard input as they arrive, stripped; empty lines are skipped.
 
     Raises:
         InvalidRequest: a line is not in the encoding of the locale.
@@ -101,5 +101,5 @@ def _decoded(raw: bytes, *, place: str) -> str:
     except UnicodeDecodeError as error:
         raise InvalidRequest(
             f"{place} is not {encoding.upper()}, at byte {error.start}",
-            remedy=f"convert it, such as with `iconv -f LATIN1 -t {encoding.upper()}`",
+            remedy=f"convert it, for example with `iconv -f LATIN1 -t {encoding.upper()}`",
         ) from None

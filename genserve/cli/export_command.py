@@ -56,13 +56,13 @@ def export(
 
 
 def print_report(report: ExportReport, *, beside: str | None) -> None:
-    """Print what an export made, how near it is to its source, and what to do next."""
+    """Print the result of an export, its parity with the source, and the next commands."""
     repository = report.path.parent
     where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
     cache = ", KV cache in int8" if report.kv_cache == "int8" else ""
     print(
         f"{report.name}: {report.precision}{cache}, {report.size_bytes / 1e6:.1f} MB, "
-        f"made in {report.seconds:.0f} s: {report.path}"
+        f"exported in {report.seconds:.0f} s: {report.path}"
     )
     print(
         f"parity with the source: largest logit difference {report.largest_logit_difference:.3g}, "
@@ -72,7 +72,7 @@ def print_report(report: ExportReport, *, beside: str | None) -> None:
     if beside is None:
         print(f"next: genserve chat {report.name}{where}\n      genserve serve{where}")
     else:
-        print(f"next: genserve tune {report.name}{where}, which chooses between the graphs of the model")
+        print(f"next: genserve tune {report.name}{where}, which chooses one of the graphs of the model")
 
 
 def pull(
@@ -87,7 +87,6 @@ def pull(
 ) -> None:
     """Download a model and make it ready to be served; nothing is done if it is there."""
     from genserve.cli.console import ConsoleProgress
-    from genserve.cli.export_command import print_report
     from genserve.export import pull as pull_model
 
     report = pull_model(
@@ -100,7 +99,7 @@ def pull(
         progress=ConsoleProgress(),
     )
     if report is None:
-        again = f"anew in {precision}" if precision else "anew"
-        print(f"{name} is in {model_repository} already and stays as it is; --overwrite makes it {again}")
+        target = f" in {precision}" if precision else ""
+        print(f"{name} is already in {model_repository}; --overwrite exports it again{target}")
     else:
         print_report(report, beside=beside)

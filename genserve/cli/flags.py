@@ -18,6 +18,7 @@ __all__ = [
     "FileFormat",
     "KvCache",
     "MaxTokens",
+    "ModelArgument",
     "ModelRepositories",
     "ModelRepository",
     "Overwrite",
@@ -32,6 +33,9 @@ __all__ = [
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2.")
+]
 ModelRepository = Annotated[
     Path, typer.Option(envvar="GENSERVE_MODEL_REPOSITORY", help="Folder that holds the models.")
 ]
@@ -101,25 +105,25 @@ Overwrite = Annotated[
 
 
 def with_assignments(options: SamplingOptions, assignments: Iterable[str]) -> SamplingOptions:
-    """Return options, and over them what stands behind each `--set`: NAME=VALUE.
+    """Return the options, updated by the NAME=VALUE of each `--set`.
 
     Raises:
-        InvalidRequest: there is no = in one, or an option is none that a model would take.
+        InvalidRequest: an assignment has no =, or the name or the value is invalid.
     """
     merged: dict[str, object] = {**options}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals:
             raise InvalidRequest(
-                f"--set {assignment} gives no value", remedy=f"write --set {assignment}=VALUE"
+                f"--set {assignment} has no value", remedy=f"write --set {assignment}=VALUE"
             )
         merged[name] = read_value(value)
-    sampling_params(merged)     # better refused before a model is loaded
+    sampling_params(merged)     # validated here, before a model is loaded
     return cast(SamplingOptions, merged)
 
 
 def read_value(text: str) -> object:
-    """Read JSON; what is none is a text, and `none` or nothing is None."""
+    """Read a value as JSON, or else as text; `none` and the empty text are None."""
     try:
         return json.loads(text)
     except ValueError:

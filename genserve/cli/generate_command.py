@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, MaxTokens, ModelRepository, Seed, Set, Temperature, Url
+from genserve.cli.flags import (
+    DEFAULT_REPOSITORY,
+    MaxTokens,
+    ModelRepository,
+    Seed,
+    Set,
+    Temperature,
+    Url,
+    with_assignments,
+)
 from genserve.sampling.sampling_params import SamplingOptions
 
 __all__ = ["generate"]
@@ -39,7 +48,6 @@ def generate(
 ) -> None:
     """Go on from a prompt, and print the text as it comes."""
     from genserve.cli.console import make_console, read_text, write_text
-    from genserve.cli.flags import with_assignments
     from genserve.cli.model_access import open_model
 
     options = SamplingOptions(
@@ -48,8 +56,8 @@ def generate(
     options = with_assignments(options, set_)
     if prompt == "-":
         if sys.stdin.isatty():
-            print("The prompt, and Ctrl-D behind it:", file=sys.stderr)
-        # A pipe's last line end belongs to the line, not to the prompt: it would change the answer.
+            print("Type the prompt, then Ctrl-D:", file=sys.stderr)
+        # The last line end of a pipe is not part of the prompt: it would change the answer.
         prompt = read_text().removesuffix("\n")
     console = make_console()
     with (

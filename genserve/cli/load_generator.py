@@ -8,6 +8,7 @@ answer is complete; a request that was refused with status 429 is sent again aft
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import random
@@ -23,9 +24,9 @@ from typing import Any
 from genserve.api_key import bearer
 from genserve.errors import StreamBroken, Unreachable
 
-__all__ = ["APIS", "Load", "LoadResult", "percentile", "random_prompts", "run"]
+__all__ = ["APIS", "Load", "LoadResult", "percentile", "random_prompts", "run_load"]
 
-# An event that brings text to the reader: not the first one, which has a role only, nor the last.
+# An event with text; the first event has only a role, and the last one only the usage.
 _TEXT = re.compile(rb'^data:.*?"(?:(?:reasoning_)?content|text)": ?"(?!")', re.MULTILINE)
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_length)": ?(\d+)')
 _NEW_TOKENS = re.compile(rb'"(?:completion_tokens|generated_tokens)": ?(\d+)')
@@ -45,7 +46,7 @@ _WORDS = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What to ask, and how often."""
+    """The requests to send, and how many at a time."""
 
     host: str
     port: int
@@ -55,103 +56,125 @@ class Load:
     num_requests: int
     new_tokens: int
     prompt_words: int       # a word is about one token
-    seed: int               # another seed, other prompts: no prefix cache helps
-    shared_words: int = 0   # of each prompt, so many at its beginning are those of all the others
+    seed: int               # of the prompts; with a new seed nothing is in the prefix cache
+    shared_words: int = 0   # the number of words at the beginning that all prompts share
     api_key: str = ""       # sent as a bearer token; empty: none
-    extra: Mapping[str, Any] = field(default_factory=dict)  # more fields of the body
-    keep_alive: bool = True  # or a new connection for each request: some servers end them after a stream
-    num_answers: int | None = None  # the load ends with so many of them, whoever still waits; None: with all
+    extra: Mapping[str, Any] = field(default_factory=dict)  # additional fields of the body
+    keep_alive: bool = True  # False: a new connection per request; some servers close them after a stream
+    num_answers: int | None = None  # end after this number of answers; None: after all
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """What came back; grows while the load runs."""
+    """The measurements of a load; it grows while the load runs."""
 
     elapsed_s: float = 0.0
     cpu_s: float = 0.0                                              # of this process
-    prompt_tokens: list[int] = field(default_factory=list)          # per request, as the server counts
-    new_tokens: list[int] = field(default_factory=list)             # likewise
-    first_text_s: list[float] = field(default_factory=list)         # per request: sent to first text
-    gaps_s: list[float] = field(default_factory=list)               # between texts; 0 if they came together
-    refused_s: list[float] = field(default_factory=list)            # per refusal: sent to refused
-    unfinished_texts: int = 0                                       # of answers cut off by the load's end
+    prompt_tokens: list[int] = field(default_factory=list)          # per request, as the server reports
+    new_tokens: list[int] = field(default_factory=list)             # per request, as the server reports
+    first_text_s: list[float] = field(default_factory=list)         # per request, from sending it
+    gaps_s: list[float] = field(default_factory=list)               # between texts, 0 within a chunk
+    refused_s: list[float] = field(default_factory=list)            # per refusal, from sending the request
+    unfinished_texts: int = 0                                       # of incomplete answers
 
 
-def run(load: Load) -> LoadResult:
+def run_load(load: Load) -> LoadResult:
     """Send all requests and wait for all answers.
 
     Raises:
-        InvalidRequest: no header can hold the API key.
-        Unreachable: nobody listens there, or the server refused a request.
+        InvalidRequest: the API key is not a valid header value.
+        Unreachable: the server does not accept connections, or refused a request with an error.
         StreamBroken: an answer ended before its last event.
     """
-    measured, requests = LoadResult(), _requests(load)
+    result = LoadResult()
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
-        for _, request in zip(range(load.concurrency), requests, strict=False):
-            connection = _Connection((load.host, load.port), measured)
+        loop = _ClosedLoop(load, result, selector)
+        loop.start(stack)
+        while not loop.is_done():
+            loop.wait()
+        result.unfinished_texts = sum(key.data.num_texts for key in selector.get_map().values())
+        result.elapsed_s = time.perf_counter() - started_s
+        result.cpu_s = time.process_time() - cpu_started_s
+    return result
+
+
+class _ClosedLoop:
+    """The connections of a load, those that wait for an answer and those that were refused."""
+
+    def __init__(self, load: Load, result: LoadResult, selector: selectors.BaseSelector) -> None:
+        self._load = load
+        self._result = result
+        self._selector = selector
+        self._requests = _requests(load)
+        self._refused: list[tuple[float, int, _Connection]] = []   # a heap, by the time of their retry
+
+    def start(self, stack: ExitStack) -> None:
+        """Open the connections, each with its first request; the stack closes them."""
+        for request in itertools.islice(self._requests, self._load.concurrency):
+            connection = _Connection((self._load.host, self._load.port), self._result)
             stack.callback(connection.close)
-            selector.register(connection.socket, selectors.EVENT_READ, connection)
-            connection.send(request)
-        away: list[tuple[float, int, _Connection]] = []     # those that were refused, by when they come back
-        while (selector.get_map() or away) and not _enough(measured, load):
-            timeout_s = max(0.0, away[0][0] - time.perf_counter()) if away else None
-            for key, _ in selector.select(timeout_s):
-                connection = key.data
-                if not connection.receive():
-                    continue
-                selector.unregister(connection.socket)
-                if connection.retry_after_s is not None:
-                    back_s = time.perf_counter() + connection.retry_after_s
-                    heapq.heappush(away, (back_s, id(connection), connection))
-                    continue
-                following = next(requests, None)
-                if following is None:
-                    continue
-                connection.send(following, anew=not load.keep_alive)
-                selector.register(connection.socket, selectors.EVENT_READ, connection)
-            while away and away[0][0] <= time.perf_counter():
-                connection = heapq.heappop(away)[2]
-                # A server may close a connection that is idle for so long.
-                connection.send(connection.request, anew=True)
-                selector.register(connection.socket, selectors.EVENT_READ, connection)
-        measured.unfinished_texts = sum(key.data.num_texts for key in selector.get_map().values())
-        measured.elapsed_s = time.perf_counter() - started_s
-        measured.cpu_s = time.process_time() - cpu_started_s
-    return measured
+            self._send(connection, request)
 
+    def is_done(self) -> bool:
+        """Whether no connection is left, or `num_answers` have come."""
+        if not (self._selector.get_map() or self._refused):
+            return True
+        limit = self._load.num_answers
+        return limit is not None and len(self._result.new_tokens) >= limit
 
-def _enough(measured: LoadResult, load: Load) -> bool:
-    return load.num_answers is not None and len(measured.new_tokens) >= load.num_answers
+    def wait(self) -> None:
+        """Wait until bytes arrive or a retry is due, and handle them."""
+        timeout_s = max(0.0, self._refused[0][0] - time.perf_counter()) if self._refused else None
+        for key, _ in self._selector.select(timeout_s):
+            if key.data.receive():
+                self._end_request(key.data)
+        while self._refused and self._refused[0][0] <= time.perf_counter():
+            connection = heapq.heappop(self._refused)[2]
+            # A new connection: the server may have closed the idle one.
+            self._send(connection, connection.request, reconnect=True)
+
+    def _end_request(self, connection: _Connection) -> None:
+        """Schedule the retry of a refused request, or send the next one."""
+        self._selector.unregister(connection.socket)
+        if connection.retry_after_s is not None:
+            retry_s = time.perf_counter() + connection.retry_after_s
+            heapq.heappush(self._refused, (retry_s, id(connection), connection))
+        elif (request := next(self._requests, None)) is not None:
+            self._send(connection, request, reconnect=not self._load.keep_alive)
+
+    def _send(self, connection: _Connection, request: bytes, *, reconnect: bool = False) -> None:
+        connection.send(request, reconnect=reconnect)
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
 
 class _Connection:
     """A connection and the answer that streams over it.
 
     Attributes:
-        request: the one that was sent last.
-        retry_after_s: after how long to send it again; None: it was not refused.
-        num_texts: of the answer so far.
+        request: the last request.
+        retry_after_s: when to repeat it; None: it was not refused.
+        num_texts: the number of texts of the answer so far.
     """
 
-    def __init__(self, address: tuple[str, int], measured: LoadResult) -> None:
+    def __init__(self, address: tuple[str, int], result: LoadResult) -> None:
         self._address = address
         self.socket = _connect(address)
         self.request = b""
         self.retry_after_s: float | None = None
         self.num_texts = 0
-        self._measured = measured
+        self._result = result
         self._sent_s = 0.0
         self._last_text_s: float | None = None
-        self._line = b""        # not ended yet
-        self._end = b""         # the last bytes so far
+        self._line = b""        # the incomplete last line
+        self._end = b""         # the last bytes
 
     def close(self) -> None:
         self.socket.close()
 
-    def send(self, request: bytes, *, anew: bool = False) -> None:
-        """Send a request, over a new connection if it is wanted."""
-        if anew:
+    def send(self, request: bytes, *, reconnect: bool = False) -> None:
+        """Send a request."""
+        if reconnect:
             self.socket.close()
             self.socket = _connect(self._address)
         self.request, self.retry_after_s, self.num_texts = request, None, 0
@@ -160,7 +183,7 @@ class _Connection:
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Read what is there; returns whether the answer is complete, or a refusal."""
+        """Read the available bytes; returns whether the answer, or the refusal, is complete."""
         data = self.socket.recv(1 << 16)
         now_s = time.perf_counter()
         lines, newline, self._line = (self._line + data).rpartition(b"\n")
@@ -174,25 +197,25 @@ class _Connection:
             return self._note_refusal(now_s)
         failed = lines.startswith(b"HTTP/1.1 ") and not lines.startswith(b"HTTP/1.1 200 ")
         if failed or not data:
-            raise Unreachable(f"the server did not answer: {(lines + newline + self._line)!r}")
+            raise Unreachable(f"the server answered with an error: {(lines + newline + self._line)!r}")
         return False
 
     def _note_refusal(self, now_s: float) -> bool:
-        """Keep when to come back, once the refusal is complete; it is short enough to be whole in `_end`."""
+        """Set `retry_after_s` once the refusal is complete; a refusal is short enough to fit into `_end`."""
         head, _, body = self._end.partition(b"\r\n\r\n")
         length = _CONTENT_LENGTH.search(head)
         if length is None or len(body) < int(length[1]):
             return False
-        asked = _RETRY_AFTER_MS.search(head)
-        self.retry_after_s = int(asked[1]) / 1000 if asked else 1.0
-        self._measured.refused_s.append(now_s - self._sent_s)
+        found = _RETRY_AFTER_MS.search(head)
+        self.retry_after_s = int(found[1]) / 1000 if found else 1.0
+        self._result.refused_s.append(now_s - self._sent_s)
         return True
 
     def _note_text(self, now_s: float) -> None:
         if self._last_text_s is None:
-            self._measured.first_text_s.append(now_s - self._sent_s)
+            self._result.first_text_s.append(now_s - self._sent_s)
         else:
-            self._measured.gaps_s.append(now_s - self._last_text_s)
+            self._result.gaps_s.append(now_s - self._last_text_s)
         self._last_text_s = now_s
         self.num_texts += 1
 
@@ -200,8 +223,8 @@ class _Connection:
         prompt, new = _PROMPT_TOKENS.findall(self._end), _NEW_TOKENS.findall(self._end)
         if not prompt or not new:
             raise StreamBroken(f"the answer ended without its last event: {self._end!r}")
-        self._measured.prompt_tokens.append(int(prompt[-1]))
-        self._measured.new_tokens.append(int(new[-1]))
+        self._result.prompt_tokens.append(int(prompt[-1]))
+        self._result.new_tokens.append(int(new[-1]))
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
@@ -209,21 +232,21 @@ def _connect(address: tuple[str, int]) -> socket.socket:
         connected = socket.create_connection(address)
     except OSError as error:
         raise Unreachable(
-            f"nobody answers at {address[0]}:{address[1]}: {error.strerror}",
-            remedy="start a server: `genserve serve`; or name another one by --url",
+            f"no server answers at {address[0]}:{address[1]}: {error.strerror}",
+            remedy="start one with `genserve serve`, or set --url",
         ) from error
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the value that `percent` of them do not exceed, by nearest rank."""
+    """Return a percentile of values, by the nearest-rank method."""
     ordered = sorted(values)
     return ordered[math.ceil(len(ordered) * percent / 100) - 1]
 
 
 def random_prompts(count: int, *, words: int, shared_words: int = 0, seed: int) -> list[str]:
-    """Return so many texts of so many words, the first `shared_words` of which are the same in all."""
+    """Return `count` texts of random words, of which the first `shared_words` are the same in all."""
     rng = random.Random(seed)
     shared = rng.choices(_WORDS.split(), k=shared_words)
     return [" ".join(shared + rng.choices(_WORDS.split(), k=words - shared_words)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Main: the command group, and how its failures end the process."""
+"""Main: the command group, and the exit codes of its errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genserve.cli.export_command import export, pull
 from genserve.cli.generate_command import generate
 from genserve.cli.models_command import models
 from genserve.cli.serve_command import serve
-from genserve.cli.tritonserver_flags import SwitchCommand
+from genserve.cli.tritonserver_flags import TritonserverCommand
 from genserve.cli.tune_command import tune
 from genserve.errors import GenserveError
 
@@ -30,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(
-    cls=SwitchCommand, epilog="Example: genserve serve --model-repository ./model_repository --http-port 8000"
+    cls=TritonserverCommand,
+    epilog="Example: genserve serve --model-repository ./model_repository --http-port 8000",
 )(serve)
 app.command(epilog="Example: genserve chat smollm2 --system 'Answer in one sentence.'")(chat)
 app.command(epilog="Example: echo 'The capital of France is' | genserve generate --max-tokens 8")(generate)
@@ -66,8 +67,8 @@ def _options(
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0 done; 1 a GenserveError, printed with its remedy, or faults that `genserve check` lists, or
-    a server that did not end by itself once told to; 2 wrong usage; 130 Ctrl-C.
+    Exit codes: 0 success; 1 a GenserveError, printed with its remedy, or errors found by `genserve check`, or
+    a server that did not end in time after a signal; 2 wrong usage; 130 Ctrl-C.
     """
     try:
         app()

@@ -12,17 +12,16 @@ from genserve.cli.flags import DEFAULT_REPOSITORY
 from genserve.completion import Stream
 from genserve.errors import ModelNotFound, RepositoryError
 from genserve.prompt import Message
-from genserve.repository.index import ModelEntry, scan
 from genserve.sampling.sampling_params import SamplingOptions
-from genserve.textmodel.logits_config import read_parity
 
 if TYPE_CHECKING:
     from genserve.client import Client
+    from genserve.repository.index import ModelEntry
 
 __all__ = [
     "LocalModel",
     "OpenedModel",
-    "TextModel",
+    "TextGenerator",
     "choose_model",
     "choose_remote",
     "local_models",
@@ -34,31 +33,33 @@ _DEFAULT_MODEL = "smollm2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """One generation model of a repository."""
+    """One text model of a repository."""
 
     name: str
-    size_bytes: int                     # of the newest version of each of its stages
-    # What the export measured beside its source, as text: precision, top-1 agreement, ratio of perplexities,
-    # Kullback-Leibler divergence.
+    size_bytes: int                     # of the newest version of each stage
+    # Measured by the export, as text: precision, top-1 agreement, ratio of perplexities and Kullback-Leibler
+    # divergence.
     quality: tuple[str, str, str, str]
-    missing: tuple[str, ...]            # the stages that are not there, or have a config and no files
+    missing: tuple[str, ...]            # the stages without a folder, or without a file in it
 
 
 def local_models(repository: Path) -> list[LocalModel]:
-    """Return the ensembles of a repository that generate text, by name. Nothing is loaded.
+    """Return the text models of a repository, sorted by name, without loading them.
 
     Raises:
-        RepositoryError: the folder is not there.
+        RepositoryError: the folder does not exist.
     """
+    from genserve.repository.index import scan
+
     entries = scan([repository])
     return [_describe(entry, entries) for entry in entries.values() if _may_generate(entry, entries)]
 
 
 def choose_model(name: str | None, *, repository: Path) -> str:
-    """Return the model to load: the one asked for, or the only one, or the default one.
+    """Return the name of the model to load: `name`, or the only one, or the default one.
 
     Raises:
-        RepositoryError: the model has no weights, or there is none at all.
+        RepositoryError: the model does not exist, or has no weights.
     """
     models = {model.name: model for model in local_models(repository)}
     if name is None:
@@ -66,7 +67,7 @@ def choose_model(name: str | None, *, repository: Path) -> str:
     where = "" if repository == DEFAULT_REPOSITORY else f" --model-repository {repository}"
     pull = f"`genserve pull {_DEFAULT_MODEL}{where}`"
     if name not in models:
-        known = f"models there: {', '.join(models)}; or " if models else ""
+        known = f"models: {', '.join(models)}; or " if models else ""
         raise RepositoryError(f"there is no model {name!r} in {repository}", remedy=known + pull)
     if models[name].missing:
         export = f"`genserve export SOURCE --name {name}{where}`"
@@ -78,7 +79,7 @@ def choose_model(name: str | None, *, repository: Path) -> str:
 
 
 def _may_generate(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
-    """Whether it is an ensemble with a tokenizer stage; or with a stage that is missing, which may be it."""
+    """Whether a model is an ensemble with a tokenizer stage, or with a missing stage, which may be one."""
     if not entry.is_ensemble or entry.config is None:
         return False
     stages = [entries.get(step.model_name) for step in entry.config.ensemble_steps]
@@ -103,19 +104,22 @@ def _describe(ensemble: ModelEntry, entries: Mapping[str, ModelEntry]) -> LocalM
 
 
 def _quality(stage: ModelEntry) -> tuple[str, str, str, str] | None:
-    """What lies beside the file that the stage is run from: other graphs have other folders."""
+    """Return what the export measured for the stage's graph; None: this stage is not a graph."""
+    from genserve.textmodel.logits_config import read_parity
+
+    # In the folder of the configured graph; other graphs of the stage have their own folders.
     folder = Path(stage.config.default_model_filename).parent if stage.config else Path()
     parity = read_parity(stage.latest_version() / folder)
     try:
         agreement, ratio = parity["top1_agreement"], parity["perplexity_ratio"]
-        numbers = parity["precision"] + ("+kv8" if parity.get("kv_cache") == "int8" else "")
-        return numbers, f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
-    except (KeyError, TypeError, ValueError):  # a file of somebody else, or of an older export
+        precision = parity["precision"] + ("+kv8" if parity.get("kv_cache") == "int8" else "")
+        return precision, f"{agreement:.1%}", f"x{ratio:.3f}", f"{parity['divergence']:.4f}"
+    except (KeyError, TypeError, ValueError):  # written by another tool, or by an older version
         return None
 
 
 def _has_files(stage: ModelEntry) -> bool:
-    # A fresh clone of a repository has the folders, each with a .gitkeep, and no weights.
+    # In a fresh clone of a repository the version folders have only a .gitkeep.
     try:
         return any(stage.latest_version().glob("[!.]*"))
     except RepositoryError:
@@ -126,11 +130,11 @@ def _size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-class TextModel(Protocol):
-    """What the commands ask of a model; `genserve.LLM` is one."""
+class TextGenerator(Protocol):
+    """The interface of a model for the commands; `genserve.LLM` has it."""
 
     def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Stream:
-        """Go on from a prompt."""
+        """Complete a prompt."""
 
     def chat_stream(self, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> Stream:
         """Answer a chat."""
@@ -138,19 +142,19 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedModel:
-    """A model that is ready to be asked."""
+    """A loaded model, in this process or on a server."""
 
     name: str
-    max_length: int | None      # tokens of prompt and answer together; None: not known
-    text_model: TextModel
+    max_length: int | None      # the context length in tokens; None: unknown
+    text_model: TextGenerator
 
 
 @contextmanager
 def open_model(name: str | None, *, repository: Path, url: str | None) -> Iterator[OpenedModel]:
-    """Load the model, or find it on the server at `url`; without a name, take the only or default one.
+    """Load a model, or find it on the server at `url`; without a name, the only or default one.
 
     Raises:
-        GenserveError: it is not there, cannot be loaded, or the server does not answer.
+        GenserveError: the model does not exist or cannot be loaded, or the server does not answer.
     """
     with _remote_model(name, url=url) if url else _local_model(name, repository=repository) as opened:
         yield opened
@@ -159,7 +163,6 @@ def open_model(name: str | None, *, repository: Path, url: str | None) -> Iterat
 @contextmanager
 def _local_model(name: str | None, *, repository: Path) -> Iterator[OpenedModel]:
     from genserve.cli.console import make_console
-    from genserve.cli.model_access import choose_model
 
     name = choose_model(name, repository=repository)
     with make_console(stderr=True).status(f"loading {name}"):
@@ -180,17 +183,19 @@ def _remote_model(name: str | None, *, url: str) -> Iterator[OpenedModel]:
 
 
 def choose_remote(name: str | None, known: Sequence[str]) -> str:
-    """Return the model of a server to ask: the one asked for, or the only one that it has.
+    """Return the name of a server's model: `name`, or the only one.
 
     Raises:
-        ModelNotFound: it has no such model; or several, and none was asked for.
+        ModelNotFound: the server has no such model; or there is not exactly one, and `name` is None.
     """
     if name is None and len(known) == 1:
         return known[0]
     if name is None or name not in known:
         raise ModelNotFound(
-            "the server has several models, or none" if name is None else f"the server has no model {name!r}",
-            remedy=f"name one of: {', '.join(known) or 'none is loaded'}",
+            f"the server has {len(known)} models, and the command names none"
+            if name is None
+            else f"the server has no model {name!r}",
+            remedy=f"name one of: {', '.join(known)}" if known else "load a model on the server",
         )
     return name
 

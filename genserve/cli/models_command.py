@@ -21,7 +21,7 @@ def models(model_repository: ModelRepository = DEFAULT_REPOSITORY, url: Url = No
     found = local_models(model_repository)
     if not found:
         pull = f"genserve pull smollm2 --model-repository {model_repository}"
-        print(f"there is no generation model in {model_repository}; `{pull}` brings one")
+        print(f"there is no text model in {model_repository}; install one with `{pull}`")
         return
     headings = ("model", "size", "precision", "top-1", "perplexity", "KL", "state")
     table = Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))

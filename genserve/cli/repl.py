@@ -1,4 +1,4 @@
-"""REPL: the chat on a terminal."""
+"""REPL: the chat on a terminal, with history, completion and multi-line input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_repl(session: ChatSession) -> None:
 
 
 def history_path() -> Path:
-    """Return the file that remembers the questions: in the folder that the system has for such."""
+    """Return the history file, in the state folder of the system."""
     if sys.platform == "win32":
         state = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
@@ -85,7 +85,7 @@ def _history() -> History:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
     except OSError:
-        return InMemoryHistory()  # a home that cannot be written to is no reason not to chat
+        return InMemoryHistory()  # the home folder is not writable
     return _LenientHistory(path)
 
 
@@ -108,7 +108,7 @@ def _key_bindings() -> KeyBindings:
 
 
 class _LenientHistory(FileHistory):
-    """Forgets with the chat what a full disk has no room for, and is empty where it cannot be read."""
+    """A history file whose errors are ignored: an entry that cannot be written lasts for this chat only."""
 
     def load_history_strings(self) -> Iterable[str]:
         try:
@@ -122,7 +122,7 @@ class _LenientHistory(FileHistory):
 
 
 class _SlashCompleter(Completer):
-    """Completes the names of commands."""
+    """Completes the names of slash commands."""
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         typed = document.text

@@ -95,15 +95,15 @@ def _exit_process() -> None:
 
 
 def print_startup_banner(server: ServerInfo) -> None:
-    """Print what is served, where, and what to try first."""
+    """Print the models, the URLs, and the first commands to try."""
     from genserve.cli.console import print_error
 
     if server.versions:
         _print_table(server.versions)
     for model in server.models:
         print(
-            f"{model.name}: {model.precision}, {model.max_length} tokens of context, "
-            f"{model.max_num_seqs} answers at once, KV cache up to {model.kv_cache_bytes / 2**20:,.0f} MiB"
+            f"{model.name}: {model.precision}, context length {model.max_length}, "
+            f"up to {model.max_num_seqs} sequences, KV cache up to {model.kv_cache_bytes / 2**20:,.0f} MiB"
         )
     for error in server.errors:
         print_error(error)

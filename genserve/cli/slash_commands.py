@@ -19,7 +19,7 @@ __all__ = ["COMMANDS", "SlashCommand", "run_slash"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlashCommand:
-    """One command."""
+    """A slash command, with its help."""
 
     usage: str
     summary: str
@@ -27,17 +27,17 @@ class SlashCommand:
 
 
 def run_slash(session: ChatSession, line: str) -> None:
-    """Do what the line says.
+    """Run the slash command of a line.
 
     Raises:
-        GenserveError: a question was asked again, and failed; what was said before stays.
-        EOFError: the chat is over.
+        GenserveError: /retry failed; the conversation is unchanged.
+        EOFError: the chat ends.
     """
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        session.note(f"there is no {name}" + (f"; did you mean {near[0]}?" if near else "; see /help"))
+        session.note(f"unknown command {name}" + (f"; did you mean {near[0]}?" if near else "; see /help"))
         return
     command.run(session, argument.strip())
 
@@ -49,20 +49,20 @@ def _help(session: ChatSession, _argument: str) -> None:
 
 
 def _set(session: ChatSession, argument: str) -> None:
-    # As `--set` has it, too; no name has a = in it.
+    # NAME VALUE, or NAME=VALUE as with `--set`.
     name, _, value = argument.partition("=" if "=" in argument.partition(" ")[0] else " ")
     if not name:
         changed = sampling_params(session.options).changed()
         for known, current in changed.items():
             session.note(f"{known} = {json.dumps(current)}")
-        others = (known for known in SamplingOptions.__annotations__ if known not in changed)
-        session.note(f"as usual: {', '.join(others)}")
+        defaults = (known for known in SamplingOptions.__annotations__ if known not in changed)
+        session.note(f"at their defaults: {', '.join(defaults)}")
         return
-    options: dict[str, object] = {known: said for known, said in session.options.items() if known != name}
+    options: dict[str, object] = {known: old for known, old in session.options.items() if known != name}
     if value.strip():
         options[name] = read_value(value.strip())
     elif name in SamplingOptions.__annotations__:
-        options |= {known: said for known, said in session.first_options.items() if known == name}
+        options |= {known: old for known, old in session.first_options.items() if known == name}
     else:
         options[name] = None
     try:
@@ -71,41 +71,43 @@ def _set(session: ChatSession, argument: str) -> None:
         session.note(str(error))
     else:
         session.options = cast(SamplingOptions, options)
-        session.note(f"{name} = {json.dumps(options[name])}" if name in options else f"{name} is as usual")
+        session.note(
+            f"{name} = {json.dumps(options[name])}" if name in options else f"{name} is at its default"
+        )
 
 
 def _system(session: ChatSession, argument: str) -> None:
     session.conversation.system = argument or None
-    session.note("the system prompt is set" if argument else "there is no system prompt any more")
+    session.note("system prompt set" if argument else "system prompt removed")
 
 
 def _clear(session: ChatSession, _argument: str) -> None:
     session.conversation.clear()
-    session.note("forgotten")
+    session.note("conversation cleared")
 
 
 def _undo(session: ChatSession, _argument: str) -> None:
     exchange = session.conversation.undo()
-    session.note(f"forgotten: {exchange.question}" if exchange else "there is nothing to undo")
+    session.note(f"removed: {exchange.question}" if exchange else "nothing to undo")
 
 
 def _retry(session: ChatSession, _argument: str) -> None:
     exchange = session.conversation.undo()
     if exchange is None:
-        session.note("there is nothing to retry")
+        session.note("nothing to retry")
         return
     num_left = len(session.conversation)
     try:
         answer = session.ask(exchange.question)
     finally:
-        if len(session.conversation) == num_left:   # it failed, or was stopped before its first word
+        if len(session.conversation) == num_left:   # it failed, or was stopped before its first token
             session.conversation.add(exchange.question, answer=exchange.answer)
     session.note(answer.summary(max_length=session.model.max_length))
 
 
 def _save(session: ChatSession, argument: str) -> None:
     if not argument:
-        session.note("say where: /save FILE")
+        session.note("usage: /save FILE")
         return
     messages = [message.as_dict() for message in session.conversation.messages()]
     try:
@@ -119,7 +121,7 @@ def _save(session: ChatSession, argument: str) -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet, whole or not at all."""
+    """Write a new file, completely or not at all."""
     path.open("x").close()
     try:
         path.write_text(text, encoding="utf-8")
@@ -140,11 +142,11 @@ def _bye(_session: ChatSession, _argument: str) -> None:
 
 
 COMMANDS: Mapping[str, SlashCommand] = {
-    "/help": SlashCommand(usage="/help", summary="show this", run=_help),
-    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show, change or reset options", run=_set),
+    "/help": SlashCommand(usage="/help", summary="show this help", run=_help),
+    "/set": SlashCommand(usage="/set [NAME [VALUE]]", summary="show, set or reset a parameter", run=_set),
     "/system": SlashCommand(usage="/system [TEXT]", summary="set or remove the system prompt", run=_system),
-    "/clear": SlashCommand(usage="/clear", summary="forget what was said", run=_clear),
-    "/undo": SlashCommand(usage="/undo", summary="forget the last question and answer", run=_undo),
+    "/clear": SlashCommand(usage="/clear", summary="clear the conversation", run=_clear),
+    "/undo": SlashCommand(usage="/undo", summary="remove the last question and answer", run=_undo),
     "/retry": SlashCommand(usage="/retry", summary="ask the last question again", run=_retry),
     "/save": SlashCommand(usage="/save FILE", summary="write the chat to a new JSON file", run=_save),
     "/stats": SlashCommand(usage="/stats", summary="show tokens and speed", run=_stats),

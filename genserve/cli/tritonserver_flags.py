@@ -1,4 +1,4 @@
-"""Flags of tritonserver: switches as `--switch=false`, and flags that genserve refuses, each with a remedy.
+"""Flags of tritonserver: its spelling of switches, and the flags that genserve refuses, with their remedies.
 
 The names are those of Triton's command_line_parser.cc.
 """
@@ -11,18 +11,18 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
-__all__ = ["REFUSED", "RefusedFlag", "SwitchCommand"]
+__all__ = ["REFUSED_FLAGS", "RefusedFlag", "TritonserverCommand"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedFlag:
-    """A flag of tritonserver that has no meaning here."""
+    """A flag of tritonserver that genserve does not support."""
 
-    instead: str            # why, and what to do
-    ignored_value: str      # the value that changes nothing and is therefore ignored; empty: there is none
+    remedy: str             # the reason, and what to do instead
+    ignored_value: str      # the value that has no effect, so it is accepted and ignored; empty: none
 
 
-# The flags, as FLAG or FLAG=IGNORED_VALUE, and what to do instead.
+# The flags, as FLAG or FLAG=IGNORED_VALUE, and their remedy.
 _FLAGS = (
     (
         "--allow-http=true",
@@ -39,7 +39,7 @@ _FLAGS = (
     (
         "--grpc-use-ssl=false --grpc-use-ssl-mutual=false --grpc-server-cert --grpc-server-key "
         "--grpc-root-cert",
-        "TLS is set for all ports at once: --ssl-certfile, --ssl-keyfile; --ssl-ca-certs verifies clients",
+        "TLS is set for all ports together: --ssl-certfile, --ssl-keyfile; --ssl-ca-certs verifies clients",
     ),
     (
         "--model-namespacing=false",
@@ -83,7 +83,7 @@ _FLAGS = (
     ),
     (
         "--allow-gpu-metrics=false",
-        "there are no nv_gpu_* metrics; run NVIDIA's dcgm-exporter beside the server",
+        "there are no nv_gpu_* metrics; run NVIDIA's dcgm-exporter alongside the server",
     ),
     (
         "--allow-sagemaker=false --sagemaker-port --sagemaker-safe-port-range --sagemaker-thread-count "
@@ -96,21 +96,20 @@ _FLAGS = (
     ),
 )
 
-REFUSED = {
-    name: RefusedFlag(instead=instead, ignored_value=value)
-    for flags, instead in _FLAGS
+REFUSED_FLAGS = {
+    name: RefusedFlag(remedy=remedy, ignored_value=value)
+    for flags, remedy in _FLAGS
     for name, _, value in (flag.partition("=") for flag in flags.split())
 }
 
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
-_YES, _NO = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
 
+class TritonserverCommand(TyperCommand):
+    """A command whose switches may be written as tritonserver's.
 
-class SwitchCommand(TyperCommand):
-    """Takes `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`.
-
-    A flag that only tritonserver has is refused with what to do instead, or ignored if its value changes
-    nothing.
+    It accepts `--switch`, `--no-switch`, `--switch=true`, `--switch=false` and `--switch false`. It refuses
+    the `REFUSED_FLAGS` with their remedies, or ignores one whose value has no effect.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -122,22 +121,22 @@ class SwitchCommand(TyperCommand):
             for name in option.opts
         }
         words = []
-        for word in _joined(args, {*switches, *REFUSED}):
+        for word in _joined(args, {*switches, *REFUSED_FLAGS}):
             name, _, value = word.partition("=")
-            flag = REFUSED.get(name)
+            flag = REFUSED_FLAGS.get(name)
             if flag is None:
                 words.append(_rewritten(word, switches))
             elif not value or _switch_value(value) != _switch_value(flag.ignored_value):
-                ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {flag.instead}")
+                ctx.fail(f"{name} is a flag of tritonserver that genserve does not have: {flag.remedy}")
         return super().parse_args(ctx, words)
 
 
 def _joined(words: list[str], flags: Collection[str]) -> Iterator[str]:
-    """Yield `--switch=false` for `--switch` and `false`, as tritonserver reads them."""
+    """Yield `--switch=false` for the words `--switch` and `false`, as tritonserver reads them."""
     rest = iter([*words, ""])
     word = next(rest)
     for following in rest:
-        if word in flags and following.lower() in _YES | _NO:
+        if word in flags and following.lower() in _TRUE | _FALSE:
             yield f"{word}={following}"
             word = next(rest)
         else:
@@ -146,9 +145,9 @@ def _joined(words: list[str], flags: Collection[str]) -> Iterator[str]:
 
 
 def _switch_value(value: str) -> str:
-    """Return "true" or "false" for every spelling of them, and any other value as it is."""
+    """Return "true" or "false" for their spellings, and any other value unchanged."""
     lower = value.lower()
-    return "true" if lower in _YES else "false" if lower in _NO else value
+    return "true" if lower in _TRUE else "false" if lower in _FALSE else value
 
 
 def _rewritten(word: str, switches: dict[str, TyperOption]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from genserve.cli.flags import DEFAULT_REPOSITORY, ModelRepository
+from genserve.cli.flags import DEFAULT_REPOSITORY, ModelArgument, ModelRepository
 from genserve.errors import RepositoryError
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ _MAX_STOLEN_SHARE = 0.1     # with more, the times depend more on other programs
 
 
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Argument(envvar="GENSERVE_MODEL", help="Default: the only one there, or smollm2."),
-    ] = None,
+    model: ModelArgument = None,
     model_repository: ModelRepository = DEFAULT_REPOSITORY,
     objective: Annotated[
         Literal["throughput", "latency"],

@@ -22,9 +22,19 @@ __all__ = [
     "version_folders",
 ]
 
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "genserve.backends"
+DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "genserve.backends"
+DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
+
 
 def version_folders(model_folder: Path) -> dict[int, Path]:
-    """Return the folders named by a number that does not begin with 0, ascending by version."""
+    """Return the folders named by a number without leading zeros, ascending by version."""
     folders = (path for path in model_folder.iterdir() if path.is_dir()) if model_folder.is_dir() else ()
     versions = {int(path.name): path for path in folders if _is_version(path.name)}
     return dict(sorted(versions.items()))
@@ -34,15 +44,12 @@ def _is_version(name: str) -> bool:
     return name.isascii() and name.isdigit() and not name.startswith("0")
 
 
-ENTRY_POINTS = "genserve.backends"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFormat:
-    """One kind of file that a backend reads."""
+    """A kind of model file that a backend loads."""
 
-    platform: str = ""      # Triton's older word for backend and format together
-    file_name: str          # in the folder of a version, unless `default_model_filename` says another
+    platform: str = ""      # Triton's older name of backend and format together
+    file_name: str          # in the folder of a version, unless `default_model_filename` names another
 
 
 # The backends that come with genserve, in the order in which Triton looks for their files.
@@ -73,7 +80,7 @@ def known_backends(folders: Iterable[Path] = ()) -> tuple[str, ...]:
 
 
 def deduce_backend(message: Any, model_folder: Path) -> None:
-    """Fill in `backend`, `platform` and `default_model_filename` as far as one tells the other.
+    """Fill in `backend`, `platform` and `default_model_filename` as far as they follow from each other.
 
     A backend that is not named follows from the platform, else from the model's file name, else from the
     files of the first version, else from the end of the model's name: `m.python`.
@@ -83,7 +90,7 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
         model_folder: the folder of the model; its name is the model's.
 
     Raises:
-        RepositoryError: nothing tells the backend. The message is Triton's.
+        RepositoryError: the backend cannot be deduced. The message is Triton's.
     """
     if message.platform == "ensemble":
         return
@@ -100,16 +107,16 @@ def deduce_backend(message: Any, model_folder: Path) -> None:
 
 
 def _files(model_folder: Path) -> set[str]:
-    """The names of what the lowest version has."""
+    """The names in the folder of the lowest version."""
     folders = version_folders(model_folder)
     return {path.name for path in folders[min(folders)].iterdir()} if folders else set()
 
 
 def _backend(message: Any, *, files: set[str]) -> str:
-    is_silent = not message.platform and not message.default_model_filename
+    is_unnamed = not message.platform and not message.default_model_filename
     for backend, formats in BUILT_IN.items():
         for form in formats:
-            if _is_named(form, message) or (is_silent and form.file_name in files):
+            if _is_named(form, message) or (is_unnamed and form.file_name in files):
                 return backend
     return ""
 
@@ -133,27 +140,23 @@ def _suffix(model: str) -> str:
             f"Invalid model name: Could not determine backend for model '{model}' with no backend in model "
             "configuration. Expected model name of the form 'model.<backend_name>'.",
             remedy='add `backend: "python"`, "onnxruntime", "pytorch", "tensorflow" or "tokenizer", or '
-            '`platform: "ensemble"`; or put the model where it is found, as 1/model.py or 1/model.onnx',
+            '`platform: "ensemble"`; or name the file of the model 1/model.py or 1/model.onnx',
         )
     return suffix
 
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_BATCH_SIZE = 4      # Triton's
 
 _DIRECTORY = "backend-directory"
 _BATCH = "default-max-batch-size"
 
 _PIPES = "tensors go to a model's process through a pipe, and within the server by pointer"
-_POOLS = "each session has threads of its own: `intra_op_thread_count` in a model's parameters sets how many"
-# The settings by backend; "" has those for all backends. None: it is honoured. A text: it changes memory and
-# threads alone, no answer; and this happens in its place.
+_POOLS = "each session has its own threads, as many as `intra_op_thread_count` in the model's parameters"
+# The settings by backend; "" has the settings for all backends. None: supported. A text: ignored, since the
+# setting changes memory and threads but no answer; the text says what happens instead.
 _KNOWN: Mapping[str, Mapping[str, str | None]] = {
     "": {
         _DIRECTORY: None,
         _BATCH: None,
-        "triton-backend-memory-tracker": "statistics do not tell the memory that models take",
+        "triton-backend-memory-tracker": "statistics do not include the memory of models",
     },
     "onnxruntime": {
         _BATCH: None,
@@ -171,7 +174,7 @@ _KNOWN: Mapping[str, Mapping[str, str | None]] = {
         "shm-growth-byte-size": _PIPES,
         "shm-region-prefix-name": _PIPES,
         "shm_message_queue_size": _PIPES,
-        "stub-timeout-seconds": "the process of a model is waited for as long as it lives",
+        "stub-timeout-seconds": "the server waits for a model's process until it exits",
         "thread-pool-size": "a BLS call waits on the thread that makes it",
     },
 }
@@ -179,12 +182,12 @@ _KNOWN: Mapping[str, Mapping[str, str | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig:
-    """The settings of backends that a server is told on its command line.
+    """The settings of backends from the command line.
 
     Attributes:
-        backend_directory: of backends in Python.
-        default_max_batch_size: of an ONNX model whose config leaves it out and whose graph can batch; 0: such
-            a model does not batch.
+        backend_directory: folder of backends written in Python.
+        default_max_batch_size: `max_batch_size` of an ONNX model whose graph can batch and whose config does
+            not set it; 0: such a model does not batch.
     """
 
     backend_directory: Path | None = None
@@ -194,22 +197,22 @@ class BackendConfig:
     def parse(cls, words: Iterable[str], *, backend_directory: Path | None = None) -> BackendConfig:
         """Read the values of `--backend-config`.
 
-        What has no meaning here, and changes no answer, is logged as a warning.
+        Settings of Triton that are ignored here are logged as warnings.
 
         Args:
-            words: each "BACKEND,SETTING=VALUE", or "SETTING=VALUE", which means all backends.
-            backend_directory: what `--backend-directory` says.
+            words: each "BACKEND,SETTING=VALUE", or "SETTING=VALUE" for all backends.
+            backend_directory: the value of `--backend-directory`.
 
         Raises:
-            GenserveError: there is no such backend or setting, or its value makes no sense.
+            GenserveError: an unknown backend or setting, or an invalid value.
         """
         settings = [_split(word) for word in words]
         for backend, name, value in settings:
             if (backend, name) == ("", _DIRECTORY):
                 if backend_directory not in (None, Path(value)):
                     raise GenserveError(
-                        f"two folders of backends are named: {backend_directory} and {value}",
-                        remedy="give --backend-directory alone: there is one such folder",
+                        f"--backend-directory is {backend_directory}, but --backend-config sets {value}",
+                        remedy="give --backend-directory alone",
                     )
                 backend_directory = Path(value)
         batch_sizes = {"": DEFAULT_MAX_BATCH_SIZE}
@@ -217,7 +220,7 @@ class BackendConfig:
             instead = _instead(backend, name, directory=backend_directory)
             if instead is not None:
                 of = f"{backend},{name}" if backend else name
-                logger.warning("--backend-config=%s=%s is not honoured: %s", of, value, instead)
+                logger.warning("--backend-config=%s=%s is ignored: %s", of, value, instead)
             elif name == _BATCH:
                 batch_sizes[backend] = _batch_size(value)
         return cls(
@@ -227,7 +230,7 @@ class BackendConfig:
 
 
 def _split(word: str) -> tuple[str, str, str]:
-    """Return backend, setting and value; an empty backend stands for all."""
+    """Return backend, setting and value; an empty backend means all of them."""
     key, _, value = word.partition("=")
     backend, comma, name = key.rpartition(",")
     if not name or not value or (comma and not backend):
@@ -239,19 +242,19 @@ def _split(word: str) -> tuple[str, str, str]:
 
 
 def _instead(backend: str, name: str, *, directory: Path | None) -> str | None:
-    """Return what happens in place of a setting; None: it is honoured."""
+    """Return what happens instead of a setting; None: it is supported."""
     backends = known_backends([directory] if directory else [])
     if backend and backend not in backends:
         raise GenserveError(
-            f"--backend-config names the backend '{backend}', which is not there",
-            remedy=f"backends here: {', '.join(backends)}",
+            f"--backend-config names an unknown backend '{backend}'",
+            remedy=f"known backends: {', '.join(backends)}",
         )
     is_python_based = backend not in BUILT_IN and directory is not None and (directory / backend).is_dir()
     known = _KNOWN["python"] if backend and is_python_based else _KNOWN.get(backend, {})
     if name not in known:
         whose = f"of the backend '{backend}'" if backend else "for all backends"
         raise GenserveError(
-            f"--backend-config sets '{name}', which is no setting {whose}",
+            f"--backend-config sets '{name}', which is not a setting {whose}",
             remedy=f"settings {whose}: {', '.join(known) or 'none'}",
         )
     return known[name]
@@ -260,7 +263,7 @@ def _instead(backend: str, name: str, *, directory: Path | None) -> str | None:
 def _batch_size(value: str) -> int:
     if not value.isdecimal() or int(value) >= 2**31:
         raise GenserveError(
-            f"--backend-config sets {_BATCH} to '{value}', which is not a number of rows",
-            remedy="write a whole number; 0 leaves models that do not say so without batching",
+            f"--backend-config sets {_BATCH} to '{value}', which is not a batch size",
+            remedy="write an integer; 0: models without `max_batch_size` do not batch",
         )
     return int(value)

@@ -15,7 +15,7 @@ from genserve.errors import RepositoryError
 __all__ = ["config_json", "read_config_json"]
 
 
-# What Triton takes, and JSON does not: strings in single quotes, names without any, commas at the end.
+# Triton accepts, and JSON does not: strings in single quotes, names without quotes, trailing commas.
 _TOKEN = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\])*") | '(?P<single>(?:\\.|[^'\\])*)' | (?P<name>[A-Za-z_]\w*)(?=\s*:)
       | (?P<comma>,)(?=\s*[}\]])""",
@@ -28,23 +28,23 @@ def read_config_json(text: str, *, name: str) -> Any:
     """Read the JSON form of an `inference.ModelConfig`, as leniently as Triton does.
 
     Args:
-        text: names as in the schema or in camel case, numbers and truth values also in quotes, enums in
-            any case, one value where a list of one is meant.
-        name: of the model, for the error.
+        text: names as in the schema or in camel case; numbers and booleans also in quotes, enums in any case,
+            a single value for a list of one.
+        name: of the model, for errors.
 
     Raises:
-        RepositoryError: it is not JSON, or not of the schema.
+        RepositoryError: the text is not JSON, or does not follow the schema.
     """
     try:
         value = json.loads(_TOKEN.sub(_strict, text))
         if not isinstance(value, dict):
-            raise json_format.ParseError("a config is an object: {...}")
+            raise json_format.ParseError("a config must be an object: {...}")
         message = new_model_config()
         return json_format.ParseDict(_by_schema(value, message.DESCRIPTOR), message)
     except (ValueError, json_format.ParseError) as error:
         raise RepositoryError(
             f"Invalid config override: {error}",
-            remedy=f"load {name!r} with what `/v2/models/{name}/config` shows, changed, as one JSON string",
+            remedy=f"start from the JSON of `/v2/models/{name}/config`",
         ) from None
 
 
@@ -59,7 +59,7 @@ def _strict(token: re.Match[str]) -> str:
 
 
 def _by_schema(value: Any, descriptor: Any) -> Any:
-    """Bring what is lenient in the values to what protobuf's own reader takes."""
+    """Convert lenient values to those that protobuf's own reader accepts."""
     if not isinstance(value, dict):
         return value
     fields = dict(descriptor.fields_by_camelcase_name) | dict(descriptor.fields_by_name)
@@ -89,7 +89,7 @@ def _lenient_item(value: Any, field: Any) -> Any:
     return {"true": True, "false": False}.get(value, value) if field.type == field.TYPE_BOOL else value
 
 
-# Numbers of 64 bits that Triton leaves in quotes, as protobuf's JSON has them; it takes them off the others.
+# 64-bit numbers that Triton leaves in quotes, as protobuf's JSON does; it unquotes all others.
 _IN_QUOTES = {
     "inference.ModelInstanceGroup.SecondaryDevice.device_id",
     "inference.ModelOptimizationPolicy.Cuda.GraphSpec.Shape.dim",
@@ -100,14 +100,14 @@ _IN_QUOTES = {
 def config_json(message: Any) -> str:
     """Return an `inference.ModelConfig` as JSON, character by character as Triton writes it.
 
-    Names are those of the schema; every scalar is written, messages only if they are set; maps, whose
-    order Triton leaves to chance, are sorted.
+    Names are those of the schema; all scalars are written, messages only if they are set; maps, whose order
+    is random in Triton, are sorted.
     """
     return json.dumps(_members(message), separators=(",", ":"), ensure_ascii=False)
 
 
 def _members(message: Any) -> dict[str, Any]:
-    # In the order of the schema, but scalars that exclude each other come last.
+    # In the order of the schema, but the scalars of a oneof come last.
     fields = sorted(message.DESCRIPTOR.fields, key=_is_scalar_choice)
     return {field.name: _value(message, field) for field in fields if _is_written(message, field)}
 
@@ -141,7 +141,7 @@ def _item(value: Any, field: Any) -> Any:
 
 
 def _shortest(value: float, field: Any) -> float | int:
-    """The fewest digits that mean the same number, without `.0`."""
+    """Return the shortest number with the same value, without `.0`."""
     if value.is_integer():
         return int(value)
     if field.type != field.TYPE_FLOAT:

@@ -15,22 +15,22 @@ from typing import Any
 from genserve.config.backends import BUILT_IN
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.model_config import FIRST_RESPONSE
-from genserve.config.parameter_rules import parameters
+from genserve.config.parameter_rules import validate_parameters
 from genserve.config.schema import enum_name
-from genserve.config.sequence_rules import sequences
+from genserve.config.sequence_rules import validate_sequences
 from genserve.config.supported_fields import unsupported_fields
-from genserve.config.tensor_rules import batch_tensors, tensors, warmups
+from genserve.config.tensor_rules import validate_batch_tensors, validate_tensors, validate_warmups
 
-__all__ = ["MAX_NAME_BYTES", "config_diagnostics", "files"]
+__all__ = ["MAX_NAME_BYTES", "config_diagnostics", "validate_file_names"]
 
 
 MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
 
-def files(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield the file names that lead out of the model's folder, or that no file can have.
+def validate_file_names(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the file names that lead out of the model's folder, or are not valid.
 
-    They are not to be looked for: a config can come from a client.
+    Such files must not be opened: a config can come from a client.
     """
     for path, name, folder in _named(config.message):
         pure = PurePosixPath(name)
@@ -38,13 +38,13 @@ def files(config: ValidationContext) -> Iterator[Diagnostic]:
             yield config.error(
                 path,
                 f"the file {name!r} is not in the folder of model '{config.name}'",
-                remedy=f"put the file into {folder}, and name it from there",
+                remedy=f"put the file into {folder}, and write its path from there",
             )
         elif name and not _can_exist(pure):
             yield config.error(
                 path,
-                f"no file can be called {name[:64]!r}",
-                remedy=f"a name is not '.', and has up to {MAX_NAME_BYTES} bytes, of which none is zero",
+                f"{name[:64]!r} is not a valid file name",
+                remedy=f"write up to {MAX_NAME_BYTES} bytes, none of them zero, and not '.'",
             )
 
 
@@ -54,7 +54,7 @@ def _can_exist(pure: PurePosixPath) -> bool:
 
 
 def _named(message: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield each field that names a file, the name, and the folder that it is looked for in."""
+    """Yield each field that names a file, the name, and the folder of the file."""
     yield "default_model_filename", message.default_model_filename, "the folder of each version"
     for index, output in enumerate(message.output):
         yield f"output[{index}].label_filename", output.label_filename, "the model's folder"
@@ -66,16 +66,16 @@ def _named(message: Any) -> Iterator[tuple[str, str, str]]:
             yield f"sequence_batching.state[{index}]", initial.data_file, "the model's folder `initial_state`"
 
 
-_EXPORT = "the engine is another here: `genserve export CHECKPOINT` makes a model of what it was made of"
-# What is written where `backend` has another word.
-_MEANT = {
+_EXPORT = "genserve has its own engine: `genserve export CHECKPOINT` makes a model for it"
+# Remedies for values that `backend` does not have.
+_BACKEND_REMEDIES = {
     "ensemble": 'leave `backend` out, and write `platform: "ensemble"`',
-    "libtorch": 'write `backend: "pytorch"` in its place',
-    "torch": 'write `backend: "pytorch"` in its place',
-    "onnx": 'write `backend: "onnxruntime"` in its place',
+    "libtorch": 'write `backend: "pytorch"` instead',
+    "torch": 'write `backend: "pytorch"` instead',
+    "onnx": 'write `backend: "onnxruntime"` instead',
     "tensorrt_llm": _EXPORT,
     "vllm": _EXPORT,
-    "tensorrt": "a TensorRT plan runs in Triton alone; export the model to ONNX, which `onnxruntime` runs",
+    "tensorrt": "only Triton runs a TensorRT plan; export the model to ONNX for `onnxruntime`",
 }
 
 
@@ -86,15 +86,15 @@ def config_diagnostics(config: ValidationContext) -> tuple[Diagnostic, ...]:
         _backend,
         _batch_size,
         _ensemble,
-        tensors,
-        batch_tensors,
-        parameters,
+        validate_tensors,
+        validate_batch_tensors,
+        validate_parameters,
         _dynamic_batching,
-        sequences,
+        validate_sequences,
         _cache,
         _instance_groups,
         _accelerators,
-        warmups,
+        validate_warmups,
         _metrics,
         _unsupported,
     )
@@ -109,7 +109,7 @@ def _metrics(config: ValidationContext) -> Iterator[Diagnostic]:
             yield config.warning(
                 f"{path}.metric_identifier.family",
                 f"Metric family '{family}' in 'metric_identifier' is not a customizable metric",
-                remedy=f"the one that is: {FIRST_RESPONSE}",
+                remedy=f"the customizable one: {FIRST_RESPONSE}",
             )
         elif any(not low < high for low, high in pairwise([-math.inf, *buckets, math.inf])):
             yield config.error(
@@ -140,7 +140,7 @@ def _backend(config: ValidationContext) -> Iterator[Diagnostic]:
                 remedy="leave `backend` out",
             )
     elif not backend:
-        if platform or config.message.default_model_filename:  # with none of them, it was told before
+        if platform or config.message.default_model_filename:  # without any of them, `deduce_backend` failed
             yield config.error(
                 "platform",
                 f"unexpected platform type '{platform}' for {config.name}",
@@ -163,24 +163,24 @@ def _backend(config: ValidationContext) -> Iterator[Diagnostic]:
 
 
 def _platforms(backend: str, platform: str) -> list[str]:
-    """The platforms that may stand beside a backend: its own, or any if it has none."""
+    """The valid platforms of a backend: its own, or any if it has none."""
     return [form.platform for form in BUILT_IN.get(backend, ()) if form.platform] or [platform]
 
 
 def _platform_remedy(platform: str) -> str:
     if platform in BUILT_IN:
-        return f'write `backend: "{platform}"` in its place'
+        return f'write `backend: "{platform}"` instead'
     if platform.startswith("tensorrt"):
-        return _MEANT["tensorrt"]
+        return _BACKEND_REMEDIES["tensorrt"]
     known = ["ensemble", *(form.platform for forms in BUILT_IN.values() for form in forms if form.platform)]
-    return f"{nearest(platform, known=known)}; or write `backend` in its place: {', '.join(BUILT_IN)}"
+    return f"{nearest(platform, known=known)}; or write `backend` instead: {', '.join(BUILT_IN)}"
 
 
 def _backend_remedy(backend: str, *, known: tuple[str, ...]) -> str:
     for name, formats in BUILT_IN.items():
         if any(form.platform == backend for form in formats):
-            return f'write `backend: "{name}"`, or `platform: "{backend}"`, in its place'
-    return _MEANT.get(backend) or nearest(backend, known=known)
+            return f'write `backend: "{name}"`, or `platform: "{backend}"`, instead'
+    return _BACKEND_REMEDIES.get(backend) or nearest(backend, known=known)
 
 
 def _batch_size(config: ValidationContext) -> Iterator[Diagnostic]:
@@ -188,7 +188,7 @@ def _batch_size(config: ValidationContext) -> Iterator[Diagnostic]:
         yield config.error(
             "max_batch_size",
             f"'max_batch_size' must be non-negative value for {config.name}",
-            remedy="write 0 for a model that does not batch, or how many requests share a batch",
+            remedy="write 0 for a model that does not batch, or the largest batch size",
         )
 
 
@@ -221,7 +221,7 @@ def _ensemble(config: ValidationContext) -> Iterator[Diagnostic]:
             yield config.error(
                 field,
                 f"{message} '{config.name}'",
-                remedy="leave it out: it is the models of the steps that run",
+                remedy="leave it out: the models of the steps have their own",
             )
 
 
@@ -251,14 +251,14 @@ def _priorities(config: ValidationContext, *, levels: int) -> Iterator[Diagnosti
         yield config.error(
             f"{path}.default_priority_level",
             f"default priority level must be in range [1, {levels}] for {config.name}",
-            remedy=f"write `default_priority_level: {levels}`, the lowest, for requests that name none",
+            remedy=f"write `default_priority_level: {levels}`, the lowest, for requests without a priority",
         )
     for level in sorted(batching.priority_queue_policy):
         if not 1 <= level <= levels:
             yield config.error(
                 f"{path}.priority_queue_policy",
                 f"priority queue policy must have priority level in range [1, {levels}] for {config.name}",
-                remedy="1 is the highest level; `priority_levels` says how many there are",
+                remedy="`priority_levels` is the number of levels; 1 is the highest",
                 key=str(level),
             )
 
@@ -320,8 +320,8 @@ def _accelerators(config: ValidationContext) -> Iterator[Diagnostic]:
         for index, accelerator in enumerate(getattr(accelerators, field)):
             yield config.warning(
                 f"optimization.execution_accelerators.{field}[{index}]",
-                f"execution accelerator {accelerator.name!r} is used if it is installed, and may be missing",
-                remedy="the log of the load names what is missing; the model runs without it",
+                f"execution accelerator {accelerator.name!r} is used only if it is installed",
+                remedy="if it is missing, the load logs that and the model runs without it",
             )
 
 

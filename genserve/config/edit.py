@@ -1,4 +1,4 @@
-"""Edit: a few values of a config.pbtxt changed in its text; the rest stays as its author wrote it."""
+"""Edit: changes values in the text of a config.pbtxt, and leaves the rest as its author wrote it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEP = re.compile(r"(?P<field>\w+)(?:\[(?P<index>\d+)\])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigChange:
-    """Values that a config is to have."""
+    """New values of a config."""
 
     fields: Mapping[str, int | str]         # by path: "max_batch_size", "input[1].data_type"
     parameters: Mapping[str, str]           # by key
@@ -41,13 +41,13 @@ def change_message(message: Any, change: ConfigChange) -> None:
 
 
 def change_text(text: str, change: ConfigChange) -> str:
-    """Return the text with other values: comments, order and layout stay, as does what says the same already.
+    """Return the text with new values; comments, order and layout stay, and so do equal values.
 
-    A field that is not written goes to the end, which only one without a dot in its path can; so does a
-    parameter, unless it stands in a comment of its own line, where `genserve export` writes it as an example.
+    A missing field is appended, if its path has no dot; so is a missing parameter, unless it is in a comment
+    line, where `genserve export` writes it as an example.
 
     Raises:
-        RepositoryError: the text is not the schema, or written in a way that cannot be changed.
+        RepositoryError: the text does not follow the schema, or cannot be edited.
     """
     changed = text
     try:
@@ -60,16 +60,16 @@ def change_text(text: str, change: ConfigChange) -> str:
         for key, value in change.parameters.items():
             if key not in before.parameters or before.parameters[key].string_value != value:
                 changed = _set_parameter(changed, key, _quoted(value))
-        is_right = bool(parse_message(changed) == wanted)
-    except (text_format.ParseError, IndexError):    # or there is no such element of a list
-        is_right = False
-    if not is_right:
-        raise RepositoryError("the config.pbtxt cannot be edited", remedy=f"write it yourself: {change}")
+        is_changed = bool(parse_message(changed) == wanted)
+    except (text_format.ParseError, IndexError):    # or a list is too short
+        is_changed = False
+    if not is_changed:
+        raise RepositoryError("the config.pbtxt cannot be edited", remedy=f"set the values by hand: {change}")
     return changed
 
 
 def _parent(message: Any, path: str) -> tuple[Any, str]:
-    """The message that has the last field of a path, and the name of that field."""
+    """The message with the last field of a path, and the name of that field."""
     *steps, name = path.split(".")
     for step in map(_STEP.fullmatch, steps):
         assert step is not None, path
@@ -80,7 +80,7 @@ def _parent(message: Any, path: str) -> tuple[Any, str]:
 
 
 def _number(parent: Any, name: str, value: int | str) -> int | str:
-    """What a message holds for a value: of an enumeration, the number."""
+    """The value in a message: for an enum, its number."""
     kind = parent.DESCRIPTOR.fields_by_name[name].enum_type
     return value if kind is None else int(kind.values_by_name[value].number)
 

@@ -1,4 +1,4 @@
-"""Model config: what a config.pbtxt says, as frozen values."""
+"""Model config: the values of a config.pbtxt, frozen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "WarmupSample",
 ]
 
-FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"     # the metric whose buckets a config may say
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"     # the metric whose buckets a config may set
 FIRST_RESPONSE_BUCKETS_MS: tuple[float, ...] = (100.0, 500.0, 2000.0, 5000.0)     # Triton's
 
 
@@ -44,20 +44,20 @@ class TensorSpec:
     name: str
     data_type: str                              # as in the schema: "TYPE_INT64"
     dims: tuple[int, ...]                       # without the batch dimension; -1: any size
-    reshape: tuple[int, ...] | None = None      # what the model sees in place of `dims`
+    reshape: tuple[int, ...] | None = None      # the shape at the model instead of `dims`
     optional: bool = False                      # inputs only
     allow_ragged_batch: bool = False            # inputs only: requests of different shapes share a batch
     label_filename: str = ""                    # outputs only: in the folder of the model
 
     @property
     def model_dims(self) -> tuple[int, ...]:
-        """The shape at the model, without the batch dimension: `reshape`, or else `dims`."""
+        """The shape at the model, without the batch dimension: `reshape`, or `dims` without one."""
         return self.dims if self.reshape is None else self.reshape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInput:
-    """An input that is computed from the batch: sizes and offsets of ragged inputs."""
+    """An input computed from the batch: sizes and offsets of ragged inputs."""
 
     kind: str                                   # "BATCH_ELEMENT_COUNT" ...
     target_names: tuple[str, ...]
@@ -67,7 +67,7 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOutput:
-    """An output that is divided over the requests by the shape of an input."""
+    """An output that is split among the requests by the shape of an input."""
 
     kind: str                                   # "BATCH_SCATTER_WITH_INPUT_SHAPE"
     target_names: tuple[str, ...]
@@ -85,10 +85,10 @@ class Resource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceClaim:
-    """What an instance must hold before it executes."""
+    """The resources that an instance acquires before it executes."""
 
     resources: tuple[Resource, ...] = ()
-    priority: int = 1                           # 2 gets half as many turns as 1
+    priority: int = 1                           # 2 runs half as often as 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ class InstanceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePolicy:
-    """How long and how many requests of one priority may wait."""
+    """Limits of the time and number of waiting requests of one priority."""
 
-    delays: bool = False                        # on a timeout: run it later; else refuse it
+    delays: bool = False                        # on a timeout: run it later, instead of rejecting it
     default_timeout_us: int = 0                 # 0: none
     allow_timeout_override: bool = False
     max_queue_size: int = 0                     # 0: any number
@@ -114,7 +114,7 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicBatching:
-    """Requests that wait at the same time share an execution."""
+    """Waiting requests are executed in one batch."""
 
     preferred_batch_sizes: tuple[int, ...] = ()
     max_queue_delay_us: int = 0
@@ -127,17 +127,17 @@ class DynamicBatching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A tensor by which a model of sequences is told where a sequence stands."""
+    """An input that gives a model the position of a request in its sequence."""
 
     name: str
     kind: str                                   # "CONTROL_SEQUENCE_START", "_READY", "_END", "_CORRID"
-    data_type: str                              # TYPE_INT32, TYPE_FP32 or TYPE_BOOL; of CORRID, its own
+    data_type: str                              # TYPE_INT32, TYPE_FP32 or TYPE_BOOL; any for CORRID
     false_true: tuple[float, float] = (0, 1)    # not for CORRID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialState:
-    """What a state is at the start of a sequence."""
+    """The value of a state at the start of a sequence."""
 
     data_type: str
     dims: tuple[int, ...]
@@ -176,13 +176,13 @@ class OldestStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatching:
-    """Requests with one correlation id are a sequence, and run one after the other."""
+    """Requests with the same correlation id are a sequence, and run in order."""
 
     strategy: DirectStrategy | OldestStrategy = DirectStrategy()
     max_sequence_idle_us: int = 1_000_000
     controls: tuple[Control, ...] = ()
     states: tuple[StateSpec, ...] = ()
-    iterative: bool = False                     # one request is run again and again: continuous batching
+    iterative: bool = False                     # one request runs repeatedly: continuous batching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class WarmupSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnsembleStep:
-    """One model of an ensemble, and how its tensors are called there."""
+    """One model of an ensemble, and the names of its tensors there."""
 
     model_name: str
     model_version: int                  # -1: the latest
@@ -243,8 +243,8 @@ class ModelConfig:
     """One model of the repository.
 
     Attributes:
-        message: the whole `inference.ModelConfig` that these values are from; read only. What a model
-            or a client is shown of the config comes from it, fields included that mean nothing here.
+        message: the whole `inference.ModelConfig`; read only. Models and clients are shown the config by it,
+            with the fields that have no effect here.
     """
 
     name: str
@@ -260,9 +260,9 @@ class ModelConfig:
     instance_groups: tuple[InstanceGroup, ...] = ()     # empty: one, of KIND_AUTO
     dynamic_batching: DynamicBatching | None = None
     sequence_batching: SequenceBatching | None = None
-    decoupled: bool = False                 # any number of responses to one request
+    decoupled: bool = False                 # any number of responses per request
     ensemble_steps: tuple[EnsembleStep, ...] = ()
-    max_inflight_requests: int = 0          # of each step of the ensemble; 0: any number
+    max_inflight_requests: int = 0          # per step of the ensemble; 0: any number
     warmups: tuple[WarmupSample, ...] = ()
     response_cache: bool = False
     metric_tags: Mapping[str, str] = field(default_factory=dict)
@@ -275,9 +275,9 @@ class ModelConfig:
         return (-1, *dims) if self.max_batch_size > 0 else dims
 
     def input(self, name: str) -> TensorSpec | None:
-        """Return the input of this name; None: there is none."""
+        """Return the input of this name, or None."""
         return next((spec for spec in self.inputs if spec.name == name), None)
 
     def output(self, name: str) -> TensorSpec | None:
-        """Return the output of this name; None: there is none."""
+        """Return the output of this name, or None."""
         return next((spec for spec in self.outputs if spec.name == name), None)

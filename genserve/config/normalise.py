@@ -13,12 +13,12 @@ from genserve.config.diagnostics import Diagnostic, Severity
 __all__ = ["normalise", "num_gpus"]
 
 
-# A folder for each GPU; to ask CUDA itself would take an import of torch.
+# A folder for each GPU; asking CUDA would import torch.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def num_gpus() -> int:
-    """Return how many NVIDIA GPUs are here, of those that CUDA_VISIBLE_DEVICES lets this process see."""
+    """Return the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES makes visible to this process."""
     present = len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -29,20 +29,20 @@ def num_gpus() -> int:
 def normalise(
     message: Any, *, model_folder: Path, gpus: int = 0, strict_placement: bool = False
 ) -> tuple[Diagnostic, ...]:
-    """Fill in what Triton fills into a config that is loaded; to be called once a backend has completed it.
+    """Fill in the defaults that Triton fills in at load; to be called after the backend has completed it.
 
     Args:
         message: the `inference.ModelConfig`, changed in place.
         model_folder: its name is the model's.
-        gpus: how many GPUs there are; their ids begin with 0.
-        strict_placement: refuse a group whose GPUs are not there, instead of running it on the CPU.
+        gpus: number of GPUs; their ids begin with 0.
+        strict_placement: reject a group whose GPUs are missing, instead of running it on the CPU.
 
     Returns:
-        The groups of instances that are not where the config wants them: warnings, or errors with
+        The instance groups that do not run where the config places them: warnings, or errors with
         `strict_placement`.
 
     Raises:
-        RepositoryError: nothing tells the backend.
+        RepositoryError: the backend cannot be deduced.
     """
     message.name = message.name or model_folder.name
     deduce_backend(message, model_folder)
@@ -88,7 +88,7 @@ def _instance_groups(message: Any, *, gpus: int) -> None:
 
 
 def _missing_gpus(message: Any, *, gpus: int, severity: Severity, source: Path) -> Iterator[Diagnostic]:
-    """Tell the GPUs that groups want and the machine lacks, and take them out."""
+    """Yield the missing GPUs of the groups, and remove them from the groups."""
     for group in message.instance_group:
         missing = [gpu for gpu in group.gpus if gpu >= gpus]
         if group.kind != group.KIND_GPU or (group.gpus and not missing):
@@ -110,11 +110,11 @@ def _lack(missing: list[int], *, gpus: int) -> str:
     if not gpus:
         return "has kind KIND_GPU but no GPUs are available"
     there = ", ".join(map(str, range(gpus)))
-    return f"specifies invalid or unsupported gpu id {missing[0]}. GPUs that are there: {there}"
+    return f"specifies invalid or unsupported gpu id {missing[0]}. Available GPUs: {there}"
 
 
 def _remedy(there: list[int], *, severity: Severity) -> str:
     if severity is Severity.ERROR:
-        return "write `kind: KIND_AUTO`, which takes what there is, or serve without --strict-placement"
+        return "write `kind: KIND_AUTO`, which allows any device, or serve without --strict-placement"
     place = f"on the GPUs {there}" if there else "on the CPU"
-    return f"it runs {place}; `--strict-placement` would refuse it, `kind: KIND_AUTO` says that it is meant"
+    return f"it runs {place}; `--strict-placement` rejects the model, `kind: KIND_AUTO` allows any device"

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 
-__all__ = ["LOGITS_PARAMETERS", "byte_size", "parameters"]
+__all__ = ["LOGITS_PARAMETERS", "byte_size", "validate_parameters"]
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def byte_size(text: str) -> int | None:
-    """Return the bytes of a text such as `2GiB`, `1.5 GB` or `1048576`; None: it is not one."""
+    """Return the bytes of a text such as `2GiB`, `1.5 GB` or `1048576`; None: the text is not an amount."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     return None if match is None or unit is None else int(float(match[1]) * unit)
@@ -23,13 +23,13 @@ def byte_size(text: str) -> int | None:
 _NUMBER, _POSITIVE, _SWITCH, _TEXT = "integral number", "number above 0", "boolean value", "text"
 _BYTES = "number of bytes above 0"
 _METHOD = "method of speculation"
-# Of genserve's own, for a stage that gives logits.
+# genserve's own, for a logits stage.
 _LOGITS = {
-    "max_sequence_length": _POSITIVE,     # tokens of a sequence, prompt and answer together
-    "kv_cache_bytes": _BYTES,             # what the KV cache may take
-    "prefix_cache": _SWITCH,              # whether sequences share the blocks that they begin with
+    "max_sequence_length": _POSITIVE,     # tokens of a sequence, prompt and answer
+    "kv_cache_bytes": _BYTES,             # memory of the KV cache
+    "prefix_cache": _SWITCH,              # whether sequences share the blocks of a common prefix
     "speculation": _METHOD,               # how tokens are drafted
-    "draft_model": _TEXT,                 # the ensemble that drafts them
+    "draft_model": _TEXT,                 # the ensemble that drafts the tokens
 }
 _ONNXRUNTIME = _LOGITS | {
     "intra_op_thread_count": _NUMBER,
@@ -57,51 +57,51 @@ _TENSORFLOW = {
     "TF_USE_PER_SESSION_THREADS": _NUMBER,
     "MAX_SESSION_SHARE_COUNT": _NUMBER,
 }
-# Of these backends no other parameter has an effect; a model of any other backend may have its own.
+# No other parameter of these backends has an effect; a model of another backend may read its own.
 _KNOWN: dict[str, dict[str, str]] = {
     "onnxruntime": _ONNXRUNTIME,
     "pytorch": _PYTORCH,
     "tensorflow": _TENSORFLOW,
     "tokenizer": {},
 }
-# Each value that a python model's parameter may have.
+# The valid values of a Python model's parameters.
 _PYTHON = {
     "EXECUTION": ("process",),
     "FORCE_CPU_ONLY_INPUT_TENSORS": ("yes", "no"),
 }
-# What Triton reads in the parameters of any model, and genserve does not.
-_NOWHERE = {
-    "TRITON_BATCH_STRATEGY_PATH": "requests are batched by the rules of `dynamic_batching`",
-    "MAX_BATCH_VOLUME_BYTES": "batches are bounded by their size alone",
+# Parameters of any model that Triton reads and genserve ignores.
+_IGNORED = {
+    "TRITON_BATCH_STRATEGY_PATH": "`dynamic_batching` decides how requests are batched",
+    "MAX_BATCH_VOLUME_BYTES": "only `max_batch_size` limits a batch",
 }
-# The same of Triton's backend for PyTorch.
-_NOWHERE_IN_PYTORCH = {
-    "ENABLE_NVFUSER": "torch has no NVFuser any more",
-    "ENABLE_TENSOR_FUSER": "torch decides for itself what it fuses",
+# The same for Triton's PyTorch backend.
+_IGNORED_IN_PYTORCH = {
+    "ENABLE_NVFUSER": "torch no longer has NVFuser",
+    "ENABLE_TENSOR_FUSER": "torch decides what it fuses",
     "ENABLE_JIT_EXECUTOR": "torch has one such setting for all models",
     "ENABLE_JIT_PROFILING": "torch has one such setting for all models",
-    "NUM_THREADS": "INTRA_OP_THREAD_COUNT is",
-    "NUM_INTEROP_THREADS": "INTER_OP_THREAD_COUNT is",
+    "NUM_THREADS": "set INTRA_OP_THREAD_COUNT",
+    "NUM_INTEROP_THREADS": "set INTER_OP_THREAD_COUNT",
     "TORCH_COMPILE_OPTIONAL_PARAMETERS": "TorchScript is compiled already",
 }
-# Those by which a logits stage is run; in any other model they are a mistake.
+# The parameters of logits stages; in any other model they are a mistake.
 LOGITS_PARAMETERS = frozenset(_LOGITS)
 
 
-def parameters(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the parameters."""
+def validate_parameters(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the unknown, ignored and invalid parameters."""
     backend = config.message.backend
     for name, parameter in sorted(config.message.parameters.items()):
         value = parameter.string_value
-        nowhere = _NOWHERE | (_NOWHERE_IN_PYTORCH if backend == "pytorch" else {})
-        if name in nowhere:
-            yield _warning(config, name, f"is not honoured: {nowhere[name]}", remedy="leave it out")
+        ignored = _IGNORED | (_IGNORED_IN_PYTORCH if backend == "pytorch" else {})
+        if name in ignored:
+            yield _warning(config, name, f"is ignored: {ignored[name]}", remedy="leave it out")
         elif backend == "python":
             yield from _python(config, name, value)
         elif backend in _KNOWN and name not in _KNOWN[backend]:
             known = _KNOWN[backend]
             remedy = nearest(name, known=known) if known else "leave it out"
-            yield _warning(config, name, "is not known, and has no effect", remedy=remedy)
+            yield _warning(config, name, "is unknown, and has no effect", remedy=remedy)
         elif backend in _KNOWN:
             yield from _typed(config, name, value, kind=_KNOWN[backend][name])
 
@@ -111,8 +111,8 @@ def _python(config: ValidationContext, name: str, value: str) -> Iterator[Diagno
         yield _warning(
             config,
             name,
-            "is not honoured: the model runs with the packages that genserve runs with",
-            remedy="install what it needs there, with pip",
+            "is ignored: the model runs in genserve's environment",
+            remedy="install its packages there, with pip",
         )
     elif name in _PYTHON and value not in _PYTHON[name]:
         yield config.error(
@@ -138,7 +138,7 @@ def _typed(config: ValidationContext, name: str, value: str, *, kind: str) -> It
             _BYTES: 'write an amount such as "2GiB"',
             _METHOD: 'write "prompt_lookup" or "none"',
         }
-        remedy = remedies.get(kind, "write a whole number, in quotes")
+        remedy = remedies.get(kind, "write an integer, in quotes")
         message = f"failed to convert {name} '{value}' to {kind}"
         yield config.error("parameters", message, remedy=remedy, key=name)
 

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import descriptor_pool, text_format
 
 from genserve.config.backends import deduce_backend, known_backends
-from genserve.config.config_rules import config_diagnostics, files
+from genserve.config.config_rules import config_diagnostics, validate_file_names
 from genserve.config.diagnostics import (
     ConfigSource,
     Diagnostic,
@@ -168,7 +168,7 @@ def inspect_message(
         backends=tuple(backends) or known_backends(),
         completed=completed,
     )
-    outside = tuple(files(context))
+    outside = tuple(validate_file_names(context))
     if outside:
         return ParsedConfig(source=source, message=message, config=None, diagnostics=outside)
     undeduced: tuple[Diagnostic, ...] = ()

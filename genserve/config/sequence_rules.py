@@ -8,15 +8,15 @@ from typing import Any
 from genserve.config.diagnostics import Diagnostic, ValidationContext
 from genserve.config.schema import enum_name
 
-__all__ = ["sequences"]
+__all__ = ["validate_sequences"]
 
 _VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _CORRID = "CONTROL_SEQUENCE_CORRID"
 _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
 
 
-def sequences(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with `sequence_batching`."""
+def validate_sequences(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of `sequence_batching`."""
     if not config.message.HasField("sequence_batching"):
         return
     batching = config.message.sequence_batching
@@ -25,7 +25,7 @@ def sequences(config: ValidationContext) -> Iterator[Diagnostic]:
             "response_cache",
             f"Response Cache does not currently support model {config.name} with sequence batching "
             "scheduler. Please disable the response cache.",
-            remedy="leave `response_cache` out: an answer depends on what came before it in its sequence",
+            remedy="leave `response_cache` out: an answer depends on the earlier requests of its sequence",
         )
     yield from _controls(config)
     for index, state in enumerate(batching.state):
@@ -47,7 +47,7 @@ def _strategy(config: ValidationContext) -> Iterator[Diagnostic]:
         yield config.error(
             "sequence_batching.direct.minimum_slot_utilization",
             f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {config.name}",
-            remedy="write the share of slots to wait for, such as 0.5",
+            remedy="write the fraction of slots to wait for, such as 0.5",
         )
 
 
@@ -60,14 +60,14 @@ def _controls(config: ValidationContext) -> Iterator[Diagnostic]:
             yield config.error(
                 path,
                 f"sequence batching control tensor must have a name for {config.name}",
-                remedy='add `name: "START"`, the name of the input that the model has for it',
+                remedy='add `name: "START"`, the input of the model for it',
             )
         elif tensor.name in names:
             yield config.error(
                 f"{path}.name",
                 f"sequence batching control tensor '{tensor.name}' is specified for multiple control kinds "
                 f"for {config.name}",
-                remedy="give each control a tensor of its own",
+                remedy="give each control its own tensor",
             )
         names.add(tensor.name)
         for number, control in enumerate(tensor.control):
@@ -88,7 +88,7 @@ def _controls(config: ValidationContext) -> Iterator[Diagnostic]:
 
 def _flag(config: ValidationContext, control: Any, *, kind: str, path: str) -> Iterator[Diagnostic]:
     written = [name for name in _VALUES if len(getattr(control, name))]
-    remedy = "write `int32_false_true: [ 0, 1 ]`: what the model reads for no, and for yes"
+    remedy = "write `int32_false_true: [ 0, 1 ]`: the values for false and true"
     if not written:
         message = f"sequence batching must specify either {_list_values('or')} for {kind} for {config.name}"
     elif len(written) > 1:
@@ -112,7 +112,7 @@ def _corrid(config: ValidationContext, control: Any, *, path: str) -> Iterator[D
             path,
             f"sequence batching must not specify either {_list_values('or')} for {_CORRID} "
             f"for {config.name}",
-            remedy="write `data_type: TYPE_UINT64` in its place",
+            remedy="write `data_type: TYPE_UINT64` instead",
         )
     elif enum_name(control, "data_type") not in _CORRID_TYPES:
         allowed = f"{', '.join(_CORRID_TYPES[:-1])} and {_CORRID_TYPES[-1]}"
@@ -143,7 +143,7 @@ def _initial_state(config: ValidationContext, state: Any, *, path: str) -> Itera
             yield config.error(
                 field,
                 f"Field 'name' must be set when using initial_state for state input '{name}'.",
-                remedy='add `name: "..."`, any word',
+                remedy='add `name: "..."`, with any name',
             )
         if initial.data_type != state.data_type:
             yield config.error(
@@ -156,7 +156,7 @@ def _initial_state(config: ValidationContext, state: Any, *, path: str) -> Itera
             yield config.error(
                 f"{field}.dims",
                 f"'initial_state' field for state input name '{name}' contains variable dimensions.",
-                remedy="write the size that the state has at the start of a sequence",
+                remedy="write the size of the state at the start of a sequence",
             )
         yield from _initial_data(config, initial, name=name, path=field)
 
@@ -166,12 +166,12 @@ def _initial_data(config: ValidationContext, initial: Any, *, name: str, path: s
         yield config.error(
             path,
             f"initial_state setting expects state'{name}' to have state_data set",
-            remedy="add `zero_data: true`, or `data_file` with a file of the folder initial_state",
+            remedy="add `zero_data: true`, or `data_file` with a file in the folder initial_state",
         )
     elif initial.data_file and not (config.folder / "initial_state" / initial.data_file).is_file():
         file = config.folder / "initial_state" / initial.data_file
         yield config.error(
             f"{path}.data_file",
             f"failed to open text file for read {file}: No such file or directory",
-            remedy="put it there: the elements one after the other, row-major",
+            remedy="put the file there: elements in row-major order",
         )

@@ -15,8 +15,8 @@ from genserve.config.schema import enum_name
 __all__ = ["Role", "UnsupportedField", "unsupported_fields", "unsupported_in_role"]
 
 
-# The honoured fields of each message. A message without a line here is looked into by rules alone.
-_HONOURED = {
+# The supported fields of each message; other messages are validated by the rules alone.
+_SUPPORTED = {
     "": {
         "name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "batch_input",
         "batch_output", "optimization", "dynamic_batching", "sequence_batching", "ensemble_scheduling",
@@ -25,7 +25,7 @@ _HONOURED = {
     },
     "input": {
         "name", "data_type", "dims", "reshape", "allow_ragged_batch", "optional",
-        "is_shape_tensor", "is_non_linear_format_io",  # refused by rules
+        "is_shape_tensor", "is_non_linear_format_io",  # rejected by rules
     },
     "optimization": {"graph", "execution_accelerators", "input_pinned_memory", "output_pinned_memory"},
     "sequence_batching": {
@@ -36,32 +36,32 @@ _HONOURED = {
     },
     "ensemble_scheduling": {"step", "max_inflight_requests"},
     "ensemble_scheduling.step": {"model_name", "model_version", "input_map", "output_map"},
-    "instance_group": {"name", "kind", "count", "gpus", "rate_limiter", "profile"},  # profile: see rules
+    "instance_group": {"name", "kind", "count", "gpus", "rate_limiter", "profile"},  # rules reject profile
 }  # fmt: skip
 
-# What happens instead.
+# What happens instead of the other fields.
 _INSTEAD = {
     "runtime": "the backend's own runtime is used",
     "cc_model_filenames": "`default_model_filename` is loaded on every device",
     "model_operations": "no libraries of operators are loaded",
     "input.format": "dimensions are taken in the order of `dims`",
-    "optimization.priority": "all models run with one priority",
+    "optimization.priority": "all models have the same priority",
     "optimization.cuda": "no CUDA graphs are captured",
-    "optimization.gather_kernel_buffer_threshold": "inputs are gathered by the backend's own rules",
+    "optimization.gather_kernel_buffer_threshold": "the backend decides how inputs are gathered",
     "optimization.eager_batching": "inputs are gathered when the model runs",
-    "sequence_batching.state.use_growable_memory": "memory is reserved at load, and taken as tokens come",
-    "ensemble_scheduling.step.model_namespace": "models are found by name alone; Triton, too, writes its own "
-    "value over it",
-    "instance_group.secondary_devices": "the instances run on their first device alone",
-    "instance_group.passive": "the instances take requests like all others",
+    "sequence_batching.state.use_growable_memory": "memory is reserved at load, and used as tokens arrive",
+    "ensemble_scheduling.step.model_namespace": "models are found by name alone; Triton, too, overwrites it "
+    "with its own value",
+    "instance_group.secondary_devices": "the instances run on their first device only",
+    "instance_group.passive": "the instances take requests like any other",
     "instance_group.host_policy": "threads and memory are placed by the operating system",
-    "model_repository_agents": "the agents would not see the files",
+    "model_repository_agents": "agents do not process the files",
 }
-_ERRORS = ("model_repository_agents",)      # without which the model would be another
+_ERRORS = ("model_repository_agents",)      # an agent may change the model
 
 
 class Role(StrEnum):
-    """What a model is to a text model, whose stages one engine runs."""
+    """The role of a model in a text model, whose stages run in one engine."""
 
     ENSEMBLE = "text model"
     TOKENIZER = "tokenizer stage"
@@ -70,7 +70,7 @@ class Role(StrEnum):
     DECODER = "decoder stage"
 
 
-# What the engine that runs a text model has no use for, by role: fields of `_HONOURED` that act elsewhere.
+# The fields of `_SUPPORTED` that the engine of a text model ignores, by role.
 _ONE_INSTANCE = {
     "instance_group.count": "one engine runs the model, as one instance, and `max_batch_size` of the logits "
     "stage says how many sequences run together",
@@ -130,11 +130,11 @@ _IN_ROLE: Mapping[Role, Mapping[str, str]] = {
     | _ON_THE_CPU
     | dict.fromkeys(("input.reshape", "input.allow_ragged_batch", "output.reshape"), _AS_IT_IS),
 }  # fmt: skip
-# Without these a logits stage's graph would be given something else than its config says.
+# A logits stage's graph would get other inputs than its config states.
 _ERRORS_IN_LOGITS = (
     "batch_input", "sequence_batching.control_input", "sequence_batching.state.initial_state.data_file",
 )  # fmt: skip
-# Values that ask for what happens anyway.
+# Values that mean what happens anyway.
 _AS_IT_HAPPENS = {
     "instance_group.count": ("1",),
     "instance_group.kind": ("KIND_AUTO", "KIND_CPU", "KIND_MODEL"),
@@ -143,25 +143,25 @@ _AS_IT_HAPPENS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsupportedField:
-    """A field that is written and not honoured."""
+    """A field that is written and has no effect."""
 
-    path: str               # as `SourceMap` takes it
+    path: str               # as in `SourceMap`
     severity: Severity
     message: str
 
 
 def unsupported_fields(message: Any) -> Iterator[UnsupportedField]:
-    """Yield what an `inference.ModelConfig` asks for in vain; a field of a newer schema is among it."""
+    """Yield the fields of an `inference.ModelConfig` without effect, those of a newer schema included."""
     for _, name, path in _written(message):
         schema, _, field = name.rpartition(".")
-        honoured = _HONOURED.get(schema)
-        if honoured is not None and field not in honoured:
+        supported = _SUPPORTED.get(schema)
+        if supported is not None and field not in supported:
             instead = _INSTEAD.get(name, "it has no effect")
             yield _unsupported(name, path=path, instead=instead, is_error=name in _ERRORS)
 
 
 def unsupported_in_role(message: Any, role: Role) -> Iterator[UnsupportedField]:
-    """Yield what an `inference.ModelConfig` asks for in vain because its model is part of a text model."""
+    """Yield the fields of an `inference.ModelConfig` without effect in this role in a text model."""
     is_logits = role in (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
     for owner, name, path in _written(message):
         instead = _IN_ROLE[role].get(name)
@@ -195,5 +195,5 @@ def _unsupported(name: str, *, path: str, instead: str, is_error: bool, where: s
     return UnsupportedField(
         path=path,
         severity=Severity.ERROR if is_error else Severity.WARNING,
-        message=f"{name.rpartition('.')[2]} is not honoured{where}: {instead}",
+        message=f"{name.rpartition('.')[2]} is ignored{where}: {instead}",
     )

@@ -11,11 +11,11 @@ from genserve.config.diagnostics import Diagnostic, ValidationContext, nearest
 from genserve.config.schema import enum_name
 from genserve.shapes import compatible, shape_text
 
-__all__ = ["batch_tensors", "tensors", "warmups"]
+__all__ = ["validate_batch_tensors", "validate_tensors", "validate_warmups"]
 
 
-def tensors(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the inputs and outputs."""
+def validate_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of inputs and outputs."""
     for kind in ("input", "output"):
         names: set[str] = set()
         for index, tensor in enumerate(getattr(config.message, kind)):
@@ -44,7 +44,7 @@ def _tensor(config: ValidationContext, tensor: Any, *, kind: str, path: str) -> 
         )
     wrong = _reshape_error(tensor, batches=config.message.max_batch_size > 0)
     if wrong:
-        remedy = "dims and reshape hold the same elements, with the same dimensions of any size in order"
+        remedy = "give dims and reshape the same number of elements, and -1 in the same order"
         yield config.error(f"{path}.reshape", f"{start} {wrong} {end}", remedy=remedy)
     yield from _for_tensorrt(config, tensor, path=path)
     if kind == "input":
@@ -58,7 +58,7 @@ def _missing(config: ValidationContext, tensor: Any, *, start: str, path: str) -
         yield config.error(
             f"{path}.data_type",
             f"{start} must specify 'data_type' for {config.name}",
-            remedy="write `data_type: TYPE_INT64`, or another but TYPE_INVALID",
+            remedy="write `data_type: TYPE_INT64`, or another type",
         )
     if not tensor.dims:
         message = f"{start} must specify 'dims' for {config.name}"
@@ -66,7 +66,7 @@ def _missing(config: ValidationContext, tensor: Any, *, start: str, path: str) -
 
 
 def _may_be_completed(config: ValidationContext) -> bool:
-    """Whether the model's own code, or a backend of somebody else's, may say what the config does not."""
+    """Whether the code of the model, or a third-party backend, may complete the config."""
     if config.message.backend != "python":
         return config.message.platform != "ensemble" and config.message.backend not in BUILT_IN
     files = (
@@ -100,18 +100,18 @@ def _image_format(config: ValidationContext, tensor: Any, *, path: str) -> Itera
         yield config.error(
             f"{path}.format",
             f"model input NHWC/NCHW require 3 dims for {config.name}",
-            remedy="leave `format` out: it changes nothing here",
+            remedy="leave `format` out: it has no effect here",
         )
 
 
 def _labels(config: ValidationContext, tensor: Any, *, path: str) -> Iterator[Diagnostic]:
     file = config.folder / tensor.label_filename
     if tensor.label_filename and not file.is_file():
-        # Triton refuses the model; the labels are all that it lacks.
+        # Triton rejects the model; here only the labels are missing.
         yield config.warning(
             f"{path}.label_filename",
             f"failed to open text file for read {file}: No such file or directory",
-            remedy="put the labels into the folder of the model, one a line, or leave the field out",
+            remedy="put the labels into the model's folder, one per line, or leave the field out",
         )
 
 
@@ -120,7 +120,7 @@ def _is_size(dim: int) -> bool:
 
 
 def _reshape_error(tensor: Any, *, batches: bool) -> str:
-    """What is wrong with a tensor's reshape, in Triton's words; empty: nothing."""
+    """Return the error of a tensor's reshape, in Triton's words; empty: none."""
     if not tensor.HasField("reshape"):
         return ""
     dims, shape = list(tensor.dims), list(tensor.reshape.shape)
@@ -134,7 +134,7 @@ def _reshape_error(tensor: Any, *, batches: bool) -> str:
 
 
 def _runs(dims: Sequence[int]) -> list[int]:
-    """The number of elements between the dimensions of any size."""
+    """The number of elements between the dimensions -1."""
     runs: list[list[int]] = [[]]
     for dim in dims:
         if dim == -1:
@@ -144,8 +144,8 @@ def _runs(dims: Sequence[int]) -> list[int]:
     return [prod(run) for run in runs]
 
 
-def batch_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with `batch_input` and `batch_output`."""
+def validate_batch_tensors(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of `batch_input` and `batch_output`."""
     outputs = [tensor.name for tensor in config.message.output]
     for index, batch_input in enumerate(config.message.batch_input):
         path = f"batch_input[{index}]"
@@ -175,7 +175,7 @@ def _sources(config: ValidationContext, batch_tensor: Any, *, kind: str, path: s
             path,
             f"batch {kind} kind '{enum_name(batch_tensor, 'kind')}' expects 1 source input, "
             f"got {len(batch_tensor.source_input)} for {config.name}",
-            remedy='write `source_input: "..."`, one name',
+            remedy='write `source_input: "..."` once',
         )
     for name in batch_tensor.source_input:
         if name not in inputs:
@@ -186,8 +186,8 @@ def _sources(config: ValidationContext, batch_tensor: Any, *, kind: str, path: s
             )
 
 
-def warmups(config: ValidationContext) -> Iterator[Diagnostic]:
-    """Yield what is wrong with `model_warmup`; an ensemble must have none."""
+def validate_warmups(config: ValidationContext) -> Iterator[Diagnostic]:
+    """Yield the errors of `model_warmup`, which an ensemble must not have."""
     if config.message.platform == "ensemble":
         return
     tensors = {tensor.name: tensor for tensor in config.message.input}
@@ -206,7 +206,7 @@ def _warmup_batch_size(config: ValidationContext, sample: Any, *, path: str) -> 
     if not sample.batch_size:
         yield config.warning(
             path,
-            f"warmup sample '{sample.name}' has no batch_size, and is passed over",
+            f"warmup sample '{sample.name}' has no batch_size, and is skipped",
             remedy="add `batch_size: 1`",
         )
     elif sample.batch_size > largest:
@@ -223,7 +223,7 @@ def _warmup_input(config: ValidationContext, value: Any, *, name: str, path: str
         yield config.error(
             path,
             f"warmup setting expects all variable-size dimensions are specified for input '{name}'",
-            remedy="write a size that requests often have",
+            remedy="write a typical size",
             key=name,
         )
     if value.WhichOneof("input_data_type") is None:
@@ -238,7 +238,7 @@ def _warmup_input(config: ValidationContext, value: Any, *, name: str, path: str
         yield config.error(
             path,
             f"failed to open text file for read {file}: No such file or directory",
-            remedy="put it there: the elements one after the other, row-major; a text after its length",
+            remedy="put the file there: elements in row-major order, each text after its length",
             key=name,
         )
 

@@ -25,7 +25,7 @@ from genserve.generation.beam_rules import (
 from genserve.generation.engine_request import BeamReorder, LogitsConsumer, Request, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.sampling.logits_edits import apply_edits, join_edits
-from genserve.sampling.sampler import likelihood
+from genserve.sampling.sampler import token_logprob
 
 __all__ = ["Beam", "BeamSearch", "BeamText"]
 
@@ -60,7 +60,7 @@ class Beam(Request):
         text: of its answer; None: there are no stop strings.
     """
 
-    __slots__ = ("logit_rules", "logprobs", "search", "text")
+    __slots__ = ("logprobs", "processors", "search", "text")
 
     def __init__(
         self, search: BeamSearch, prompt_token_ids: Sequence[int], *, text: BeamText | None
@@ -69,7 +69,7 @@ class Beam(Request):
         self.search = search
         self.text = text
         self.logprobs: list[TokenLogprob] = []
-        self.logit_rules = search.answers[0].fresh_rules()
+        self.processors = search.answers[0].sampling.fresh_processors()
 
     @property
     def answer(self) -> list[int]:
@@ -130,7 +130,7 @@ class Beam(Request):
         self.token_ids = other.token_ids.copy()
         self.text = other.text.fork() if other.text is not None else None
         self.logprobs = other.logprobs.copy()
-        self.logit_rules = self.search.answers[0].fresh_rules()
+        self.processors = self.search.answers[0].sampling.fresh_processors()
 
 
 class BeamGroup:
@@ -338,7 +338,7 @@ class BeamSearch:
             times = np.array(list(taken.values()), dtype=np.float32)
             log_probs[:, list(taken)] -= np.float32(penalty) * times
         beams = beams[: len(log_probs)]
-        edits = [b.logit_rules.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.logit_rules]
+        edits = [b.processors.edits(b.token_ids, row=row) for row, b in enumerate(beams) if b.processors]
         if edits:
             apply_edits(log_probs, join_edits(edits))
         return log_probs
@@ -358,7 +358,7 @@ class BeamSearch:
         params = self.answers[0].params
         if not params.logprobs:
             return []
-        return [likelihood(logits[row], token_id, num_top=params.top_logprobs)]
+        return [token_logprob(logits[row], token_id, num_top=params.top_logprobs)]
 
     def _ends(self, beam: Beam, token_id: int) -> bool:
         """Whether this token completes the answer of this beam."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from genserve.errors import SEE_LOG, GenserveError, ModelFailed
-from genserve.generation.batch_sampler import RowPicker
 from genserve.generation.engine_request import LogitsRequest, Request, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, LogitsModel
@@ -17,7 +16,6 @@ from genserve.generation.model_runner import ModelRunner
 from genserve.generation.output_processor import DecodeFunction, DecodingLoops, OutputProcessor, StepOutputs
 from genserve.generation.scheduler import Scheduler, SchedulerOutput
 from genserve.generation.speculation import Speculation
-from genserve.sampling.sampler import sample_rows
 
 __all__ = ["Engine", "PausedLoops", "StepResult"]
 
@@ -119,7 +117,6 @@ class Engine:
         *,
         decode: DecodeFunction,
         max_num_batched_tokens: int = 256,
-        picker: RowPicker = sample_rows,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -130,7 +127,6 @@ class Engine:
             model: computes the logits.
             decode: the decoding loop of each token sequence.
             max_num_batched_tokens: of a step.
-            picker: samples the model's logits.
             prefix_cache: whether token sequences share prefixes; logits requests always do.
             speculation: drafts several tokens of a sequence for one step; None: no speculation.
             clock: seconds.
@@ -150,7 +146,7 @@ class Engine:
             model, self._kv, max_num_batched_tokens=self._scheduler.max_num_batched_tokens
         )
         self._loops = DecodingLoops(decode)
-        self._processor = OutputProcessor(self._kv, self._loops, picker=picker, speculation=speculation)
+        self._processor = OutputProcessor(self._kv, self._loops, speculation=speculation)
         self._speculation = speculation
         self._paused = PausedLoops()
         self._timed: set[TokenSequence] = set()     # the sequences with a deadline

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from types import coroutine
 from typing import Any, Protocol
 
@@ -18,11 +17,11 @@ from genserve.errors import ContextLengthExceeded, GenserveError, InvalidRequest
 from genserve.generation.delta_builder import AnswerText, DeltaBuilder
 from genserve.generation.logits_model import LogitsArray, TokenArray
 from genserve.generation.sequence_plugins import SequencePlugins
+from genserve.sampling.batch_sampler import SamplingState
 from genserve.sampling.logits_edits import StructuredOutputGrammar
-from genserve.sampling.logits_processors import NO_BREAKERS, Breakers, LogitRules, logit_rules
-from genserve.sampling.sampler import likelihood
+from genserve.sampling.logits_processors import NO_BREAKERS, DryBreakers
+from genserve.sampling.sampler import token_logprob
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import Truncation, stages_of
 
 __all__ = [
     "Awaited",
@@ -262,13 +261,7 @@ class TokenSequence(Request):
     Attributes:
         token_ids: prompt and answer together; read only. For the others see `Request`.
         params: the sampling parameters of the request.
-        seed: the request's own, or one drawn for it.
-        grammar: the structured output that the answer must follow; None: free text.
-        logit_rules: how the request changes its logits before a token is sampled; None: not at all.
-        fresh_rules: makes the same rules, in the state before the first token.
-        truncation: of a draw by the default order of stages, if `stages` is None.
-        stages: of a draw with a custom order or a rare stage; survives a preemption.
-        picks_plainly: no grammar, rule or stage affects its tokens, and no log-probability is returned.
+        sampling: the rules by which its tokens are sampled, and their state; survives a preemption.
         deadline_s: when the engine ends it, by the engine's clock; None: never.
         first_token_s: when its first token was there, by the engine's clock; None: it has none.
         begins_thought: whether the answer begins within a thought, since the prompt leaves one open.
@@ -291,17 +284,11 @@ class TokenSequence(Request):
         "deadline_s",
         "finish_reason",
         "first_token_s",
-        "fresh_rules",
-        "grammar",
-        "logit_rules",
         "params",
-        "picks_plainly",
         "plugins",
+        "sampling",
         "search",
-        "seed",
-        "stages",
         "stop_reason",
-        "truncation",
     )
 
     def __init__(
@@ -315,7 +302,7 @@ class TokenSequence(Request):
         max_length: int,
         vocab_size: int,
         bad_words: Sequence[Sequence[int]] = (),
-        dry_breakers: Breakers = NO_BREAKERS,
+        dry_breakers: DryBreakers = NO_BREAKERS,
         plugins: SequencePlugins | None = None,
         deadline_s: float | None = None,
         xtc_spared_ids: Sequence[int] = (),
@@ -324,8 +311,6 @@ class TokenSequence(Request):
     ) -> None:
         super().__init__(prompt_token_ids)
         self.params = params
-        self.grammar = grammar
-        self.seed = seed
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason | None = None
         self.deadline_s = deadline_s
@@ -335,19 +320,17 @@ class TokenSequence(Request):
         self.search: SequenceSearch | None = None
         self._eos_token_ids: frozenset[int] = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
-        self.fresh_rules: Callable[[], LogitRules | None] = partial(
-            logit_rules,
+        self.sampling = SamplingState(
             params,
+            seed=seed,
             num_prompt_tokens=self.num_prompt_tokens,
             ending_ids=frozenset(i for i in self.ending_ids if i < vocab_size),
             bad_words=bad_words,
             dry_breakers=dry_breakers,
+            spared_ids=[i for i in xtc_spared_ids if i < vocab_size],
             plugins=self.plugins,
+            grammar=grammar,
         )
-        self.stages = stages_of(params, spared_ids=tuple(i for i in xtc_spared_ids if i < vocab_size))
-        self.truncation = Truncation.of(params) if self.stages is None else Truncation()
-        self.logit_rules = self.fresh_rules()
-        self.picks_plainly = not (params.logprobs or grammar or self.logit_rules or self.stages)
         self._text = text
         self._delta = DeltaBuilder(params, num_prompt_tokens=self.num_prompt_tokens)
         self._num_scored = 0
@@ -445,8 +428,9 @@ class TokenSequence(Request):
         token_id = operator.index(token_id)  # numpy's and torch's integers become Python's
         if not 0 <= token_id < self._vocab_size:
             raise ModelFailed(f"the decoding loop appended token id {token_id}, outside the vocabulary")
-        if self.grammar is not None and not self.grammar.accept(token_id):
-            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {self.grammar.failure}")
+        grammar = self.sampling.grammar
+        if grammar is not None and not grammar.accept(token_id):
+            raise ModelFailed(f"token id {token_id} came, which its grammar forbids: {grammar.failure}")
         self.token_ids.append(token_id)
         if self.params.logprobs:
             self._delta.add_logprob()
@@ -463,7 +447,7 @@ class TokenSequence(Request):
             self.finish_reason, self.stop_reason = FinishReason.STOP_STRING, self._text.stop
         elif rule is not None and self.num_new_tokens >= self.params.min_tokens:
             self.finish(FinishReason.STOP_STRING, stop_reason=rule)
-        elif self.grammar is not None and self.grammar.complete:
+        elif grammar is not None and grammar.complete:
             self.finish(FinishReason.END_OF_SEQUENCE)
         elif len(self.token_ids) >= self._max_length:
             self.finish(FinishReason.LENGTH)
@@ -504,15 +488,18 @@ class TokenSequence(Request):
         if self._num_scored < self.num_computed_tokens <= self._num_to_score:
             token_id = self.token_ids[self.num_computed_tokens]
             num_top = self.params.prompt_logprobs or 0
-            self._delta.prompt_logprobs.append(likelihood(logits[row], token_id, num_top=num_top))
+            self._delta.prompt_logprobs.append(token_logprob(logits[row], token_id, num_top=num_top))
             self._num_scored += 1
 
-    def take_logprob(self, sampled: TokenLogprob | None, *, surprise_bits: float | None = None) -> None:
-        """Keep the log-probability of the token to be appended next, and update mirostat; for the engine."""
+    @property
+    def seed(self) -> int:
+        """The request's seed, or one drawn for it."""
+        return self.sampling.seed
+
+    def take_logprob(self, sampled: TokenLogprob | None) -> None:
+        """Keep the log-probability of the token to be appended next; for the engine."""
         if sampled is not None:
             self._delta.sampled = sampled
-        if surprise_bits is not None and self.stages is not None:
-            self.stages = self.stages.after(surprise_bits)
 
     def take_delta(self) -> Delta | None:
         """Return the delta since the last call; None if it has fewer tokens than `stream_interval`."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from genserve.sampling.logits_edits import FloatArray, LogitsArray, TokenArray, on_host
+
 __all__ = ["FloatArray", "ForwardBatch", "IndexArray", "LogitsArray", "LogitsModel", "TokenArray", "on_host"]
 
-FloatArray = NDArray[np.float32]
-TokenArray = NDArray[np.int64]
 IndexArray = NDArray[np.int32]
-# float32: a numpy array, or of a model on another device a torch tensor that lies there. Both are indexed
-# alike and have `__dlpack__`.
-LogitsArray: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +96,3 @@ class LogitsModel(Protocol):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the keys and values of whole blocks, of each pair (source, target), in this order."""
-
-
-def on_host(logits: LogitsArray) -> FloatArray:
-    """Return logits in the memory of the host; themselves, if they are there."""
-    return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)

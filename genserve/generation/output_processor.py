@@ -9,12 +9,12 @@ from typing import Any
 
 from genserve.completion import FinishReason
 from genserve.errors import SEE_LOG, GenserveError, InvalidRequest, ModelFailed
-from genserve.generation.batch_sampler import RowPicker, pick
 from genserve.generation.engine_request import Awaited, LogitsRequest, Request, SequenceSearch, TokenSequence
 from genserve.generation.kv_cache_manager import KVCacheManager
 from genserve.generation.logits_model import LogitsArray, on_host
 from genserve.generation.scheduler import SchedulerOutput
 from genserve.generation.speculation import Speculation
+from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampler import select_rows
 
 __all__ = ["DecodeFunction", "DecodingLoops", "OutputProcessor", "StepOutputs"]
@@ -121,13 +121,11 @@ class OutputProcessor:
         kv_cache_manager: KVCacheManager,
         loops: DecodingLoops,
         *,
-        picker: RowPicker,
         speculation: Speculation | None,
     ) -> None:
         """See `Engine`."""
         self._kv = kv_cache_manager
         self._loops = loops
-        self._picker = picker
         self._speculation = speculation
         self._outputs = StepOutputs()
         # Requests by kind, and the rows that they get; filled by the methods of `LogitsConsumer`.
@@ -241,20 +239,21 @@ class OutputProcessor:
     def _sample(self, logits: LogitsArray, sequences: Sequence[TokenSequence]) -> None:
         failed = self._outputs.failed
         try:
-            picks = pick(logits, sequences, picker=self._picker)
+            sampled = sample(logits, sequences)
         except Exception:
             logger.exception("sampling failed")
             failure = ModelFailed("sampling failed", remedy=SEE_LOG)
             failed.update(dict.fromkeys(sequences, failure))
             return
-        for sequence, picked in zip(sequences, picks, strict=True):
-            if not picked.finite:
+        for sequence, token in zip(sequences, sampled, strict=True):
+            if not token.finite:
                 failed[sequence] = _not_finite(sequence)
                 continue
-            if not sequence.picks_plainly:
-                sequence.take_logprob(picked.logprob, surprise_bits=picked.surprise_bits)
+            if not sequence.sampling.plain:
+                sequence.take_logprob(token.logprob)
+                sequence.sampling.learn(token.surprise_bits)
             try:
-                self._loops.resume(sequence, picked.token_id)
+                self._loops.resume(sequence, token.token_id)
             except GenserveError as error:
                 failed[sequence] = error
 
@@ -289,10 +288,11 @@ def _score(request: Request, logits: LogitsArray, rows: range) -> None:
 def _not_finite(sequence: TokenSequence) -> GenserveError:
     if sequence.plugins.failure is not None:
         return sequence.plugins.failure
-    if sequence.grammar is not None and (failure := sequence.grammar.failure):
+    grammar = sequence.sampling.grammar
+    if grammar is not None and (failure := grammar.failure):
         message = f"structured_outputs became too complex to follow: {failure}"
         return InvalidRequest(message, field="structured_outputs", remedy="ask for a simpler grammar")
-    if sequence.logit_rules is None and sequence.grammar is None:
+    if grammar is None and not sequence.sampling.edits_logits:
         return ModelFailed("the model's logits are not finite")
     return ModelFailed(
         "the model's logits are not finite, or the request's parameters leave no token to sample",

@@ -1,4 +1,4 @@
-"""Ensemble: a graph of models; each step runs as soon as its tensors are there."""
+"""Ensemble: a graph of models; each step runs as soon as its inputs are known."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 class Ensemble:
     """The graph of one ensemble; a `ModelRuntime`. Its steps are submitted like any other request.
 
-    Each response of a decoupled step sends its tensors through the rest of the graph once more.
+    Each response of a decoupled step runs the steps after it once more.
 
-    `max_inflight_requests` limits how many requests each step has at its model, over all requests to the
-    ensemble, as Triton documents it. What comes of a response and finds no room waits in line, and so does
-    the model that has answered: a request leaves its step only when what has come of it has gone on, and the
-    sender of a Python model waits. The responses of a model that cannot be made to wait stand in line.
+    `max_inflight_requests` limits the requests that each step has at its model, over all requests to the
+    ensemble, as Triton documents it. Further requests wait in a queue, and so does the model whose response
+    made them: a request leaves its step only when the requests made of its responses have been submitted, and
+    the response sender of a Python model blocks. Responses of models that cannot block are queued.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Ensemble:
         config_of: Callable[[EnsembleStep], ModelConfig],
         statistics: ModelStatistics,
     ) -> None:
-        """Make the graph ready.
+        """Prepare the graph.
 
         Args:
             config: with at least one step.
             server: runs the models of its steps.
-            config_of: the config of a step's model as it is now; raises InferenceError.
+            config_of: returns the current config of a step's model; raises InferenceError.
             statistics: to count executions in.
         """
         self._config = config
@@ -59,29 +59,29 @@ class Ensemble:
         self._config_of = config_of
         self._statistics = statistics
         limit = config.max_inflight_requests
-        self._lines = [_Line(limit) for _ in config.ensemble_steps] if limit else None
+        self._queues = [_InflightQueue(limit) for _ in config.ensemble_steps] if limit else None
 
     @property
     def ready(self) -> bool:
-        """Whether every model of its steps answers."""
+        """Whether the models of all steps are ready."""
         return all(
             self._server.is_ready(step.model_name, step.model_version) for step in self._config.ensemble_steps
         )
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that wait for nothing: each step waits at its own model."""
+        """Always 0: each step waits at its own model."""
         return 0
 
     def submit(self, inference: Inference) -> None:
-        """Start the steps that can."""
+        """Start the steps whose inputs are known."""
         try:
             steps = [
-                _Step(spec, self._config_of(spec), line=self._lines[index] if self._lines else None)
+                _Step(spec, self._config_of(spec), queue=self._queues[index] if self._queues else None)
                 for index, spec in enumerate(self._config.ensemble_steps)
             ]
         except InferenceError as error:
-            # Triton takes an ensemble away while a model of its steps is away.
+            # Triton unloads an ensemble while a model of its steps is not loaded.
             raise InferenceError(
                 f"Request for unknown model: '{self._config.name}' has no available versions",
                 status=Status.NOT_FOUND,
@@ -93,12 +93,12 @@ class Ensemble:
         inference.when_ended(self._executed)
         run = _Run(inference, config=self._config, steps=steps, server=self._server)
         inference.when_cancelled(run.cancel)
-        if self._lines is not None:
-            inference.when_ended(lambda _: run.cancel())    # what waits in a line, if it has failed
+        if self._queues is not None:
+            inference.when_ended(lambda _: run.cancel())    # queued requests, if it has failed
         run.start()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: an ensemble holds no resources."""
 
     def _executed(self, inference: Inference) -> None:
         if inference.error is None:
@@ -106,11 +106,11 @@ class Ensemble:
 
 
 class _Step:
-    """One step, with the config of its model, and the line before it if it has a limit."""
+    """One step, with the config of its model, and its queue if it has a limit."""
 
-    def __init__(self, spec: EnsembleStep, model: ModelConfig, *, line: _Line | None) -> None:
+    def __init__(self, spec: EnsembleStep, model: ModelConfig, *, queue: _InflightQueue | None) -> None:
         self.spec = spec
-        self.line = line
+        self.queue = queue
         self.decoupled = model.decoupled
         self.sources = tuple(spec.input_map.values())
         self.makes = tuple(spec.output_map.values())
@@ -120,7 +120,7 @@ class _Step:
         self._ranks = {tensor.name: lead + len(tensor.dims) for tensor in model.inputs}
 
     def inputs(self, flow: _Flow) -> dict[str, Tensor]:
-        """Return the tensors of a flow by the model's names."""
+        """Return the inputs of the step, by the model's names."""
         return {
             name: self._fitted(tensor.renamed(name))
             for name, source in self.spec.input_map.items()
@@ -128,7 +128,7 @@ class _Step:
         }
 
     def outputs(self, response: InferenceResponse | None) -> dict[str, Tensor | None]:
-        """Return the tensors of a response by the ensemble's names; None for those it lacks."""
+        """Return the tensors of a response by the ensemble's names; None for missing ones."""
         made: dict[str, Tensor | None] = {}
         for output, name in self.spec.output_map.items():
             tensor = response.output(output) if response is not None else None
@@ -136,7 +136,7 @@ class _Step:
         return made
 
     def _fitted(self, tensor: Tensor) -> Tensor:
-        """Add or strip a batch dimension of one where only one of ensemble and model batches."""
+        """Add or remove a batch dimension of 1 where only one of ensemble and model batches."""
         rank = self._ranks.get(tensor.name, len(tensor.shape))
         if len(tensor.shape) == rank + 1 and tensor.shape[0] == 1:
             return tensor.reshaped(tensor.shape[1:])
@@ -145,8 +145,8 @@ class _Step:
         return tensor
 
 
-class _Line:
-    """The line before a step: so many of its requests run at a time, the others wait for one to end."""
+class _InflightQueue:
+    """The queue of a step: `limit` of its requests run at a time, the others wait."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -156,12 +156,12 @@ class _Line:
         self._admitting = False
 
     def enter(self, part: Inference, *, submit: Callable[[], bool], of: Inference | None) -> None:
-        """Submit a request to the model of the step once there is room.
+        """Submit a request to the model of the step when one of the limit is free.
 
         Args:
             part: the request.
-            submit: submits it; returns whether that has happened.
-            of: whose response it was made of, whose model waits with it.
+            submit: submits it; returns whether the model has taken it.
+            of: the inference whose response it was made of; its model waits too. None: the ensemble's.
         """
         part.backlog = Backlog()
         part.when_ended(self._ended)
@@ -175,7 +175,7 @@ class _Line:
         self._admit()
 
     def _ended(self, part: Inference) -> None:
-        """Make room once all that has come of a request has gone on."""
+        """Free the place of a request once all requests made of its responses are submitted."""
         assert part.backlog is not None
         part.backlog.when_clear(lambda: self._leave(part))
 
@@ -185,17 +185,17 @@ class _Line:
         self._admit()
 
     def _drop(self, part: Inference) -> None:
-        """End a request that is cancelled in the line."""
+        """End a request that is cancelled in the queue."""
         with self._lock:
             if part not in self._waiting:
-                return  # it runs, and its model is told
+                return  # it runs: its model is cancelled
             _, backlog = self._waiting.pop(part)
         if backlog is not None:
             backlog.remove(part)
         part.fail_cancelled()
 
     def _admit(self) -> None:
-        """Submit what there is room for. One thread at a time: what ends at once would come back here."""
+        """Submit the next requests up to the limit. One thread at a time: a request may end in `submit`."""
         while True:
             with self._lock:
                 if self._admitting or not self._waiting or len(self._running) >= self._limit:
@@ -217,30 +217,30 @@ class _Line:
                         self._running.pop(part, None)
 
     def _blockers(self) -> Sequence[Inference]:
-        """Return what is to end, or to go on, before there is room."""
+        """Return the inferences of which one must end, or be submitted, before the next is admitted."""
         with self._lock:
             running = tuple(self._running)
         return [_occupant(part) for part in running]
 
 
 def _occupant(part: Inference) -> Inference:
-    """Return who holds a place: a request, or once it has ended, the first that came of it and waits."""
-    waiting = part.backlog.waiting if part.ended and part.backlog else ()   # read once: it may clear
+    """Return the holder of a place: a request or, after its end, the first waiting one made of it."""
+    waiting = part.backlog.waiting if part.ended and part.backlog else ()   # read once: it may become empty
     return waiting[0] if waiting else part
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Flow:
-    """Tensors on their way through the graph: those of the request, or of one decoupled response.
+    """The tensors and steps that follow one source: the request, or one response of a decoupled step.
 
     Attributes:
-        tensors: by the ensemble's names; None: there will be none of this name.
-        waiting: the steps that are to run in this flow.
-        parent: whose tensors are seen here too.
-        num_running: its steps that have not ended, but for decoupled ones.
-        num_streaming: its decoupled steps that have not ended.
-        branched: a decoupled step has begun: what comes after it runs in flows below this one.
-        children: the flows below this one that are not over, in order.
+        tensors: by the ensemble's names; None: it will never be made.
+        waiting: the steps that are still to run in this flow.
+        parent: the flow whose tensors are visible here too.
+        num_running: its running steps, without decoupled ones.
+        num_streaming: its running decoupled steps.
+        branched: a decoupled step has started: the steps after it run in child flows.
+        children: its unfinished child flows, in order.
     """
 
     tensors: dict[str, Tensor | None]
@@ -266,17 +266,17 @@ class _Flow:
 
     @property
     def settled(self) -> bool:
-        """Whether every tensor that it will ever see is known."""
+        """Whether all tensors that are visible here are known."""
         return not self.waiting and not self.num_running and (self.parent is None or self.parent.settled)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more comes of it or of those below."""
+    def finished(self) -> bool:
+        """Whether it and its child flows have finished."""
         return self.settled and not self.num_streaming and not self.children
 
 
 class _Run:
-    """One request on its way through the graph."""
+    """One request to the ensemble."""
 
     def __init__(
         self, inference: Inference, *, config: ModelConfig, steps: Sequence[_Step], server: InferenceServer
@@ -287,27 +287,27 @@ class _Run:
         self._lock = threading.Lock()
         self._failed = False
         below = {step: _downstream(step, steps) for step in steps if step.decoupled}
-        self._below = {step: _of_one_flow(after, below) for step, after in below.items()}
+        self._below = {step: _in_one_flow(after, below) for step, after in below.items()}
         self._root = _Flow(
             tensors={spec.name: inference.inputs.get(spec.name) for spec in config.inputs},
-            waiting=_of_one_flow(steps, below),
+            waiting=_in_one_flow(steps, below),
         )
 
     def start(self) -> None:
-        """Start the steps that need nothing of others."""
+        """Start the steps that depend on no other."""
         self._advance(self._root)
 
     def cancel(self) -> None:
-        """Cancel the steps that run."""
+        """Cancel the running steps."""
         for part in tuple(self._inference.parts):
             part.cancel()
 
     def _advance(self, changed: _Flow, *, of: Inference | None = None) -> None:
-        """Start every step that can be started since a flow has changed, and answer what is complete.
+        """Start the steps whose inputs a changed flow makes known, and send complete responses.
 
         Args:
             changed: the flow.
-            of: by whose response it has; None: by the request itself.
+            of: the inference whose response changed it; None: the request did.
         """
         with self._lock:
             if self._inference.ended:
@@ -321,14 +321,14 @@ class _Run:
             self._start(flow, step, of=of)
 
     def _hold_with_us(self, backlog: Backlog) -> None:
-        """Let a step wait while this ensemble, a step of another, is to wait itself."""
+        """Let a step wait while this ensemble, itself a step of another, must wait."""
         ours = self._inference.backlog
         if ours is not None and (waiting := ours.waiting):
             backlog.add(waiting[-1])
             ours.when_clear(lambda: backlog.remove(waiting[-1]))
 
     def _startable(self, flow: _Flow) -> Iterator[_Step]:
-        """Take the steps whose inputs are known out of `waiting`; one without a required one never runs."""
+        """Remove the steps with known inputs from `waiting`; without a required input a step never runs."""
         for step in list(flow.waiting):
             if not all(flow.knows(name) for name in step.sources):
                 continue
@@ -368,19 +368,19 @@ class _Run:
         part.when_ended(self._inference.parts.remove)
         if self._inference.cancelled:
             part.cancel()
-        if step.line is None:
+        if step.queue is None:
             part.backlog = Backlog() if self._inference.backlog is not None else None
             self._submit(part)
         else:
-            step.line.enter(part, submit=lambda: self._submit(part), of=of)
+            step.queue.enter(part, submit=lambda: self._submit(part), of=of)
 
     def _submit(self, part: Inference) -> bool:
-        """Hand a request to the model of its step; return whether that takes it."""
+        """Submit a request to the model of its step; return whether the model has taken it."""
         if self._inference.ended:
-            return False  # it has failed while this one was in a line
+            return False  # it has failed while this one was queued
         try:
             self._server.submit(part)
-        except Exception as error:  # of any kind: it is on the thread of another request, which made room
+        except Exception as error:  # this may be the thread of another request, which must go on
             if not isinstance(error, GenserveError):
                 logger.exception("model %s could not take a request", part.request.model_name)
             self._fail(InferenceError.of(error))
@@ -415,13 +415,13 @@ class _Run:
         self._advance(changed, of=part)
 
     def _answer(self, flows: Sequence[_Flow]) -> None:
-        """Send what is complete, in the order of the flows; under the lock, so that the end comes last."""
+        """Send the complete responses, in the order of the flows; under the lock: the final one is last."""
         responses = [self._response(flow) for flow in flows if flow.settled and not flow.branched]
-        for flow in reversed(flows):  # those below before those above
-            _let_go(flow)
+        for flow in reversed(flows):  # children before parents
+            _forget(flow)
         for number, response in enumerate(responses, start=1):
-            self._send(response, final=self._root.over and number == len(responses))
-        if self._root.over and not responses:
+            self._send(response, final=self._root.finished and number == len(responses))
+        if self._root.finished and not responses:
             self._send(None, final=True)
 
     def _response(self, flow: _Flow) -> InferenceResponse:
@@ -439,25 +439,25 @@ class _Run:
         try:
             self._inference.send(response, final=final)
         except Closed:
-            return  # it has failed, and a step answered all the same
+            return  # it has failed before a step answered
 
     def _fail(self, error: GenserveError) -> None:
         if self._failed:
-            return  # what is cancelled in a line comes back here
+            return  # cancelling the queued requests comes back here
         self._failed = True
         self._inference.fail(_within(self._config, error))
         self.cancel()
 
 
-def _let_go(flow: _Flow) -> None:
-    """Forget a flow that is over, and those above that have waited for it alone."""
-    while flow.parent is not None and flow.over:
+def _forget(flow: _Flow) -> None:
+    """Forget a finished flow, and the parents that are finished with it."""
+    while flow.parent is not None and flow.finished:
         flow.parent.children.pop(flow, None)
         flow = flow.parent
 
 
 def _downstream(step: _Step, steps: Sequence[_Step]) -> list[_Step]:
-    """Return the steps that take, directly or not, what a step makes."""
+    """Return the steps that depend on a step, directly or not."""
     made = set(step.makes)
     found: list[_Step] = []
     while True:
@@ -468,14 +468,14 @@ def _downstream(step: _Step, steps: Sequence[_Step]) -> list[_Step]:
         made |= {name for other in more for name in other.makes}
 
 
-def _of_one_flow(steps: Sequence[_Step], below: Mapping[_Step, Sequence[_Step]]) -> list[_Step]:
-    """Leave out the steps that come after a decoupled one among these: they run in flows of their own."""
+def _in_one_flow(steps: Sequence[_Step], below: Mapping[_Step, Sequence[_Step]]) -> list[_Step]:
+    """Leave out the steps after a decoupled one of these: they run in child flows."""
     later = {step for before in steps for step in below.get(before, ())}
     return [step for step in steps if step not in later]
 
 
 def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
-    """Return the parameters that Triton's answers of ensembles carry."""
+    """Return the parameters of Triton's ensemble responses."""
     return {
         "sequence_id": request.correlation_id,
         "sequence_start": RequestFlags.SEQUENCE_START in request.flags,
@@ -484,7 +484,7 @@ def _sequence(request: InferenceRequest) -> Mapping[str, Parameter]:
 
 
 def _within(config: ModelConfig, error: GenserveError) -> InferenceError:
-    """Return the error of a step as the ensemble's; its code stays."""
+    """Return the error of a step as an error of the ensemble, with the same status."""
     prefix = f"in ensemble '{config.name}', "
     status = error.status if isinstance(error, InferenceError) else Status.INTERNAL
     return InferenceError(prefix + error.message, status=status, remedy=error.remedy)

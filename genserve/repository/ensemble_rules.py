@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from genserve.config.diagnostics import Diagnostic, Severity, nearest
 from genserve.config.model_config import EnsembleStep, ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
-from genserve.repository.ensemble_steps import (
-    all_step_models,
-    generation_stages,
-    is_decoupled,
-    step_models,
-)
+from genserve.repository.ensemble_steps import all_step_models, is_decoupled, step_models, text_stages
 from genserve.repository.index import ModelEntry, served_versions
 from genserve.shapes import compatible, shape_text
 
@@ -175,13 +170,13 @@ class _Ensemble:
 
 def _limit(ensemble: _Ensemble) -> Iterator[Diagnostic]:
     """Yield a warning if there is a limit of what is on its way between stages of one engine."""
-    if ensemble.config.max_inflight_requests and generation_stages(ensemble.entry, ensemble.entries):
+    if ensemble.config.max_inflight_requests and text_stages(ensemble.entry, ensemble.entries):
         yield ensemble.entry.parsed.diagnostic(
             Severity.WARNING,
             "ensemble_scheduling[0].max_inflight_requests",
-            "max_inflight_requests is not honoured: one engine runs the stages, and nothing waits between "
-            "them",
-            remedy="leave it out; --max-queue bounds how many requests wait for the engine",
+            "max_inflight_requests is ignored: one engine runs the stages, and requests do not "
+            "wait between them",
+            remedy="leave it out; --max-queue limits the requests that wait for the engine",
         )
 
 
@@ -222,7 +217,7 @@ def _made_twice(ensemble: _Ensemble) -> Iterator[Diagnostic]:
                     f"{path}.output_map",
                     f"ensemble tensor '{tensor}' can appear in an output map only once for ensemble "
                     f"'{ensemble.name}' step {index}",
-                    remedy="give each output of a step a name of its own, that no input has",
+                    remedy="give each output of a step a unique name, which no input has",
                     key=key,
                 )
             made.add(tensor)
@@ -240,7 +235,7 @@ def _not_made(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]
                 else f"output '{min(missed)}' for ensemble '{ensemble.name}' is not written: at least one of "
                 f"its depending tensors, '{tensor}', is not connected"
             )
-            remedy = f"no input and no step makes '{tensor}'; {nearest(tensor, known=sorted(graph.made))}"
+            remedy = f"no input or step provides '{tensor}'; {nearest(tensor, known=sorted(graph.made))}"
             yield ensemble.error(f"{path}.input_map", message, remedy=remedy, key=key)
 
 
@@ -266,7 +261,7 @@ def _not_used(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]
                 yield ensemble.error(
                     f"{path}.output_map",
                     f"ensemble tensor '{tensor}' is unused in ensemble '{ensemble.name}'",
-                    remedy="take it out of the `output_map`, or add it to the ensemble's `output`",
+                    remedy="remove it from the `output_map`, or add it to the ensemble's `output`",
                     key=key,
                 )
 
@@ -281,8 +276,8 @@ def _waiting(ensemble: _Ensemble, graph: EnsembleGraph) -> Iterator[Diagnostic]:
     yield ensemble.error(
         f"ensemble_scheduling.step[{graph.steps.index(waiting[0])}]",
         f"output '{min(tensors & graph.outputs or tensors)}' for ensemble '{ensemble.name}' is not written",
-        remedy=f"these steps wait for each other's tensors: {names}; a step takes what the ensemble or an "
-        "earlier step makes",
+        remedy=f"these steps wait for each other's tensors: {names}; the inputs of a step must come from "
+        "the ensemble or an earlier step",
     )
 
 
@@ -323,7 +318,8 @@ def _version(
             f"{path}.model_version",
             f"ensemble '{ensemble.name}' depends on '{step.model_name}' whose required version "
             f"{step.model_version} is not loaded.",
-            remedy=f"write `model_version: -1` for the latest; served are {', '.join(map(str, served))}",
+            remedy="write `model_version: -1` for the latest; served versions: "
+            f"{', '.join(map(str, served))}",
         )
 
 
@@ -388,7 +384,7 @@ def _circle(ensemble: _Ensemble) -> Iterator[Diagnostic]:
                 "ensemble_scheduling",
                 f"circular dependency between ensembles: {ensemble.name} -> ... -> {model.name} -> "
                 f"{ensemble.name}",
-                remedy="take one of them out of the other's steps",
+                remedy="remove one of them from the steps of the other",
             )
             return
 
@@ -415,7 +411,7 @@ def _consistency(ensemble: _Ensemble) -> Iterator[Diagnostic]:
                     yield ensemble.error(
                         f"{path}.{field}",
                         f"in ensemble {ensemble.name}, ensemble tensor {tensor}: {conflict}",
-                        remedy="both configs must say the same of it; -1 fits any size",
+                        remedy="both configs must agree; -1 fits any size",
                         key=spec.name,
                     )
 
@@ -437,6 +433,6 @@ def _decoupling(ensemble: _Ensemble) -> Iterator[Diagnostic]:
             f"in ensemble {ensemble.name}, step of model "
             f"'{ensemble.name if step is None or is_last else step.model_name}' receives inputs originated "
             "from different decoupled models",
-            remedy="give it only what comes through one and the same decoupled step, whose responses it "
-            "follows one by one",
+            remedy="give it inputs from one decoupled step only: it runs once for each response of "
+            "that step",
         )

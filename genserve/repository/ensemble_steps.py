@@ -1,4 +1,4 @@
-"""Ensemble steps: the models that an ensemble's steps name, and what these make of it."""
+"""Ensemble steps: the models of an ensemble's steps, and which ensembles are text models."""
 
 from __future__ import annotations
 
@@ -6,37 +6,40 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from genserve.config.model_config import ModelConfig
+from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
+from genserve.textmodel.logits_config import CacheKind, cache_kind, is_logits_stage
 from genserve.textmodel.plugin_rules import decodes
 
 __all__ = [
-    "Chain",
+    "TextStages",
     "all_step_models",
-    "generation_chains",
-    "generation_stages",
     "is_decoupled",
+    "role_of",
     "stage_owners",
     "step_models",
+    "text_models",
+    "text_stages",
 ]
 
-Chain: TypeAlias = Mapping[str, ModelEntry]  # the stages of an ensemble: "tokenizer", "logits", "decoder"
+TextStages: TypeAlias = Mapping[str, ModelEntry]  # of a text model: "tokenizer", "logits", "decoder"
 
-# Which stage of a model that generates text is made by which backend.
+# The stages of a text model, by backend.
 _STAGES = {"tokenizer": "tokenizer", "onnxruntime": "logits", "pytorch": "logits", "python": "decoder"}
 
 
 def step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """Return the models that an ensemble's steps name, as far as there are such."""
+    """Return the models of an ensemble's steps; those that do not exist are left out."""
     steps = entry.config.ensemble_steps if entry.config else ()
     return [entries[step.model_name] for step in steps if step.model_name in entries]
 
 
-def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> Chain | None:
-    """Return the stages of an ensemble that the token engine runs, by their roles.
+def text_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> TextStages | None:
+    """Return the stages of a text model, each with the version that its step names; None: it is not one.
 
-    Each is in the version that its step names. None: it is none of these. Its decoder is a model.py with an
-    `async def decode`.
+    A text model is an ensemble of a tokenizer, a logits stage and a model.py with an `async def decode`.
     """
     steps = entry.config.ensemble_steps if entry.config else ()
     models = [
@@ -52,22 +55,36 @@ def generation_stages(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> C
     return stages
 
 
-def generation_chains(entries: Mapping[str, ModelEntry]) -> dict[str, Chain]:
-    """Return the stages of those ensembles that chain a tokenizer, a logits and a decoder stage, by name.
-
-    Reads the decoders' model.py: to be called once for each look at the folders.
-    """
-    chains = {name: generation_stages(entry, entries) for name, entry in entries.items()}
-    return {name: chain for name, chain in chains.items() if chain}
+def text_models(entries: Mapping[str, ModelEntry]) -> dict[str, TextStages]:
+    """Return the stages of all text models, by name. Reads their model.py: call it once for each scan."""
+    found = {name: text_stages(entry, entries) for name, entry in entries.items()}
+    return {name: stages for name, stages in found.items() if stages}
 
 
-def stage_owners(chains: Mapping[str, Chain]) -> dict[str, str]:
-    """Return, by name of a logits or decoder stage, the ensemble whose engine runs it."""
+def stage_owners(models: Mapping[str, TextStages]) -> dict[str, str]:
+    """Return, by name of a logits or decoder stage, the text model whose engine runs it."""
     owners: dict[str, str] = {}
-    for name, chain in chains.items():
+    for name, stages in models.items():
         for stage in ("logits", "decoder"):
-            owners.setdefault(chain[stage].name, name)
+            owners.setdefault(stages[stage].name, name)
     return owners
+
+
+def role_of(entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]) -> Role | None:
+    """Return the role of a model in the text models that it is part of; None: it is part of none."""
+    if entry.is_ensemble:
+        return Role.ENSEMBLE if text_stages(entry, entries) else None
+    of_logits = Role.LOGITS_WITHOUT_CACHE if cache_kind(config) is CacheKind.NONE else Role.LOGITS
+    if is_logits_stage(config):
+        return of_logits
+    roles = {"tokenizer": Role.TOKENIZER, "logits": of_logits, "decoder": Role.DECODER}
+    for ensemble in entries.values():
+        steps = ensemble.config.ensemble_steps if ensemble.config else ()
+        if any(step.model_name == entry.name for step in steps):
+            for name, stage in (text_stages(ensemble, entries) or {}).items():
+                if stage.name == entry.name:
+                    return roles[name]
+    return None
 
 
 def _decodes(decoder: ModelEntry) -> bool:
@@ -78,12 +95,12 @@ def _decodes(decoder: ModelEntry) -> bool:
     except RepositoryError:
         return False
     if not file.is_file():
-        return True  # of which loading tells more than that this is no such ensemble
+        return True  # loading then reports the missing file
     return decodes(file)
 
 
 def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
-    """Whether a model gives any number of responses; an ensemble does if one of its steps does."""
+    """Whether a model is decoupled; an ensemble is if one of its steps is."""
     return any(
         model.config is not None and not model.is_ensemble and model.config.decoupled
         for model in (entry, *all_step_models(entry, entries))
@@ -91,7 +108,7 @@ def is_decoupled(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> bool:
 
 
 def all_step_models(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> list[ModelEntry]:
-    """The models of the steps, and of the steps of those that are ensembles."""
+    """Return the models of the steps, and those of the steps of nested ensembles."""
     found: dict[str, ModelEntry] = {}
     waiting = step_models(entry, entries)
     while waiting:

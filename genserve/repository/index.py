@@ -55,13 +55,13 @@ class ModelEntry:
         if not versions:
             raise RepositoryError(
                 f"model {self.name!r} has no version folder in {self.path}",
-                remedy="its weights are missing: `genserve pull` or `genserve export` brings them",
+                remedy="its weights are missing: run `genserve pull` or `genserve export`",
             )
         served = served_versions(self.config, versions) if self.config else versions
         if self.wanted_version not in (-1, *served):
             raise RepositoryError(
                 f"version {self.wanted_version} of model {self.name!r} is not served",
-                remedy=f"served are {', '.join(map(str, served))}",
+                remedy=f"served versions: {', '.join(map(str, served))}",
             )
         return self.path / str(served[-1] if self.wanted_version == -1 else self.wanted_version)
 
@@ -92,7 +92,7 @@ def scan(
     if "/" in config_name or "\0" in config_name:
         raise RepositoryError(
             f"{config_name!r} is not the name of a config",
-            remedy="NAME stands for the file configs/NAME.pbtxt in the folder of a model",
+            remedy="write NAME for the files configs/NAME.pbtxt in the folders of models",
         )
     backends = known_backends(backend_folders)
     entries: dict[str, ModelEntry] = {}
@@ -135,8 +135,9 @@ def served_versions(config: ModelConfig, versions: Iterable[int]) -> tuple[int, 
 
 def _versions_remedy(there: list[int]) -> str:
     if not there:
-        return "add a folder for the first version, named '1'; `genserve pull` or `genserve export` brings it"
-    return f"there are {', '.join(map(str, there))}; `version_policy {{ all {{ }} }}` serves them all"
+        return "add a folder '1' for the first version; `genserve pull` and `genserve export` make it"
+    available = ", ".join(map(str, there))
+    return f"available versions: {available}; `version_policy {{ all {{ }} }}` serves them all"
 
 
 def links_out(folder: Path, roots: Iterable[Path]) -> list[Path]:
@@ -203,7 +204,7 @@ def _model_folders(root: Path) -> list[Path]:
     if (root / "config.pbtxt").is_file() and len(folders) == len(version_folders(root)):
         raise RepositoryError(
             f"{root} is a model, not a repository of models",
-            remedy=f"give the folder that it lies in: {root.resolve().parent}",
+            remedy=f"give the folder that contains it: {root.resolve().parent}",
         )
     return folders
 
@@ -213,7 +214,7 @@ def _leads_out(folder: Path, link: Path) -> ParsedConfig:
         folder / "config.pbtxt",
         at=link,
         message=f"the link leads out of the model repository, and model '{folder.name}' is refused",
-        remedy="put the file itself there; or serve without --strict-repository-paths",
+        remedy="replace the link by the file, or serve without --strict-repository-paths",
     )
 
 

@@ -21,7 +21,7 @@ from genserve.config.schema import model_config
 from genserve.errors import GenserveError, MissingDependency, RepositoryError, Status
 from genserve.repository.index import ModelEntry
 from genserve.text.tokenizer import Tokenizer
-from genserve.textmodel.logits_runtime import CacheKind, cache_kind, context_length
+from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.runtimes.onnx_logits import check_logits_graph
 
 __all__ = ["content_diagnostics", "placeholder_diagnostics"]

@@ -6,35 +6,31 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from genserve.config.diagnostics import first_error
 from genserve.config.model_config import ModelConfig
 from genserve.errors import ConfigError, GenserveError, InferenceError, RepositoryError, Status
-from genserve.repository.ensemble import Ensemble
+from genserve.repository.config_resolution import check_usable, with_config
 from genserve.repository.ensemble_rules import ensemble_diagnostics
 from genserve.repository.ensemble_steps import (
-    Chain,
+    TextStages,
     all_step_models,
-    generation_chains,
-    generation_stages,
     stage_owners,
     step_models,
+    text_models,
+    text_stages,
 )
 from genserve.repository.index import ModelEntry, fingerprint, scan
-from genserve.repository.loading import Loader
-from genserve.repository.model_validation import model_diagnostics
+from genserve.repository.model_loader import ModelLoader, VersionFailed
 from genserve.repository.model_versions import ModelState, ModelTable, ModelVersion
 from genserve.repository.options import RepositoryOptions
-from genserve.repository.preparation import check_usable, prepare, with_config
 from genserve.repository.upload import Upload, refuse_code
-from genserve.textmodel.logits_runtime import is_logits_stage
-from genserve.textmodel.text_inference import TextGeneration
-from genserve.textmodel.text_model_loader import load_generation, load_logits_stage
+from genserve.textmodel.logits_config import is_logits_stage
 
-__all__ = ["ModelLifecycle", "VersionFailed", "load_error", "not_polled", "reason", "without_step"]
+__all__ = ["ModelLifecycle", "load_error", "not_polled", "reason", "without_step"]
 
 
 logger = logging.getLogger(__name__)
@@ -49,16 +45,6 @@ _STATUS_WORDS: Mapping[Status, str] = {
     Status.ALREADY_EXISTS: "Already exists",
     Status.CANCELLED: "Cancelled",
 }
-
-
-class VersionFailed(Exception):
-    """Why a version cannot be loaded, and so none of the model's is; `others` are these."""
-
-    def __init__(self, error: Exception, *, version: int, others: Sequence[int] = ()) -> None:
-        super().__init__(version)
-        self.error = error
-        self.version = version
-        self.others = others
 
 
 def load_error(name: str, failed: VersionFailed) -> InferenceError:
@@ -107,12 +93,12 @@ class ModelLifecycle:
 
     Attributes:
         entries: the folders as they were seen last; replaced, never changed.
-        chains: the generation ensembles among them, with their stages.
+        text_models: the text models among them, with their stages.
         errors: why a model that was to be loaded at the start, or since by polling, is not.
     """
 
     def __init__(
-        self, roots: Iterable[Path], *, options: RepositoryOptions, versions: ModelTable, loader: Loader
+        self, roots: Iterable[Path], *, options: RepositoryOptions, versions: ModelTable, loader: ModelLoader
     ) -> None:
         """Read the folders; nothing is loaded yet.
 
@@ -135,7 +121,7 @@ class ModelLifecycle:
         self._retiring: set[threading.Thread] = set()
         self._closed = False
         self.entries: Mapping[str, ModelEntry] = {}
-        self.chains: Mapping[str, Chain] = {}
+        self.text_models: Mapping[str, TextStages] = {}
         self.rescan()
 
     def rescan(self) -> None:
@@ -147,7 +133,7 @@ class ModelLifecycle:
             backend_folders=[directory] if directory else (),
             strict_paths=self._options.strict_paths,
         )
-        self.chains = generation_chains(self.entries)
+        self.text_models = text_models(self.entries)
 
     def load(
         self, name: str, *, config_json: str, files: Mapping[str, bytes] | None, allow_code: bool
@@ -259,7 +245,8 @@ class ModelLifecycle:
                         self._load_with_steps(entry, is_brought=entry.name in self._brought_ensembles)
 
     def _graphs(self) -> list[ModelVersion]:
-        return [served for served in self._versions.served if isinstance(served.runner, Ensemble)]
+        served = self._versions.served
+        return [each for each in served if each.config.ensemble_steps and each.text_model is None]
 
     def _entries_away(self) -> list[ModelEntry]:
         entries = {**self.entries, **self._brought_ensembles}
@@ -290,7 +277,7 @@ class ModelLifecycle:
             upload: the folder that it is from, if its files came with the call too.
         """
         entries = {**self.entries, asked.name: asked}
-        entry = entries.get(stage_owners(self.chains).get(asked.name, ""), asked)
+        entry = entries.get(stage_owners(self.text_models).get(asked.name, ""), asked)
         trace = self._trace(entry)
         started_s = time.monotonic()
         with self._lock_of(entry.name):
@@ -300,7 +287,8 @@ class ModelLifecycle:
                 return
             for model in {asked.name: asked, entry.name: entry}.values():
                 _refuse_unusable(model, entries)
-            fresh = self._load_or_note(entry, self._load_of(entry, entries, upload))
+            self._check_loadable(entry, entries, is_uploaded=upload is not None)
+            fresh = self._load_or_note(entry, entries, upload)
             names = {served.name for served in fresh}
             for name in {*together, *names}:
                 old = self._versions.put(name, [served for served in fresh if served.name == name])
@@ -313,27 +301,21 @@ class ModelLifecycle:
                 self._brought_ensembles[asked.name] = asked
             self.errors.pop(entry.name, None)
 
-    def _load_of(
-        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
-    ) -> Callable[[], list[ModelVersion]]:
-        """Return what loads a model: an engine and its stages, or versions with instances."""
-        options, metrics = self._options, self._loader.metrics
-        is_chain = entry.name in self.chains
-        chain = generation_stages(entry, entries) if is_chain else None
-        if (is_chain and not chain) or ((is_chain or is_logits_stage(entry)) and upload):
+    def _check_loadable(
+        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, is_uploaded: bool
+    ) -> None:
+        """Refuse a text model that a load request breaks; load what the steps of another ensemble need."""
+        in_engine = entry.name in self.text_models or is_logits_stage(entry.config)
+        is_broken = entry.name in self.text_models and not text_stages(entry, entries)
+        if is_broken or (in_engine and is_uploaded):
             raise InferenceError(
                 f"model '{entry.name}' runs in a text engine, which cannot be loaded like this",
                 status=Status.UNSUPPORTED,
                 remedy="change its files in the repository, or its config so that its three stages remain",
             )
-        if not chain:
+        if entry.name not in self.text_models:
             self._load_missing_steps(entry)
         _refuse_unfit(entry, entries)
-        if chain:
-            return lambda: load_generation(entry, chain, entries, options=options, metrics=metrics)
-        if is_logits_stage(entry):
-            return lambda: [load_logits_stage(entry, options=options, metrics=metrics)]
-        return lambda: self._load_versions(entry, entries, upload)
 
     def _load_missing_steps(self, entry: ModelEntry) -> None:
         """Load the models of an ensemble's steps that do not answer: all, even if one of them fails."""
@@ -356,14 +338,16 @@ class ModelLifecycle:
             if not self._versions.of(step.name) and entry.name not in below:
                 yield step
 
-    def _load_or_note(self, entry: ModelEntry, load: Callable[[], list[ModelVersion]]) -> list[ModelVersion]:
-        """Run a load; if it fails, what served before goes on, and the index says why."""
+    def _load_or_note(
+        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
+    ) -> list[ModelVersion]:
+        """Load a model; if that fails, the old versions keep answering, and the index has the reason."""
         version = (entry.versions or (1,))[-1]
         serves = bool(self._versions.of(entry.name))
         if not serves:
             self._versions.set_state(entry.name, version, ModelState.LOADING)
         try:
-            return load()
+            return self._loader.load(entry, entries, upload=upload)
         except Exception as error:
             failed = error if isinstance(error, VersionFailed) else VersionFailed(error, version=version)
         if not serves:
@@ -373,28 +357,6 @@ class ModelLifecycle:
             for other in failed.others:
                 self._versions.set_state(entry.name, other, ModelState.UNAVAILABLE, reason="unloaded")
         raise load_error(entry.name, failed) from failed.error
-
-    def _load_versions(
-        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], upload: Upload | None
-    ) -> list[ModelVersion]:
-        # Not the config's own diagnostics: `prepare` judges it once it is completed.
-        found = model_diagnostics(entry, entries)
-        error = first_error(each for each in found if each not in entry.parsed.diagnostics)
-        if error is not None:
-            raise error
-        model = prepare(entry, entries, options=self._options)
-        fresh: list[ModelVersion] = []
-        for version in model.versions:
-            try:
-                fresh.append(self._loader.load(model, version, upload=upload))
-            except BaseException as error:
-                for served in fresh:
-                    served.close(timeout_s=0)
-                if not isinstance(error, Exception):
-                    raise
-                others = [other for other in model.versions if other != version]
-                raise VersionFailed(error, version=version, others=others) from error
-        return fresh
 
     def _unload(self, name: str, *, timeout_s: float | None = None) -> None:
         with self._lock_of(name):
@@ -414,8 +376,6 @@ class ModelLifecycle:
             until_s = time.monotonic() + (self._options.exit_timeout_s if timeout_s is None else timeout_s)
             while old:
                 served = old.pop()
-                if isinstance(served.runner, TextGeneration):  # most of its requests do not come by `served`
-                    served.runner.ensemble.engine.drain(timeout_s=max(0.0, until_s - time.monotonic()))
                 served.close(timeout_s=max(0.0, until_s - time.monotonic()))
             if not self._closed:
                 gc.collect()  # a model's weights are often in a cycle with it
@@ -440,7 +400,7 @@ class ModelLifecycle:
 
         Of the steps of an ensemble, the configs: with them it may begin to fit, or fit no more.
         """
-        stages = self.chains.get(entry.name, {})
+        stages = self.text_models.get(entry.name, {})
         steps = {model.name: model.parsed.message for model in step_models(entry, self.entries)}
         return [fingerprint(model.path) for model in (entry, *stages.values())], steps
 

@@ -16,13 +16,14 @@ from genserve.config.parameter_rules import byte_size
 from genserve.config.supported_fields import Role
 from genserve.errors import RepositoryError, Status
 from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.repository.ensemble_steps import role_of, stage_owners, text_models
 from genserve.repository.index import ModelEntry, links_out, scan, served_versions
 from genserve.repository.model_file_rules import content_diagnostics, placeholder_diagnostics
 from genserve.tensor import DataType
-from genserve.textmodel.logits_runtime import CacheKind, cache_kind, context_length
+from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length
 from genserve.textmodel.plugin_rules import decodes, plugin_diagnostics
 from genserve.textmodel.runtimes.kv_cache_memory import total_memory_bytes
-from genserve.textmodel.stage_rules import draft_diagnostics, role_of, stage_diagnostics
+from genserve.textmodel.stage_rules import DRAFT_PARAMETERS, draft_diagnostics, stage_diagnostics
 
 __all__ = ["accept", "model_diagnostics", "repository_diagnostics", "size_diagnostics"]
 
@@ -153,7 +154,7 @@ _VERSION_LIKE = re.compile(r"(v|ver|version)?[-_. ]?(?P<number>\d+)([._]\d+)*", 
 # The backends whose models are files, and those that need a second one.
 _WITH_FILES = ("onnxruntime", "python", "pytorch", "tensorflow", "tokenizer")
 _MORE_FILES = {"tokenizer": ("tokenizer_config.json",)}
-_BRINGS_FILES = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
+_BRINGS_FILES = "add the file; `genserve pull` and `genserve export` make those of exported models"
 
 
 def repository_diagnostics(
@@ -211,11 +212,21 @@ def model_diagnostics(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> t
         diagnostics += ensemble_diagnostics(entry, entries)
     else:
         diagnostics += _file_diagnostics(entry, entry.config)
-        diagnostics += draft_diagnostics(entry, entry.config, entries)
+        diagnostics += _draft_diagnostics(entry, entry.config, entries)
     role = role_of(entry, entry.config, entries)
-    diagnostics += stage_diagnostics(entry, entry.config, role)
+    served = _served(entry, entry.config)
+    diagnostics += stage_diagnostics(entry.parsed, entry.config, role, served=served)
     diagnostics += size_diagnostics(entry, entry.config, role)
     return tuple(diagnostics)
+
+
+def _draft_diagnostics(
+    entry: ModelEntry, config: ModelConfig, entries: Mapping[str, ModelEntry]
+) -> Iterator[Diagnostic]:
+    if DRAFT_PARAMETERS & config.parameters.keys():
+        models = text_models(entries)
+        is_stage = entry.name in stage_owners(models)
+        yield from draft_diagnostics(entry.parsed, config, text_models=models, is_stage=is_stage)
 
 
 def _version_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Diagnostic]:
@@ -226,8 +237,8 @@ def _version_diagnostics(entry: ModelEntry, config: ModelConfig) -> Iterator[Dia
             yield Diagnostic(
                 severity=Severity.WARNING,
                 path=entry.path / name,
-                message=f"the folder {name!r} is not a version, and is passed over",
-                remedy=f"rename it to {like['number'].lstrip('0') or '1'!r}: digits that do not begin with 0",
+                message=f"the folder {name!r} is not a version, and is ignored",
+                remedy=f"rename it to {like['number'].lstrip('0') or '1'!r}: a number without leading zeros",
             )
     if isinstance(config.version_policy, SpecificVersions):
         for version in sorted(set(config.version_policy.versions) - set(versions)):
@@ -281,12 +292,12 @@ def _link_diagnostics(entry: ModelEntry, real_roots: Iterable[Path]) -> Iterator
     """Yield a warning where the model's folder leads out of the repository; one, as links come in numbers."""
     links = links_out(entry.path, real_roots)
     if links:
-        more = f", and so do {len(links) - 1} more" if links[1:] else ""
+        more = f", and {len(links) - 1} more do" if links[1:] else ""
         yield Diagnostic(
             severity=Severity.WARNING,
             path=links[0],
             message=f"the link leads out of the model repository{more}",
-            remedy="it is followed, unless the server is started with --strict-repository-paths",
+            remedy="the server follows it, unless started with --strict-repository-paths",
         )
 
 

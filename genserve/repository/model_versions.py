@@ -18,6 +18,7 @@ from genserve.inference_statistics import LatencyHistogram, ModelStatistics
 from genserve.repository.request_validation import RequestValidator
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.upload import Upload
+from genserve.textmodel.text_model import TextModel
 from genserve.tracing import Span
 
 __all__ = ["IndexEntry", "ModelRuntime", "ModelState", "ModelTable", "ModelVersion"]
@@ -57,6 +58,7 @@ class ModelVersion:
         statistics: what it has done.
         load_s: how long its load took, seconds.
         labels: of the classes, by output name, for the outputs that have a `label_filename`.
+        text_model: that answers; None: this is another kind of model.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ModelVersion:
         upload: Upload | None = None,
         load_s: float = 0.0,
         histogram_latencies: bool = False,
+        text_model: TextModel | None = None,
     ) -> None:
         """Serve by a runner.
 
@@ -84,6 +87,7 @@ class ModelVersion:
             upload: the folder that the model is from, which lasts as long as this.
             load_s: how long the load took.
             histogram_latencies: the time to the first response is measured.
+            text_model: that the runtime answers by, which most requests reach directly; None: none.
         """
         self.config = config
         self.version = version
@@ -92,6 +96,7 @@ class ModelVersion:
             statistics.first_response = LatencyHistogram(config.first_response_buckets_ms)
         self.load_s = load_s
         self.labels = labels or {}
+        self.text_model = text_model
         self.runner = runner
         self._admission = RequestValidator(config)
         self._cache = cache
@@ -163,9 +168,12 @@ class ModelVersion:
 
     def close(self, *, timeout_s: float) -> None:
         """Take no more, wait until what was accepted has ended, fail what has not, and close the runner."""
+        until_s = time.monotonic() + timeout_s
+        if self.text_model is not None:
+            self.text_model.engine.drain(timeout_s=timeout_s)
         with self._idle:
             self._closing = True
-            self._idle.wait_for(lambda: not self._pending, timeout=timeout_s)
+            self._idle.wait_for(lambda: not self._pending, timeout=until_s - time.monotonic())
             late = tuple(self._pending)
         for inference in late:
             inference.fail(_unloaded(self.name))

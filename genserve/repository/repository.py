@@ -19,14 +19,13 @@ from genserve.errors import (
 from genserve.generation_metrics import Metrics
 from genserve.inference import Inference
 from genserve.repository.ensemble_steps import stage_owners
-from genserve.repository.loading import Loader
 from genserve.repository.model_lifecycle import ModelLifecycle
+from genserve.repository.model_loader import ModelLoader
 from genserve.repository.model_versions import IndexEntry, ModelState, ModelTable, ModelVersion
 from genserve.repository.options import ControlMode, RepositoryOptions
 from genserve.repository.response_cache import ResponseCache
 from genserve.repository.upload import check_model_name
 from genserve.schedulers.rate_limiter import RateLimiter
-from genserve.textmodel.text_inference import TextGeneration
 from genserve.textmodel.text_model import TextModel
 
 __all__ = ["Repository"]
@@ -55,7 +54,7 @@ class Repository:
         self.options = options or RepositoryOptions()
         self._versions = ModelTable()
         cache_bytes = self.options.cache_bytes
-        loader = Loader(
+        loader = ModelLoader(
             server=self,
             versions=self._versions,
             options=self.options,
@@ -76,13 +75,12 @@ class Repository:
     @property
     def generation_names(self) -> list[str]:
         """The generation models there are, loaded or not."""
-        return list(self._control.chains)
+        return list(self._control.text_models)
 
     @property
     def generation_models(self) -> list[TextModel]:
         """The generation models that answer."""
-        runners = (served.runner for served in self._versions.served)
-        return [runner.ensemble for runner in runners if isinstance(runner, TextGeneration)]
+        return [served.text_model for served in self._versions.served if served.text_model is not None]
 
     @property
     def served(self) -> list[ModelVersion]:
@@ -134,8 +132,8 @@ class Repository:
         if name is None:
             name = self.only_name()
         served = self._versions.get(name)
-        if served is not None and isinstance(served.runner, TextGeneration):
-            return served.runner.ensemble
+        if served is not None and served.text_model is not None:
+            return served.text_model
         if name not in self._control.entries:
             raise self._not_found(name)
         if served is not None:
@@ -225,7 +223,7 @@ class Repository:
             if name not in entries:
                 raise self._not_found(name)
         self._control.note_folders()
-        owners = stage_owners(self._control.chains)
+        owners = stage_owners(self._control.text_models)
         wanted = [entries[name] for name in self._wanted]
         alone = [entry for entry in wanted if not entry.is_ensemble and entry.name not in owners]
         with ThreadPoolExecutor(self.options.load_threads, thread_name_prefix="load") as pool:

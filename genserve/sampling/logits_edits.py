@@ -10,60 +10,79 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray
-
 __all__ = [
+    "NO_EDITS",
     "Entries",
+    "FloatArray",
     "GrammarBitmask",
+    "LogitsArray",
     "LogitsEdits",
     "RowEdit",
     "StructuredOutputGrammar",
+    "TokenArray",
     "apply_edits",
     "grammar_bitmask",
     "join_edits",
+    "on_host",
 ]
+
+FloatArray: TypeAlias = NDArray[np.float32]
+TokenArray: TypeAlias = NDArray[np.int64]
+# float32: a numpy array, or a torch tensor on the device of its model. Both are indexed alike and have
+# `__dlpack__`.
+LogitsArray: TypeAlias = Any
+
+# Copies an index or numbers to the device of the logits.
+ToDevice: TypeAlias = Callable[[NDArray[Any]], Any]
+
+
+def on_host(logits: LogitsArray) -> FloatArray:
+    """Return logits in the memory of the host; not copied if they are there."""
+    return np.asarray(logits.cpu() if hasattr(logits, "cpu") else logits)
 
 
 class StructuredOutputGrammar(Protocol):
-    """Where one answer stands in the form that it must have. Belongs to the engine's thread."""
+    """The state of one answer within the form that it must have. Belongs to the engine's thread."""
 
     @property
     def complete(self) -> bool:
-        """Whether the form is there, and nothing may follow."""
+        """Whether the answer has the form, and no token may follow."""
 
     @property
     def failure(self) -> str:
-        """Why it lets no token follow any more, though it is not complete; empty while it does."""
+        """Why no token may follow though the answer is not complete; empty if some may."""
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """Set bit `i % 32` of word `i // 32` where token i may come next, and clear the others."""
+        """Set bit `i % 32` of word `i // 32` for each token i that may follow, and clear the others."""
 
     def accept(self, token_id: int) -> bool:
-        """Go on behind one more token; False where it may not come, and then the state is void."""
+        """Advance by one token; False if it may not follow, and then the state is void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarBitmask:
-    """Which tokens G rows may get."""
+    """The tokens that G rows may get."""
 
     rows: tuple[int, ...]       # [G]
     bits: NDArray[np.int32]     # [G, ceil(V / 32)], as `StructuredOutputGrammar.fill` sets them
 
     @property
     def forced(self) -> frozenset[int]:
-        """The rows that may get one token alone."""
+        """The rows that may get a single token."""
         counts = np.bitwise_count(self.bits.view(np.uint32)).sum(axis=1)
         return frozenset(row for row, count in zip(self.rows, counts.tolist(), strict=True) if count == 1)
 
     def forbidden(self, num_tokens: int) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """Yield each row, and which of its tokens it may not get: [num_tokens]."""
+        """Yield each row, and whether each of its tokens is forbidden: [num_tokens]."""
         for row, bits in zip(self.rows, ~self.bits, strict=True):
             unpacked = np.unpackbits(bits.view(np.uint8), count=num_tokens, bitorder="little")
             yield row, unpacked.view(np.bool_)
 
 
-def grammar_bitmask(grammars: Sequence[StructuredOutputGrammar | None], *, num_tokens: int) -> GrammarBitmask | None:
-    """Return the masks of the rows that have a grammar; None if no row has."""
+def grammar_bitmask(
+    grammars: Sequence[StructuredOutputGrammar | None], *, num_tokens: int
+) -> GrammarBitmask | None:
+    """Return the bitmask of the rows that have a grammar; None if no row has one."""
     rows = tuple(row for row, grammar in enumerate(grammars) if grammar is not None)
     if not rows:
         return None
@@ -74,13 +93,9 @@ def grammar_bitmask(grammars: Sequence[StructuredOutputGrammar | None], *, num_t
     return GrammarBitmask(rows=rows, bits=bits)
 
 
-# Brings an index or numbers to where the logits lie.
-Place: TypeAlias = Callable[[NDArray[Any]], Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """E places in rows of logits, and a number for each."""
+    """E entries of rows of logits, and a number for each."""
 
     rows: TokenArray            # [E]
     token_ids: TokenArray       # [E]
@@ -88,21 +103,21 @@ class Entries:
 
     @staticmethod
     def of(token_ids: Iterable[int] | TokenArray, values: float | FloatArray = 0.0, *, row: int) -> Entries:
-        """Return places of one row."""
+        """Return entries of one row."""
         ids = token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, dtype=np.int64)
         if not ids.size:
-            return _NONE
+            return _NO_ENTRIES
         filled = np.full(ids.shape, values, dtype=np.float32)
         return Entries(rows=np.full(ids.shape, row, dtype=np.int64), token_ids=ids, values=filled)
 
 
 _NO_IDS: TokenArray = np.empty(0, dtype=np.int64)
-_NONE = Entries(rows=_NO_IDS, token_ids=_NO_IDS, values=np.empty(0, dtype=np.float32))
+_NO_ENTRIES = Entries(rows=_NO_IDS, token_ids=_NO_IDS, values=np.empty(0, dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEdit:
-    """What code of the repository does to one row of logits."""
+    """The edit of one row of logits by a plug-in."""
 
     row: int
     apply: Callable[[LogitsArray], None]        # overwrites [V] float32, of numpy or of torch
@@ -110,55 +125,58 @@ class RowEdit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsEdits:
-    """What is changed, in the order in which it is; no place comes twice in one field but `banned`."""
+    """The edits of some rows, in the order in which they are applied. Only `banned` may repeat an entry."""
 
     before: tuple[RowEdit, ...] = ()
-    masks: GrammarBitmask | None = None     # what they do not allow gets -inf
-    allowed: Entries            # of a row with any, all other tokens get -inf; values unused
-    biased: Entries             # added
-    repeated: Entries           # what is above 0 is divided by it, the rest multiplied
-    lowered: Entries            # subtracted
-    banned: Entries             # gets -inf; values unused
+    bitmask: GrammarBitmask | None = None   # forbidden tokens get -inf
+    allowed: Entries = _NO_ENTRIES      # of a row with any, all other tokens get -inf; values unused
+    biased: Entries = _NO_ENTRIES       # added
+    repeated: Entries = _NO_ENTRIES     # a logit above 0 is divided by it, any other multiplied
+    lowered: Entries = _NO_ENTRIES      # subtracted
+    banned: Entries = _NO_ENTRIES       # gets -inf; values unused
     after: tuple[RowEdit, ...] = ()
 
 
-def join_edits(edits: Sequence[LogitsEdits], *, masks: GrammarBitmask | None = None) -> LogitsEdits:
-    """Return the edits of several rows as one; `masks` are those of all rows."""
-    stages = [stage.name for stage in fields(LogitsEdits) if stage.name != "masks"]
-    joined = {name: _joined([getattr(e, name) for e in edits or [_NO_EDITS]]) for name in stages}
-    return LogitsEdits(masks=masks, **joined)
+NO_EDITS = LogitsEdits()
 
 
-def apply_edits(logits: LogitsArray, edits: LogitsEdits, *, place: Place = np.asarray) -> None:
-    """Change the logits as the edits say; those of other rows stay as they are.
+def join_edits(edits: Sequence[LogitsEdits], *, bitmask: GrammarBitmask | None = None) -> LogitsEdits:
+    """Return the edits of several rows as one; `bitmask` is that of all rows."""
+    steps = [step.name for step in fields(LogitsEdits) if step.name != "bitmask"]
+    joined = {name: _joined([getattr(e, name) for e in edits or [NO_EDITS]]) for name in steps}
+    return LogitsEdits(bitmask=bitmask, **joined)
+
+
+def apply_edits(logits: LogitsArray, edits: LogitsEdits, *, to_device: ToDevice = np.asarray) -> None:
+    """Apply edits to the logits; all other rows stay as they are.
 
     Args:
         logits: [R, V] float32, of numpy or of torch; overwritten.
         edits: of its rows.
-        place: brings a numpy array to where the logits lie.
+        to_device: copies a numpy array to the device of the logits.
 
-    Source: the penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it.
+    Source: the repetition penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it.
     """
     for edit in edits.before:
         edit.apply(logits[edit.row])
-    if edits.masks is not None:
-        for row, forbidden in edits.masks.forbidden(logits.shape[1]):
-            logits[row][place(forbidden)] = -np.inf
+    if edits.bitmask is not None:
+        for row, forbidden in edits.bitmask.forbidden(logits.shape[1]):
+            logits[row][to_device(forbidden)] = -np.inf
     if edits.allowed.rows.size:
-        allowed = _index(edits.allowed, place)
+        allowed = _index(edits.allowed, to_device)
         kept = logits[allowed]
-        logits[place(np.unique(edits.allowed.rows))] = -np.inf
+        logits[to_device(np.unique(edits.allowed.rows))] = -np.inf
         logits[allowed] = kept
     if edits.biased.rows.size:
-        logits[_index(edits.biased, place)] += place(edits.biased.values)
+        logits[_index(edits.biased, to_device)] += to_device(edits.biased.values)
     if edits.repeated.rows.size:
-        repeated, penalty = _index(edits.repeated, place), place(edits.repeated.values)
+        repeated, penalty = _index(edits.repeated, to_device), to_device(edits.repeated.values)
         found = logits[repeated]
         logits[repeated] = found.clip(min=0) / penalty + found.clip(max=0) * penalty
     if edits.lowered.rows.size:
-        logits[_index(edits.lowered, place)] -= place(edits.lowered.values)
+        logits[_index(edits.lowered, to_device)] -= to_device(edits.lowered.values)
     if edits.banned.rows.size:
-        logits[_index(edits.banned, place)] = -np.inf
+        logits[_index(edits.banned, to_device)] = -np.inf
     for edit in edits.after:
         edit.apply(logits[edit.row])
 
@@ -173,11 +191,5 @@ def _joined(parts: Sequence[Any]) -> Any:
     )
 
 
-def _index(entries: Entries, place: Place) -> tuple[Any, Any]:
-    return place(entries.rows), place(entries.token_ids)
-
-
-_NOWHERE = Entries.of((), row=0)
-_NO_EDITS = LogitsEdits(
-    allowed=_NOWHERE, biased=_NOWHERE, repeated=_NOWHERE, lowered=_NOWHERE, banned=_NOWHERE
-)
+def _index(entries: Entries, to_device: ToDevice) -> tuple[Any, Any]:
+    return to_device(entries.rows), to_device(entries.token_ids)

@@ -9,51 +9,48 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from genserve.generation.logits_model import FloatArray, TokenArray
-from genserve.generation.sequence_plugins import SequencePlugins
-from genserve.sampling.logits_edits import Entries, LogitsEdits
+from genserve.sampling.logits_edits import Entries, FloatArray, LogitsEdits, TokenArray
 from genserve.sampling.sampling_params import SamplingParams
 
-__all__ = ["NO_BREAKERS", "Breakers", "LogitRules", "Repetition", "logit_rules"]
+__all__ = ["NO_BREAKERS", "BuiltinLogitsProcessors", "DryBreakers", "DryPenalty", "builtin_logits_processors"]
 
-
-# A repetition that is longer counts as so long: it costs more than any logit is worth.
+# Of a longer repetition only this many tokens count: it costs more than any logit is worth.
 MAX_LENGTH = 256
-MAX_PENALTY = 1e9   # nothing is left of a token, and sums of what is weighted stay exact
+MAX_PENALTY = 1e9   # rules a token out, and sums with it stay exact
 
 
-class Breakers:
-    """The texts that no repetition reaches over, as token ids. All answers to a request share them."""
+class DryBreakers:
+    """The texts that no repetition extends over, as token ids. All answers to a request share them."""
 
     def __init__(self, spellings: Iterable[Sequence[int]]) -> None:
         self._by_last_id: defaultdict[int, list[list[int]]] = defaultdict(list)
         for token_ids in spellings:
             self._by_last_id[token_ids[-1]].append(list(token_ids))
 
-    def stands_before(self, token_ids: Sequence[int], end: int) -> bool:
-        """Whether one of them ends before the place `end`."""
-        known = self._by_last_id.get(token_ids[end - 1], ())
-        return any(token_ids[max(0, end - len(breaker)) : end] == breaker for breaker in known)
+    def ends_at(self, token_ids: Sequence[int], end: int) -> bool:
+        """Return whether one of them ends before index `end`."""
+        breakers = self._by_last_id.get(token_ids[end - 1], ())
+        return any(token_ids[max(0, end - len(breaker)) : end] == breaker for breaker in breakers)
 
     def __contains__(self, token_id: int) -> bool:
-        """Whether a token is one of them by itself."""
+        """Return whether a token is one of them by itself."""
         return [token_id] in self._by_last_id.get(token_id, ())
 
 
-NO_BREAKERS = Breakers(())
+NO_BREAKERS = DryBreakers(())
 
 
-class Repetition:
-    """Don't repeat yourself (DRY), for one token sequence. Reads each token once.
+class DryPenalty:
+    """Don't repeat yourself (DRY), for one sequence. Reads each token once.
 
-    If the last n tokens stand somewhere before, the token that followed them there loses
-    multiplier * base ** (n - allowed_length), for the longest such n. No repetition reaches over a breaker.
+    If the last n tokens occurred before, the token that followed them there is penalized by
+    multiplier * base ** (n - allowed_length), for the longest such n. No repetition extends over a breaker.
 
     Source: p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677, with the details of
-    llama.cpp's sampler, but for MAX_LENGTH.
+    llama.cpp's sampler, except for MAX_LENGTH.
     """
 
-    def __init__(self, params: SamplingParams, *, breakers: Breakers) -> None:
+    def __init__(self, params: SamplingParams, *, breakers: DryBreakers) -> None:
         """Begin before the first token."""
         self._multiplier = params.dry_multiplier
         self._base = params.dry_base
@@ -61,13 +58,13 @@ class Repetition:
         self._window = params.dry_penalty_last_n
         self._breakers = breakers
         self._token_ids = array("q")
-        self._last_break = 0        # what lies before is not repeated
+        self._last_break = 0        # tokens before this index cannot be repeated
 
     def penalties(self, token_ids: Sequence[int]) -> tuple[TokenArray, FloatArray]:
-        """Return the tokens that would go on with a repetition, and what comes off the logit of each.
+        """Return the tokens that would continue a repetition, and the penalty of each: [E] and [E].
 
         Args:
-            token_ids: all there are; those of the last call are the first of them.
+            token_ids: prompt and answer; they begin with those of the last call.
         """
         self._read(token_ids)
         first = 0 if self._window < 0 else max(0, len(self._token_ids) - self._window)
@@ -79,21 +76,21 @@ class Repetition:
         return repeated, np.minimum(penalties, MAX_PENALTY).astype(np.float32)
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        known = len(self._token_ids)
-        self._token_ids.extend(token_ids[known:])
-        for end in range(len(token_ids), known, -1):
-            if self._breakers.stands_before(token_ids, end):
+        num_read = len(self._token_ids)
+        self._token_ids.extend(token_ids[num_read:])
+        for end in range(len(token_ids), num_read, -1):
+            if self._breakers.ends_at(token_ids, end):
                 self._last_break = end
                 return
 
     def _longest(self, ids: NDArray[np.int64]) -> dict[int, int]:
-        """Return, by the token that went on with it, how long the longest repetition is."""
+        """Return the length of the longest repetition, by the token that continued it."""
         limit = min(len(self._token_ids) - self._last_break, len(ids), MAX_LENGTH)
         lengths: dict[int, int] = {}
         if limit < self._allowed_length:
             return lengths
         last = len(ids) - 1
-        ends = np.arange(last)      # where the last `length` tokens stand, too
+        ends = np.arange(last)      # where the last `length` tokens occurred before
         for length in range(1, limit + 1):
             ends = ends[ends >= length - 1]
             ends = ends[ids[ends - length + 1] == ids[last - length + 1]]
@@ -104,8 +101,11 @@ class Repetition:
         return {token_id: length for token_id, length in lengths.items() if token_id not in self._breakers}
 
 
-class LogitRules:
-    """The rules of one token sequence. Reads each of its tokens once; belongs to the engine's thread."""
+class BuiltinLogitsProcessors:
+    """The edits of one sequence's logits by its parameters. Reads each of its tokens once.
+
+    Belongs to the engine's thread.
+    """
 
     def __init__(
         self,
@@ -114,20 +114,17 @@ class LogitRules:
         num_prompt_tokens: int,
         ending_ids: frozenset[int],
         bad_words: Sequence[Sequence[int]],
-        dry_breakers: Breakers = NO_BREAKERS,
-        plugins: SequencePlugins,
+        dry_breakers: DryBreakers,
     ) -> None:
         """Begin before the first token.
 
         Args:
             params: of the request.
-            num_prompt_tokens: what follows them is the answer.
-            ending_ids: of the tokens that end the answer.
-            bad_words: `params.bad_words` as token ids, in each way in which one can be written.
+            num_prompt_tokens: the tokens behind them are the answer.
+            ending_ids: the token ids that end the answer.
+            bad_words: `params.bad_words` as token ids, in each spelling.
             dry_breakers: `params.dry_sequence_breakers`.
-            plugins: of the sequence.
         """
-        self._plugins = plugins
         self._num_prompt_tokens = num_prompt_tokens
         self._min_length = num_prompt_tokens + params.min_tokens
         self._ending_ids = tuple(ending_ids)
@@ -141,27 +138,24 @@ class LogitRules:
         self._presence = params.presence_penalty
         self._ngram_size = params.no_repeat_ngram_size
         self._window = params.penalty_window
-        repeats = params.dry_multiplier and params.dry_penalty_last_n
-        self._repetition_ahead = Repetition(params, breakers=dry_breakers) if repeats else None
+        self._dry = DryPenalty(params, breakers=dry_breakers) if _uses_dry(params) else None
         self._num_read = 0
         self._num_forgotten = 0
-        self._seen: Counter[int] = Counter()        # how often a token is there
+        self._seen: Counter[int] = Counter()        # of prompt and answer
         self._seen_ids: TokenArray = np.empty(0, dtype=np.int64)
-        self._generated: Counter[int] = Counter()   # how often the answer has it
+        self._generated: Counter[int] = Counter()   # of the answer
         self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
 
     def edits(self, token_ids: Sequence[int], *, row: int) -> LogitsEdits:
-        """Return what is to be changed of the logits after these tokens, which lie in row `row`."""
+        """Return the edits of row `row`, the logits after these tokens."""
         self._read(token_ids)
         lowered, amounts = self._lowered(token_ids)
         return LogitsEdits(
-            before=self._plugins.edits("pre", token_ids, row=row),
             allowed=Entries.of(self._allowed, row=row),
             biased=Entries.of(self._biased, self._bias, row=row),
             repeated=Entries.of(self._repeated(), self._repetition, row=row),
             lowered=Entries.of(lowered, amounts, row=row),
             banned=Entries.of(self._banned(token_ids), row=row),
-            after=self._plugins.edits("post_penalty", token_ids, row=row),
         )
 
     def _read(self, token_ids: Sequence[int]) -> None:
@@ -189,21 +183,21 @@ class LogitRules:
             change(self._generated, token_ids[max(first, self._num_prompt_tokens) : last])
 
     def _repeated(self) -> TokenArray:
-        # A long prompt has most tokens already: it seldom grows by one. A window may lose one as it does.
+        # A new token is seldom a new id after a long prompt. A window may lose one id as it gains another.
         if self._window or len(self._seen) != self._seen_ids.size:
             self._seen_ids = np.fromiter(self._seen, dtype=np.int64)
         return self._seen_ids
 
     def _lowered(self, token_ids: Sequence[int]) -> tuple[TokenArray, FloatArray]:
-        """Return the tokens from whose logits something is taken, and how much."""
+        """Return the tokens whose logits are lowered, and the amounts: [E] and [E]."""
         generated = np.fromiter(self._generated, dtype=np.int64)
         counts = np.fromiter(self._generated.values(), dtype=np.float32)
         amounts = self._frequency * counts + self._presence
-        if self._repetition_ahead is None:
+        if self._dry is None:
             return generated, amounts
-        repeated, penalties = self._repetition_ahead.penalties(token_ids)
-        both, place = np.unique(np.concatenate([generated, repeated]), return_inverse=True)
-        summed = np.bincount(place, weights=np.concatenate([amounts, penalties]), minlength=both.size)
+        repeated, penalties = self._dry.penalties(token_ids)
+        both, index = np.unique(np.concatenate([generated, repeated]), return_inverse=True)
+        summed = np.bincount(index, weights=np.concatenate([amounts, penalties]), minlength=both.size)
         return both, summed.astype(np.float32)
 
     def _banned(self, token_ids: Sequence[int]) -> Iterator[int]:
@@ -225,36 +219,37 @@ def _forget(counts: Counter[int], token_ids: Sequence[int]) -> None:
             del counts[token_id]
 
 
-def logit_rules(
+def _uses_dry(params: SamplingParams) -> bool:
+    return params.dry_multiplier > 0 and params.dry_penalty_last_n != 0
+
+
+def builtin_logits_processors(
     params: SamplingParams,
     *,
     num_prompt_tokens: int,
     ending_ids: frozenset[int],
     bad_words: Sequence[Sequence[int]],
-    dry_breakers: Breakers = NO_BREAKERS,
-    plugins: SequencePlugins,
-) -> LogitRules | None:
-    """Return the rules of a request, None if it changes no logit. Arguments are those of `LogitRules`."""
-    changes = (
+    dry_breakers: DryBreakers = NO_BREAKERS,
+) -> BuiltinLogitsProcessors | None:
+    """Return the processors of a request, None if it edits no logit. For the arguments see the class."""
+    used = (
         params.repetition_penalty != 1
         or params.frequency_penalty
         or params.presence_penalty
-        or (params.dry_multiplier and params.dry_penalty_last_n)
+        or _uses_dry(params)
         or params.no_repeat_ngram_size
         or params.logit_bias
         or params.allowed_token_ids
         or params.suppress_tokens
         or params.min_tokens
         or bad_words
-        or plugins.processes
     )
-    if not changes:
+    if not used:
         return None
-    return LogitRules(
+    return BuiltinLogitsProcessors(
         params,
         num_prompt_tokens=num_prompt_tokens,
         ending_ids=ending_ids,
         bad_words=bad_words,
         dry_breakers=dry_breakers,
-        plugins=plugins,
     )

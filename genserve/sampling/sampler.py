@@ -1,11 +1,12 @@
-"""Sampler: rows of logits to token ids and log-probabilities, on the host; pure.
+"""Sampler: rows of logits to token ids and log-probabilities; pure.
 
-Most rows draw by temperature, top-k, top-p and min-p: `sample_logits` takes all of these in one call.
+Greedy rows, and draws by temperature, top-k, top-p and min-p, take one call of `sample_logits` together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,106 +14,184 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genserve.completion import TokenLogprob
-from genserve.generation.logits_model import FloatArray, LogitsArray, TokenArray, on_host
 from genserve.kernels.logits import SAMPLING_RULE, sample_logits, scan_logits
-from genserve.sampling.logits_edits import LogitsEdits, apply_edits
-from genserve.sampling.staged_sampler import Stages, Truncation, kept, left_by
+from genserve.sampling.logits_edits import (
+    FloatArray,
+    LogitsArray,
+    LogitsEdits,
+    TokenArray,
+    apply_edits,
+    on_host,
+)
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.staged_sampler import NUMPY_OPS, Stages, apply_stages
 
 __all__ = [
-    "LOWEST",
-    "Asked",
-    "Drawn",
+    "GREEDY_RULE",
+    "LOWEST_LOGPROB",
+    "LogprobsRequest",
     "SamplerOutput",
     "SamplingMetadata",
-    "draw",
-    "likelihood",
+    "SamplingRule",
+    "best_ids",
     "sample_rows",
+    "sampling_rule",
     "select_rows",
+    "token_logprob",
     "uniforms",
 ]
 
+LOWEST_LOGPROB = -9999.0    # of a token that cannot be sampled, since JSON has no infinity; vLLM's figure
+# Makes a second seed of a sequence's seed, for the second number of a step.
+_SECOND_SEED = np.uint64(0xD1B54A32D192ED03)
 
-LOWEST = -9999.0    # of a token that cannot be, since JSON has no infinity; vLLM's figure
+
+class SamplingRule(NamedTuple):
+    """How a sequence draws, as `sample_logits` reads it."""
+
+    top_p: float
+    top_k: int
+    temperature: float
+    log_min_p: float
+
+
+GREEDY_RULE = SamplingRule(top_p=1.0, top_k=0, temperature=0.0, log_min_p=-math.inf)
+
+
+def sampling_rule(params: SamplingParams) -> SamplingRule:
+    """Return the rule of a request."""
+    log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+    return SamplingRule(params.top_p, params.top_k, params.temperature, log_min_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What one row is asked for beside its token: how likely that was, and how likely which others."""
+class LogprobsRequest:
+    """The log-probabilities wanted of one row: of its token, and of others."""
 
     row: int
-    num_top: int = 0                # so many of the most likely ones
-    named: tuple[int, ...] = ()     # or these
-    processed: bool = False         # after all sampling rules; False: as the model has it
-
-
-def likelihood(
-    logits: LogitsArray, token_id: int, *, num_top: int = 0, named: Sequence[int] = ()
-) -> TokenLogprob:
-    """Return the log-probability of a token, and of others: the best first, of equals the lowest id.
-
-    Args:
-        logits: [V] float32, on any device; not modified. With a NaN in it, so has what is returned.
-        token_id: below V.
-        num_top: so many of the most likely ones; one that cannot be is not among them.
-        named: these, instead.
-    """
-    row = on_host(logits)
-    scan = scan_logits(row[None], top_k=min(num_top, row.size), log_sum_exp=True)
-    others = [i for i in scan.top_ids[0].tolist() if i >= 0] if num_top else list(named)
-    level, *levels = np.maximum(row[[token_id, *others]] - scan.log_sum_exp, LOWEST).tolist()
-    top = sorted(zip(others, levels, strict=True), key=lambda one: (-one[1], one[0]))
-    return TokenLogprob(logprob=level, top=tuple(top))
-
-
-# Makes of a seed another one, for a second number per step.
-ASIDE = np.uint64(0xD1B54A32D192ED03)
+    num_top: int = 0                    # of this number of the most likely tokens
+    token_ids: tuple[int, ...] = ()     # or of these
+    processed: bool = False             # after all sampling rules; False: those of the model
+    surprise: bool = False              # for the stages of the row, not for the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMetadata:
-    """How each of R rows draws."""
+    """How R rows are sampled: D of them by a draw, of all others the best token is taken."""
 
-    temperature: FloatArray             # [R], above 0
-    truncations: tuple[Truncation, ...]     # R of them
-    stages: tuple[Stages | None, ...]       # R of them; where there are some, the two above are not used
-    seed: NDArray[np.uint64]            # [R]
-    step: NDArray[np.uint64]            # [R], how many tokens the answer has
+    drawing: Sequence[int]              # the D rows that draw, ascending
+    rules: NDArray[np.void]             # [D] SAMPLING_RULE
+    stages: Sequence[Stages | None]     # D; of a rule with stages only `uniform` is used
+    chances: Sequence[float]            # D numbers in [0, 1) for the stages; empty if no row has any
+    logprobs: Sequence[LogprobsRequest] = ()
+    edits: LogitsEdits | None = None
 
-    def alone(self, index: int) -> bool:
-        """Whether one row has rules that `sample_logits` does not know: `draw` takes it."""
-        return self.stages[index] is not None or not self.truncations[index].by_level
+    @staticmethod
+    def of(
+        drawing: Sequence[int],
+        rules: Sequence[SamplingRule],
+        *,
+        stages: Sequence[Stages | None],
+        seeds: Sequence[int],
+        steps: Sequence[int],
+        logprobs: Sequence[LogprobsRequest] = (),
+        edits: LogitsEdits | None = None,
+    ) -> SamplingMetadata:
+        """Return the metadata of rows, given the seed and the number of answer tokens of each that draws."""
+        seed, step = np.array(seeds, dtype=np.uint64), np.array(steps, dtype=np.uint64)
+        numbers = uniforms(seed, step).tolist()
+        return SamplingMetadata(
+            drawing=drawing,
+            rules=np.array([(u, *rule) for u, rule in zip(numbers, rules, strict=True)], SAMPLING_RULE),
+            stages=stages,
+            chances=uniforms(seed ^ _SECOND_SEED, step).tolist() if any(stages) else (),
+            logprobs=logprobs,
+            edits=edits,
+        )
 
-    def table(self, rows: Sequence[int], *, num_rows: int) -> NDArray[np.void]:
-        """Return the rules of so many rows for `sample_logits`: [num_rows] SAMPLING_RULE.
 
-        Args:
-            rows: which these are; all others take the best token, and so do those that `draw` takes.
-            num_rows: with the others.
-        """
-        table = np.zeros(num_rows, SAMPLING_RULE)
-        uniform = uniforms(self.seed, self.step).tolist() if rows else ()
-        for index, (row, number) in enumerate(zip(rows, uniform, strict=True)):
-            temperature = 0.0 if self.alone(index) else self.temperature[index]
-            table[row] = self.truncations[index].sampling_rule(temperature=temperature, uniform=number)
-        return table
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOutput:
+    """What was sampled of R rows, in the memory of the host."""
 
-    def chance(self, index: int) -> float:
-        """Return a number in [0, 1) of one row that has nothing to do with the one it draws by."""
-        one = slice(index, index + 1)
-        return float(uniforms(self.seed[one] ^ ASIDE, self.step[one])[0])
+    token_ids: TokenArray               # [R]
+    finite: NDArray[np.bool_]           # [R]; False: a NaN or no finite maximum, the token is void
+    logprobs: tuple[TokenLogprob, ...]  # one for each request of the metadata
 
 
-class Drawn(NamedTuple):
-    """One row's token, and what it was drawn from."""
+def sample_rows(logits: LogitsArray, metadata: SamplingMetadata) -> SamplerOutput:
+    """Sample one token per row, on the device of the logits.
 
-    token_id: int
-    left: FloatArray    # logits after all rules, the best 0: [V]
+    Args:
+        logits: [R, V] float32, of numpy or of torch; modified by `metadata.edits` only.
+        metadata: of these rows.
+    """
+    if isinstance(logits, np.ndarray):
+        return _sample_on_host(logits, metadata)
+    from genserve.sampling.torch_sampler import sample_on_device  # torch is loaded: the logits are its tensor
+
+    return sample_on_device(logits, metadata)
+
+
+def _sample_on_host(logits: FloatArray, metadata: SamplingMetadata) -> SamplerOutput:
+    raw = {asked.row: logits[asked.row] for asked in metadata.logprobs if not asked.processed}
+    if metadata.edits is not None:
+        raw = {row: values.copy() for row, values in raw.items()}
+        apply_edits(logits, metadata.edits)
+    table = np.zeros(len(logits), SAMPLING_RULE)    # at the temperature 0 the best token is taken
+    table[list(metadata.drawing)] = metadata.rules
+    sampled = sample_logits(logits, table)
+    token_ids, finite = sampled["token_id"], np.isfinite(sampled["best"])
+    left: dict[int, FloatArray] = {}
+    if metadata.chances:
+        for row, index in _staged(metadata):
+            if finite[row]:
+                left[row], token_ids[row] = _draw_staged(logits[row], metadata, index)
+    logprobs = []
+    for asked in metadata.logprobs:
+        values = raw[asked.row] if not asked.processed else left.get(asked.row)
+        if values is None:
+            values = _processed(logits[asked.row], rule=table[asked.row], found=sampled[asked.row])
+        token_id = int(token_ids[asked.row])
+        logprobs.append(
+            token_logprob(values, token_id, num_top=asked.num_top, token_ids=asked.token_ids)
+        )
+    return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
+
+
+def _staged(metadata: SamplingMetadata) -> Iterator[tuple[int, int]]:
+    """Yield each row with stages, and its index among the rows that draw."""
+    for index, (row, stages) in enumerate(zip(metadata.drawing, metadata.stages, strict=True)):
+        if stages is not None:
+            yield row, index
+
+
+def _draw_staged(row: FloatArray, metadata: SamplingMetadata, index: int) -> tuple[FloatArray, int]:
+    """Return what the stages of a row leave: [V], and the token drawn from it."""
+    stages = metadata.stages[index]
+    assert stages is not None
+    left = apply_stages(row[None], [stages], chances=[metadata.chances[index]], ops=NUMPY_OPS)
+    uniform = metadata.rules["uniform"][index]
+    rule = np.array([(uniform, 1.0, 0, 1.0, -math.inf)], SAMPLING_RULE)
+    return left[0], int(sample_logits(left, rule)["token_id"][0])
+
+
+def _processed(row: FloatArray, *, rule: np.void, found: np.void) -> FloatArray:
+    """Return what a token of a row was drawn from: [V]; of the best token, the row."""
+    if not rule["temperature"]:
+        return row
+    # A temperature near 0 scales tokens to -inf, as it should; rows that are not finite get NaNs.
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled: FloatArray = row - found["best"]
+        scaled /= rule["temperature"]
+        scaled[scaled < found["level"]] = -np.inf
+    return scaled
 
 
 def uniforms(seed: NDArray[np.uint64], step: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per row, a function of (seed, step) alone.
 
-    Counter-based, so that no generator has a state that the order of a batch could disturb.
+    Counter-based: no generator has a state that the order of a batch could change.
 
     Source: the finalizer of SplitMix64, Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
     Generators" (OOPSLA 2014), applied to the seed and then to seed and step.
@@ -128,85 +207,34 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def draw(row: FloatArray, rows: SamplingMetadata, *, index: int, uniform: float) -> Drawn:
-    """Draw a row's token by itself, from what its rules leave one after the other.
+def token_logprob(
+    logits: LogitsArray, token_id: int, *, num_top: int = 0, token_ids: Sequence[int] = ()
+) -> TokenLogprob:
+    """Return the log-probability of a token, and of others: the highest first, of equals the lowest id.
 
     Args:
-        row: [V] float32 with a finite maximum; not modified.
-        rows: the parameters of several rows.
-        index: of this one among them.
-        uniform: its number of `uniforms`.
+        logits: [V] float32, on any device; not modified. A NaN in it makes all log-probabilities NaN.
+        token_id: below V.
+        num_top: the number of most likely tokens to report; masked tokens are left out.
+        token_ids: the tokens to report instead.
     """
-    if (stages := rows.stages[index]) is not None:
-        ids, values = left_by(row, stages, chance=rows.chance(index))
-    else:
-        scaled = row - row.max()
-        scaled /= rows.temperature[index]
-        ids = kept(scaled, rows.truncations[index])
-        values = scaled[ids]
-    rule = np.array([Truncation().sampling_rule(uniform=uniform)], SAMPLING_RULE)
-    place = sample_logits(values[None], rule)["token_id"][0]
-    left = np.full_like(row, -np.inf)
-    left[ids] = values
-    return Drawn(int(ids[place]), left)
+    row = on_host(logits)
+    scan = scan_logits(row[None], top_k=min(num_top, row.size), log_sum_exp=True)
+    others = [i for i in scan.top_ids[0].tolist() if i >= 0] if num_top else list(token_ids)
+    level, *levels = np.maximum(row[[token_id, *others]] - scan.log_sum_exp, LOWEST_LOGPROB).tolist()
+    top = sorted(zip(others, levels, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprob(logprob=level, top=tuple(top))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerOutput:
-    """What was picked for R rows, in the memory of the host."""
+def best_ids(row: FloatArray, count: int) -> TokenArray:
+    """Return the ids of the `count` highest values of a row [V], the best first, of equals the lowest id.
 
-    token_ids: TokenArray               # [R]
-    finite: NDArray[np.bool_]           # [R]; False: a NaN or no finite maximum, the token is void
-    logprobs: tuple[TokenLogprob, ...]  # one for each that asked
-
-
-def sample_rows(
-    logits: FloatArray,
-    *,
-    drawing: Sequence[int],
-    rules: SamplingMetadata,
-    asking: Sequence[Asked],
-    edits: LogitsEdits | None = None,
-) -> SamplerOutput:
-    """Pick one token per row: the best one, or a draw.
-
-    Args:
-        logits: [R, V] float32; `edits` are written into it, nothing else is.
-        drawing: the rows that draw, ascending.
-        rules: their parameters.
-        asking: which log-probabilities are wanted.
-        edits: what is to be changed of the logits first.
+    There are fewer if the others are -inf.
     """
-    raw = {asked.row: logits[asked.row] for asked in asking if not asked.processed}
-    if edits is not None:
-        raw = {row: own.copy() for row, own in raw.items()}
-        apply_edits(logits, edits)
-    table = rules.table(drawing, num_rows=len(logits))
-    sampled = sample_logits(logits, table)
-    token_ids, finite = sampled["token_id"], np.isfinite(sampled["best"])
-    processed = {asked.row for asked in asking if asked.processed}
-    left: dict[int, FloatArray] = {}
-    # What a temperature near 0 divides goes to -inf, as it should; rows that are not finite get NaNs.
-    with np.errstate(over="ignore", invalid="ignore"):
-        for index, row in enumerate(drawing):
-            if rules.alone(index) and finite[row]:
-                uniform = table["uniform"][row]
-                token_ids[row], left[row] = draw(logits[row], rules, index=index, uniform=uniform)
-            elif row in processed:
-                left[row] = logits[row] - sampled["best"][row]
-                left[row] /= rules.temperature[index]
-                left[row][left[row] < sampled["level"][row]] = -np.inf
-    logprobs = []
-    for asked in asking:
-        values = left.get(asked.row, logits[asked.row]) if asked.processed else raw[asked.row]
-        token_id = int(token_ids[asked.row])
-        logprobs.append(likelihood(values, token_id, num_top=asked.num_top, named=asked.named))
-    return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=tuple(logprobs))
+    ids: TokenArray = scan_logits(row[None], top_k=min(count, row.size)).top_ids[0]
+    return ids if ids[-1] >= 0 else ids[ids >= 0]
 
 
 def select_rows(array: FloatArray, rows: Sequence[int] | NDArray[np.int64]) -> FloatArray:
-    """Return those rows of an array [R, V], which are distinct and ascending.
-
-    Nearly always all are asked for: then it is the array itself, and nothing is copied.
-    """
+    """Return rows of an array [R, V], given distinct and ascending; the array itself if these are all."""
     return array if len(rows) == len(array) else array[rows]

@@ -1,4 +1,4 @@
-"""Decoder stage: loads the decode loop and the plug-ins from its model.py."""
+"""Decoder stage: the decode loop and the plug-ins of its model.py, which run in an engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,49 @@ from pathlib import Path
 
 from genserve.backends.python.model_context import CONTEXT_GLOBAL, Host
 from genserve.backends.python.model_package import ModelPackage
-from genserve.errors import RepositoryError
+from genserve.errors import InferenceError, RepositoryError, Status
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.output_processor import DecodeFunction
+from genserve.inference import Inference
 from genserve.textmodel.decoder_plugins import Plugins, plugins_of
 
-__all__ = ["Decoding", "load_decoding"]
+__all__ = ["DecoderInference", "Decoding", "load_decoding"]
+
+
+class DecoderInference:
+    """Refuses inferences, since a decoder stage runs in the engine of its text model; a `ModelRuntime`."""
+
+    num_waiting = 0
+
+    def __init__(self, engine: EngineThread, *, text_model: str) -> None:
+        """Refuse, naming the text model to ask instead."""
+        self._engine = engine
+        self._text_model = text_model
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine runs."""
+        return self._engine.alive
+
+    def submit(self, inference: Inference) -> None:
+        """Refuse.
+
+        Raises:
+            InferenceError: always.
+        """
+        raise InferenceError(
+            f"model '{inference.model_name}' runs inside of the ensemble '{self._text_model}'",
+            status=Status.UNSUPPORTED,
+            remedy=f"ask '{self._text_model}'",
+        )
+
+    def close(self) -> None:
+        """Do nothing: the text model closes the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What a decoder stage is made of."""
+    """The decode loop and the plug-ins of a decoder stage."""
 
     decode: DecodeFunction
     plugins: Plugins
@@ -28,21 +61,22 @@ class Decoding:
 def load_decoding(path: Path, *, name: str) -> Decoding:
     """Return `TritonPythonModel().decode` of a decoder stage's model.py, and the model's plug-ins.
 
-    The file is imported as those of other python models are, and forgotten once nobody has `decode` any more.
+    The file is imported like that of other Python models, and its modules are dropped with `decode`.
 
     Raises:
         RepositoryError: the file cannot be imported, or has no `async def decode(self, sequence)`, or a
-            plug-in cannot be used.
+            plug-in is not valid.
     """
     if not path.is_file():
         raise RepositoryError(f"{path} is missing", remedy="`genserve pull` and `genserve export` write one")
     host = Host(model=name, instance=name, folder=path.parent)
-    file = ModelPackage(path, model=name, folders=(path.parent, path.parent.parent), names={CONTEXT_GLOBAL: host})
+    folders = (path.parent, path.parent.parent)
+    file = ModelPackage(path, model=name, folders=folders, names={CONTEXT_GLOBAL: host})
     host.package = file.package
     try:
         model = _model_of(file, path)
         plugins = plugins_of(model, path)
-        # A callable of our own, which tells by its end that nobody can call the file's any more.
+        # A callable of our own, whose finalizer runs when nobody can call the file's any more.
         decode: DecodeFunction = partial(_decode_of(model, path))
     except BaseException:
         file.forget()

@@ -3,21 +3,84 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from genserve.backends.backend import integer_parameter, model_file
 from genserve.config.model_config import ModelConfig, TensorSpec
 from genserve.errors import RepositoryError
 
-__all__ = ["PARITY_FILE", "LogitsNames", "read_parity"]
-
+__all__ = [
+    "PARITY_FILE",
+    "CacheKind",
+    "LogitsNames",
+    "cache_kind",
+    "context_length",
+    "is_logits_stage",
+    "logits_file",
+    "read_parity",
+]
 
 PARITY_FILE = "parity.json"
+_FILES: Mapping[str, str] = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
+_DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it takes
+
+
+class CacheKind(Enum):
+    """How a logits stage keeps the keys and values of its tokens, by the states of its config."""
+
+    IN_PLACE = auto()   # written into the same buffer at each step
+    GROWING = auto()    # of a traced graph: copied at each step, with one token more
+    NONE = auto()       # no states: every step computes all tokens again
+
+
+def cache_kind(config: ModelConfig) -> CacheKind:
+    """Return how the logits stage of a config keeps its cache."""
+    batching = config.sequence_batching
+    if batching is None or not batching.iterative or not batching.states:
+        return CacheKind.NONE
+    # Other iterative models have states too, which are no cache of keys and values.
+    if not all(state.input_name.startswith("past_key_values") for state in batching.states):
+        return CacheKind.NONE
+    if all(state.same_buffer for state in batching.states):
+        return CacheKind.IN_PLACE
+    return CacheKind.GROWING if config.backend == "onnxruntime" else CacheKind.NONE
+
+
+def is_logits_stage(config: ModelConfig | None) -> bool:
+    """Whether a config is that of an exported logits graph, whose states are a KV cache."""
+    return config is not None and config.backend in _FILES and cache_kind(config) is not CacheKind.NONE
+
+
+def context_length(config: ModelConfig) -> int:
+    """Return the tokens of a sequence by the config of a logits stage; 0: as many as the graph takes.
+
+    Raises:
+        RepositoryError: `max_sequence_length` is not a number.
+    """
+    configured = integer_parameter(config.parameters, "max_sequence_length", default=0)
+    return configured or (_DEFAULT_LENGTH if cache_kind(config) is CacheKind.NONE else 0)
+
+
+def logits_file(config: ModelConfig, folder: Path) -> Path:
+    """Return the file of a logits stage in the folder of its version.
+
+    Raises:
+        RepositoryError: it does not exist.
+    """
+    return model_file(
+        folder,
+        filename=config.default_model_filename,
+        default=_FILES[config.backend],
+        model=config.name,
+    )
 
 
 def read_parity(folder: Path) -> dict[str, Any]:
-    """Return the fields of `export.parity.Parity` of the graph in a folder; none, if no file has them."""
+    """Return the fields of the `export.parity.Parity` of the graph in a folder; empty without such a file."""
     try:
         found = json.loads((folder / PARITY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -27,10 +90,10 @@ def read_parity(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsNames:
-    """The tensors of a model from token ids to logits, as its config calls them."""
+    """The names that a config gives the tensors of a model from token ids to logits."""
 
     input_ids: str
-    attention_mask: str | None      # None: it takes none
+    attention_mask: str | None      # None: the model takes no mask
     logits: str
 
     @classmethod
@@ -45,9 +108,10 @@ class LogitsNames:
         outputs = [spec for spec in config.outputs if spec.name == "logits"] or config.outputs
         if len(ids) != 1 or len(masks) > 1 or len(outputs) != 1:
             raise RepositoryError(
-                f"model '{config.name}' is no logits stage: it takes {_names(config.inputs)} "
-                f"and gives {_names(config.outputs)}",
-                remedy="a logits stage takes `input_ids` and perhaps `attention_mask`, and gives `logits`",
+                f"model '{config.name}' is not a logits stage: its inputs are {_names(config.inputs)}, "
+                f"its outputs {_names(config.outputs)}",
+                remedy="a logits stage has the inputs `input_ids` and optionally `attention_mask`, and the "
+                "output `logits`",
             )
         return cls(
             input_ids=ids[0].name,
@@ -57,4 +121,4 @@ class LogitsNames:
 
 
 def _names(specs: tuple[TensorSpec, ...]) -> str:
-    return ", ".join(spec.name for spec in specs) or "nothing"
+    return ", ".join(spec.name for spec in specs) or "none"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InvalidRequest
 from genserve.generation.engine_request import LogitsRequest
 from genserve.generation.engine_thread import EngineThread
@@ -19,41 +20,44 @@ from genserve.inference_statistics import ModelStatistics
 from genserve.tensor import DataType, Tensor
 from genserve.textmodel.logits_config import LogitsNames
 
-__all__ = ["LogitsStage"]
+__all__ = ["LogitsInference"]
 
 
-class LogitsStage:
-    """Token ids [batch, n] to logits [batch, 1, vocab_size], those after the last token; a `ModelRuntime`.
+class LogitsInference:
+    """Answers token ids [batch, n] with the logits after the last [batch, 1, vocab_size]; a `ModelRuntime`.
 
-    A request whose ids begin with those of an earlier one computes only what is new, and shares its step
-    with whatever else the engine runs: a loop that sends all its ids again for each token costs no more
-    than one that keeps a cache.
+    A request that begins with the ids of an earlier one computes only the new ones, and shares its step
+    with the engine's other requests. So a loop that sends all ids again for each token costs no more than
+    one that keeps a cache.
     """
 
     def __init__(
         self,
         engine: EngineThread,
+        config: ModelConfig,
         *,
-        names: LogitsNames,
         vocab_size: int,
         max_length: int,
         statistics: ModelStatistics,
-        close: Callable[[], None] | None = None,
+        owns_engine: bool,
     ) -> None:
         """Answer by an engine.
 
         Args:
-            engine: that runs it.
-            names: how the config calls its tensors.
+            engine: runs the stage.
+            config: of the stage.
             vocab_size: length of a row of logits.
-            max_length: tokens of a row of ids.
-            statistics: to count executions in.
-            close: ends the engine; None: it is an ensemble's, which ends it.
+            max_length: maximum tokens of a row of ids.
+            statistics: counts the executions.
+            owns_engine: whether closing this closes the engine; otherwise it is a text model's.
+
+        Raises:
+            RepositoryError: the config is not that of a logits stage.
         """
         self._engine = engine
-        self._names = names
+        self._names = LogitsNames.of(config)
         self._statistics = statistics
-        self._close = close
+        self._owns_engine = owns_engine
         self._vocab_size = vocab_size
         self._max_length = max_length
 
@@ -64,16 +68,16 @@ class LogitsStage:
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that wait for a place in the forward."""
+        """Inferences that wait to be scheduled."""
         return max(0, self._engine.num_accepted - self._engine.num_running)
 
     def submit(self, inference: Inference) -> None:
-        """Hand each row to the engine.
+        """Submit each row to the engine.
 
         Raises:
             InvalidRequest: a row is empty or has ids outside the vocabulary.
             ContextLengthExceeded: a row is longer than a sequence can be.
-            Overloaded: as many as may wait are waiting.
+            Overloaded: the queue is full.
         """
         rows = _Rows(inference, output=self._names.logits)
         requests = [
@@ -96,14 +100,19 @@ class LogitsStage:
 
         inference.when_cancelled(cancel)
 
+    def execute(self, batch: Sequence[Inference]) -> None:
+        """Submit a batch. Raises what `submit` raises."""
+        for inference in batch:
+            self.submit(inference)
+
     def close(self) -> None:
-        """End the engine, if it is this stage's own."""
-        if self._close is not None:
-            self._close()
+        """Close the engine, if it is this stage's own."""
+        if self._owns_engine:
+            self._engine.close()
 
 
 class _Rows:
-    """The logits of the rows of one inference, until all of them are there."""
+    """Collects the logits of the rows of one inference."""
 
     def __init__(self, inference: Inference, *, output: str) -> None:
         self._inference = inference
@@ -113,7 +122,7 @@ class _Rows:
         self._num_missing = inference.batch_size
 
     def take(self, row: int, content: LogitsArray | GenserveError) -> None:
-        """Take the logits of a row, or what went wrong with it; on the engine's thread."""
+        """Take the logits of a row, or its error; on the engine's thread."""
         if isinstance(content, GenserveError):
             self._inference.fail(content)
             return
@@ -129,18 +138,18 @@ class _Rows:
 
 
 def _stacked(rows: Sequence[LogitsArray]) -> LogitsArray:
-    """Return the rows as one array [R, V], where they lie."""
+    """Return the rows as one array [R, V], on their device."""
     if len(rows) == 1:
         return rows[0][None]
     if isinstance(rows[0], np.ndarray):
         return np.stack(rows)
-    import torch  # theirs: it is loaded
+    import torch  # loaded, since the rows are its tensors
 
     return torch.stack(list(rows))
 
 
 def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64]]:
-    """Return the ids of each row, without those that the attention mask leaves out."""
+    """Return the ids of each row, without those that the attention mask excludes."""
     ids = inference.inputs[names.input_ids].array
     mask = inference.inputs.get(names.attention_mask or "")
     if mask is None:
@@ -149,6 +158,6 @@ def _unpadded(inference: Inference, names: LogitsNames) -> list[NDArray[np.int64
         raise InvalidRequest(
             f"{mask.name} has the shape {list(mask.shape)}, {names.input_ids} {list(ids.shape)}",
             field=mask.name,
-            remedy="send one 1 for each id, and 0 for padding; or leave it out",
+            remedy="send 1 for each id and 0 for padding, or leave the mask out",
         )
     return [row[keep != 0] for row, keep in zip(ids, mask.array, strict=True)]

@@ -1,117 +1,75 @@
-"""Logits runtime: which class runs a logits stage, by its config."""
+"""Logits runtime: which class runs a logits stage, and whether it runs on a GPU, by its config."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from enum import Enum, auto
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from genserve.backends.backend import Placement, bytes_parameter, integer_parameter, model_file
+from genserve.backends.backend import Placement, bytes_parameter, integer_parameter
+from genserve.backends.onnx_session import onnxruntime_module
 from genserve.backends.onnxruntime import open_graph
-from genserve.backends.pytorch import open_module, set_threads
+from genserve.backends.pytorch import open_module, set_threads, torch_library
 from genserve.config.model_config import ModelConfig
 from genserve.generation.logits_model import LogitsModel
-from genserve.repository.index import ModelEntry
+from genserve.textmodel.logits_config import CacheKind, cache_kind, context_length, logits_file, read_parity
 from genserve.textmodel.runtimes.growing_logits import GrowingLogits
 from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import Run, UncachedLogits
 
-__all__ = [
-    "ON_CPU",
-    "CacheKind",
-    "LoadedLogits",
-    "cache_kind",
-    "context_length",
-    "is_logits_stage",
-    "load_logits",
-    "logits_file",
-]
-
+__all__ = ["ON_CPU", "GpuObstacle", "LoadedLogits", "gpu_obstacle", "load_logits"]
 
 logger = logging.getLogger(__name__)
 
-_FILES = {"onnxruntime": "model.onnx", "pytorch": "model.pt"}
 ON_CPU = Placement(name="cpu", kind="CPU")
-_DEFAULT_LENGTH = 1024  # tokens; a graph without a cache does not say how many it can take
 
 
 class LoadedLogits(LogitsModel, Protocol):
-    """A logits model, and what a person is told of it."""
+    """A logits model with the figures that are shown to users."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes that the cache takes at the most; 0: it has none."""
+        """Largest size of the KV cache in bytes; 0: it has none."""
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What its export wrote into the file: `genserve.precision` and others."""
+        """The metadata that its export wrote into the file: `genserve.precision` and others."""
 
 
-class CacheKind(Enum):
-    """Where a logits stage keeps the keys and values of its tokens, by the states of its config."""
+def load_logits(config: ModelConfig, folder: Path, *, placement: Placement = ON_CPU) -> LoadedLogits:
+    """Load a logits stage onto the device of a placement.
 
-    IN_PLACE = auto()   # written where it lies
-    GROWING = auto()    # a traced graph's: copied at each step, with one token more
-    NONE = auto()       # no states: every step computes all tokens again
-
-
-def is_logits_stage(entry: ModelEntry) -> bool:
-    """Whether a model is an exported logits graph: its states are a KV cache."""
-    config = entry.config
-    return config is not None and config.backend in _FILES and cache_kind(config) is not CacheKind.NONE
-
-
-def load_logits(entry: ModelEntry, *, placement: Placement = ON_CPU) -> LoadedLogits:
-    """Load the latest version of a logits stage, whose config has no error, onto the device of a placement.
+    Args:
+        config: without errors.
+        folder: of the version.
+        placement: the device.
 
     Raises:
         RepositoryError: its file cannot be loaded, or does not fit the config.
         MissingDependency: the runtime that its config names is not installed.
     """
-    config, path = entry.config, logits_file(entry)
-    assert config is not None  # or it would have an error
-    if cache_kind(config) is CacheKind.NONE:
-        return _whole(path, config, placement)
-    if cache_kind(config) is CacheKind.GROWING:
-        return _growing(path, config, placement)
+    path = logits_file(config, folder)
+    match cache_kind(config):
+        case CacheKind.NONE:
+            return _load_uncached(path, config, placement)
+        case CacheKind.GROWING:
+            return _load_growing(path, config, placement)
     memory = _memory(placement)
-    sizes = _sizes(config)
     if config.backend == "pytorch":
         set_threads(config.parameters)
-        return TorchLogits(path, memory=memory, **sizes)
+        return TorchLogits(path, memory=memory, **_sizes(config))
     num_threads = integer_parameter(config.parameters, "intra_op_thread_count", default=0)
-    return OnnxLogits(path, num_threads=num_threads, memory=memory, **sizes)
-
-
-def logits_file(entry: ModelEntry) -> Path:
-    """Return the file of the latest version of a logits stage, whose config has no error.
-
-    Raises:
-        RepositoryError: it is not there.
-    """
-    assert entry.config is not None  # or it would have an error
-    return model_file(
-        entry.latest_version(),
-        filename=entry.config.default_model_filename,
-        default=_FILES[entry.config.backend],
-        model=entry.name,
-    )
+    return OnnxLogits(path, num_threads=num_threads, memory=memory, **_sizes(config))
 
 
 class _Sizes(TypedDict):
     max_num_seqs: int
     max_length: int                 # 0: as long as the graph can
-    kv_cache_bytes: int | None      # None: half of what is free
-
-
-def context_length(config: ModelConfig) -> int:
-    """Return how many tokens the config of a logits stage gives a sequence; 0: that is up to the graph."""
-    stated = integer_parameter(config.parameters, "max_sequence_length", default=0)
-    return stated or (_DEFAULT_LENGTH if cache_kind(config) is CacheKind.NONE else 0)
+    kv_cache_bytes: int | None      # None: half of the free memory
 
 
 def _sizes(config: ModelConfig) -> _Sizes:
@@ -125,30 +83,15 @@ def _sizes(config: ModelConfig) -> _Sizes:
 def _memory(placement: Placement) -> LogitsMemory:
     if placement.kind != "GPU":
         return HostMemory()
-    from genserve.textmodel.runtimes.device_memory import (
-        DeviceMemory,  # it imports torch, which takes seconds
-    )
+    from genserve.textmodel.runtimes.device_memory import DeviceMemory  # imports torch, which takes seconds
 
     return DeviceMemory(f"cuda:{placement.device_id}")
 
 
-def cache_kind(config: ModelConfig) -> CacheKind:
-    """Return where the logits stage of a config has its cache."""
-    batching = config.sequence_batching
-    if batching is None or not batching.iterative or not batching.states:
-        return CacheKind.NONE
-    # Others have iterative sequences with states too, which are no cache of keys and values.
-    if not all(state.input_name.startswith("past_key_values") for state in batching.states):
-        return CacheKind.NONE
-    if all(state.same_buffer for state in batching.states):
-        return CacheKind.IN_PLACE
-    return CacheKind.GROWING if config.backend == "onnxruntime" else CacheKind.NONE
-
-
-def _growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
+def _load_growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
     logger.warning(
-        "model %s has a KV cache that is copied at each step: it is slower than a graph of a family "
-        "that `genserve export` knows",
+        "model %s copies its KV cache at each step, which is slower than a graph of a family that "
+        "`genserve export` builds",
         config.name,
     )
     return GrowingLogits(
@@ -159,7 +102,7 @@ def _growing(path: Path, config: ModelConfig, placement: Placement) -> LoadedLog
     )
 
 
-def _whole(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
+def _load_uncached(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogits:
     run: Run
     if config.backend == "pytorch":
         run = open_module(path, config=config, placement=placement).run
@@ -173,3 +116,57 @@ def _whole(path: Path, config: ModelConfig, placement: Placement) -> LoadedLogit
         max_length,
     )
     return UncachedLogits(run, config, max_length=max_length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuObstacle:
+    """Why a logits stage cannot run on a GPU of this machine."""
+
+    reason: str
+    remedy: str
+
+
+def gpu_obstacle(config: ModelConfig, folder: Path) -> GpuObstacle | None:
+    """Return why a logits stage cannot run on a GPU; None: it can. Imports torch where that is needed.
+
+    Args:
+        config: without errors.
+        folder: of the version.
+
+    Raises:
+        MissingDependency: the runtime of the stage is not installed, or torch.
+    """
+    if config.backend != "onnxruntime":
+        return _torch_obstacle()
+    if cache_kind(config) is not CacheKind.IN_PLACE:
+        return _onnxruntime_obstacle()  # the cache stays in the memory of the host
+    states = config.sequence_batching.states if config.sequence_batching else ()
+    cache_types = {state.data_type for state in states}
+    precision = read_parity(folder).get("precision", "fp16")
+    if cache_types != {"TYPE_FP16"} or precision != "fp16":
+        return GpuObstacle(
+            reason=f"it is in {precision} with a KV cache of {', '.join(sorted(cache_types))}, and CUDA has "
+            "the operators of exported graphs in fp16 alone",
+            remedy="export it with `genserve export --precision fp16`",
+        )
+    # A cache in place is memory that torch allocates on the GPU.
+    return _onnxruntime_obstacle() or _torch_obstacle()
+
+
+def _onnxruntime_obstacle() -> GpuObstacle | None:
+    if "CUDAExecutionProvider" not in onnxruntime_module().get_available_providers():
+        return GpuObstacle(
+            reason="the installed ONNX Runtime is the build for CPUs",
+            remedy="`pip uninstall onnxruntime`, then `pip install 'genserve[gpu]'`",
+        )
+    return None
+
+
+def _torch_obstacle() -> GpuObstacle | None:
+    torch = torch_library()     # takes seconds, so only on machines with a GPU
+    if torch.cuda.is_available():
+        return None
+    return GpuObstacle(
+        reason=f"torch {torch.__version__} finds no CUDA",
+        remedy="install torch from PyPI, not from the index for CPUs, and a driver",
+    )

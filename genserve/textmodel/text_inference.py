@@ -9,8 +9,10 @@ from typing import Any
 
 from genserve.backends.string_tensors import string_tensor, texts
 from genserve.completion import Delta
+from genserve.config.model_config import ModelConfig
 from genserve.errors import Closed, GenserveError, InferenceError, InvalidRequest
 from genserve.generation.engine_request import TokenSequence
+from genserve.generation.engine_thread import EngineThread
 from genserve.generation.request_inbox import RequestOutput, Reservation
 from genserve.inference import Inference, InferenceResponse, Parameter
 from genserve.inference_statistics import ModelStatistics
@@ -24,7 +26,7 @@ from genserve.sampling.sampling_params import (
 from genserve.tensor import Tensor
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["INPUTS", "OUTPUT", "TextGeneration"]
+__all__ = ["INPUTS", "OUTPUT", "TextInference"]
 
 
 # The names of the established Triton repositories for language models, and ours.
@@ -55,44 +57,41 @@ _PLUGINS = ("logits_processors", "stop_rules", "output_parser")
 _READ = frozenset({*_PLUGINS, "cache_salt", "priority"})
 
 
-class TextGeneration:
-    """Text in, text out, as it is generated; a `ModelRuntime`.
+class TextInference:
+    """Answers inferences by a text model; a `ModelRuntime`.
 
-    With `stream` each step is a response; without it there is one, with the whole text.
+    With the input `stream` each step is a response; otherwise the whole text is one.
+
+    Attributes:
+        text_model: loaded; closed with this.
     """
 
-    def __init__(
-        self,
-        ensemble: TextModel,
-        *,
-        statistics: ModelStatistics,
-        names: Mapping[str, str] | None = None,
-    ) -> None:
-        """Answer by an ensemble.
+    def __init__(self, text_model: TextModel, config: ModelConfig, *, statistics: ModelStatistics) -> None:
+        """Answer by a text model.
 
         Args:
-            ensemble: loaded; closed with this.
-            statistics: to count executions in.
-            names: of the tensors at the stages, by what the ensemble calls them; None: the same.
+            text_model: loaded.
+            config: of the ensemble; its steps map the names of its tensors to those of the stages.
+            statistics: counts the executions.
         """
-        self.ensemble = ensemble
-        self._names = names or {}
+        self.text_model = text_model
+        self._names = _stage_names(config)
         self._output = next((name for name, known in self._names.items() if known == OUTPUT), OUTPUT)
         self._statistics = statistics
 
     @property
     def ready(self) -> bool:
         """Whether its engine runs."""
-        return self.ensemble.engine.alive
+        return self.text_model.engine.alive
 
     @property
     def num_waiting(self) -> int:
-        """Inferences that are being prepared, or wait for a place in the forward."""
-        engine = self.ensemble.engine
+        """Inferences that are being prepared, or wait to be scheduled."""
+        engine = self.text_model.engine
         return engine.num_preparing + max(0, engine.num_accepted - engine.num_running)
 
     def submit(self, inference: Inference) -> None:
-        """Have the request prepared on a thread of the model, and hand it to the engine.
+        """Prepare the request on a thread of the model, which submits it to the engine.
 
         Raises:
             Overloaded: see `EngineThread.reserve`.
@@ -101,9 +100,9 @@ class TextGeneration:
         inference.inputs = {
             self._names.get(name, name): tensor for name, tensor in inference.inputs.items()
         }
-        reservation = self.ensemble.engine.reserve(inference.batch_size)
+        reservation = self.text_model.engine.reserve(inference.batch_size)
         try:
-            self.ensemble.run_soon(
+            self.text_model.run_soon(
                 partial(self._prepare, inference, reservation),
                 compiles="guided_decoding_guide" in inference.inputs,
             )
@@ -113,7 +112,7 @@ class TextGeneration:
 
     def close(self) -> None:
         """End all requests and the engine's thread."""
-        self.ensemble.close()
+        self.text_model.close()
 
     def _prepare(self, inference: Inference, reservation: Reservation) -> None:
         try:
@@ -132,9 +131,9 @@ class TextGeneration:
         streaming = _scalar(inference.inputs, "stream", default=False)
         if streaming and len(prompts) > 1:
             raise InvalidRequest("a streamed request has one text_input", field="stream")
-        sequences = [self.ensemble.prepare(prompt, params) for prompt in prompts]
+        sequences = [self.text_model.prepare(prompt, params) for prompt in prompts]
         answer = _Answer(
-            inference, sequences, ensemble=self.ensemble, output=self._output, streaming=streaming
+            inference, sequences, engine=self.text_model.engine, output=self._output, streaming=streaming
         )
         inference.when_ended(self._statistics.executed_alone)
         answer.submit(reservation)
@@ -152,12 +151,12 @@ class _Answer:
         inference: Inference,
         sequences: Sequence[TokenSequence],
         *,
-        ensemble: TextModel,
+        engine: EngineThread,
         output: str,
         streaming: bool,
     ) -> None:
         self._inference = inference
-        self._engine = ensemble.engine
+        self._engine = engine
         self._output = output
         self._streaming = streaming
         self._texts = dict.fromkeys(sequences, "")
@@ -205,6 +204,14 @@ class _Answer:
             self._inference.send(InferenceResponse(outputs=(output,)), final=final)
         except Closed:
             return  # it was cancelled while the step ran
+
+
+def _stage_names(config: ModelConfig) -> dict[str, str]:
+    """Return the names of the tensors at the stages, by the names that the ensemble gives them."""
+    inputs = [item for step in config.ensemble_steps for item in step.input_map.items()]
+    inputs.sort(key=lambda item: item[0] == "text_input")   # the tokenizer's, where a decoder has it too
+    outputs = [item for step in config.ensemble_steps for item in step.output_map.items()]
+    return {tensor: name for name, tensor in (*inputs, *outputs)}
 
 
 def _params(inputs: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> SamplingParams:

@@ -1,19 +1,16 @@
-"""Text model loader: from the folders of the three stages to a running text model."""
+"""Text model loader: from the resolved configs of the stages to running engines."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 
 from genserve.backends.backend import Placement, boolean_parameter
-from genserve.backends.row_picker import sample_rows
 from genserve.backends.warmup import run_warmups, warmup_batches
-from genserve.config.normalise import normalise, num_gpus
-from genserve.config.schema import model_config
-from genserve.errors import InferenceError, RepositoryError, Status
+from genserve.config.model_config import ModelConfig
+from genserve.errors import RepositoryError
 from genserve.generation.admission_control import QueueLimits
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
@@ -21,336 +18,237 @@ from genserve.generation.engine_thread import EngineThread
 from genserve.generation.output_processor import DecodeFunction
 from genserve.generation.speculation import DraftModel, PromptLookup, Speculation
 from genserve.generation_metrics import Metrics
-from genserve.inference import Inference
 from genserve.inference_statistics import ModelStatistics
-from genserve.repository.ensemble_steps import Chain, generation_stages
-from genserve.repository.index import ModelEntry
-from genserve.repository.loading import output_labels
-from genserve.repository.model_validation import accept, model_diagnostics
-from genserve.repository.model_versions import ModelRuntime, ModelVersion
-from genserve.repository.options import RepositoryOptions
 from genserve.text.tokenizer import Tokenizer
 from genserve.textmodel.decoder_stage import load_decoding
-from genserve.textmodel.logits_config import LogitsNames
-from genserve.textmodel.logits_inference import LogitsStage
-from genserve.textmodel.logits_placement import logits_placement
-from genserve.textmodel.logits_runtime import ON_CPU, CacheKind, LoadedLogits, cache_kind, load_logits
-from genserve.textmodel.text_inference import TextGeneration
+from genserve.textmodel.input_processor import ModelLimits
+from genserve.textmodel.logits_config import CacheKind, cache_kind
+from genserve.textmodel.logits_inference import LogitsInference
+from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
 from genserve.textmodel.text_model import TextModel
 
-__all__ = ["load_drafting", "load_generation", "load_logits_stage"]
-
-
-def load_drafting(
-    entry: ModelEntry,
-    logits: LoadedLogits,
-    entries: Mapping[str, ModelEntry],
-    *,
-    tokenizer: Tokenizer,
-    placement: Placement,
-) -> Speculation | None:
-    """Load what a logits stage, whose config has no error, asks for; None if there are to be no drafts.
-
-    Where it says nothing, tokens are looked up in the prompt and the answer if a forward of several tokens
-    of a sequence costs little more than one: that of an ONNX graph over a cache in place, on the CPU.
-
-    Args:
-        entry: the stage.
-        logits: as it was loaded.
-        entries: all models, of which one may draft.
-        tokenizer: of the stage's ensemble.
-        placement: where the stage runs.
-
-    Raises:
-        RepositoryError: what is to draft cannot be loaded, or has another vocabulary.
-    """
-    config = entry.config
-    assert config is not None  # or it would have an error
-    pays = (
-        config.backend == "onnxruntime"
-        and cache_kind(config) is CacheKind.IN_PLACE
-        and placement.kind != "GPU"
-    )
-    name, method = (config.parameters.get(key) for key in ("draft_model", "speculation"))
-    if method == "none":
-        return None
-    if name is not None:
-        return Speculation(_draft_model(name, logits, entries, tokenizer=tokenizer))
-    return Speculation(PromptLookup()) if method == "prompt_lookup" or pays else None
-
-
-def _draft_model(
-    name: str, logits: LoadedLogits, entries: Mapping[str, ModelEntry], *, tokenizer: Tokenizer
-) -> DraftModel:
-    """Load the logits stage of an ensemble once more, to draft on the CPU."""
-    stages = generation_stages(entries[name], entries)
-    assert stages is not None  # or the logits stage's config would have an error
-    accept(diagnostic for stage in stages.values() for diagnostic in model_diagnostics(stage, entries))
-    if not tokenizer.has_vocabulary_of(Tokenizer.from_folder(stages["tokenizer"].latest_version())):
-        raise RepositoryError(
-            f"draft_model {name!r} has another vocabulary: its token ids mean other words",
-            remedy="take a smaller model of the same family, whose tokenizer.json is the same",
-        )
-    return DraftModel(load_logits(stages["logits"]), vocab_size=logits.vocab_size)
-
+__all__ = [
+    "DraftSource",
+    "QueueOptions",
+    "StageSource",
+    "TextModelSource",
+    "load_logits_stage",
+    "load_text_model",
+    "looks_up_prompts",
+]
 
 # Prompts of so many full KV caches may wait by default.
 _CACHES_IN_QUEUE = 4
 
 
-def load_logits_stage(entry: ModelEntry, *, options: RepositoryOptions, metrics: Metrics) -> ModelVersion:
-    """Load a logits stage that no ensemble has, with an engine of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSource:
+    """One version of a stage: its resolved config and its files."""
 
-    Raises:
-        RepositoryError: it has an error, or cannot be loaded.
-        MissingDependency: ONNX Runtime is not installed.
-    """
-    started_s = time.monotonic()
-    accept(model_diagnostics(entry, {entry.name: entry}))
-    placement = logits_placement(entry, strict_placement=options.strict_placement)
-    names, logits = _logits_names(entry), load_logits(entry, placement=placement)
-    _warm_up(logits, entry, placement=placement)
-    engine = _start(logits, decode=_nothing, entry=entry, stage=entry, options=options, metrics=metrics)
-    statistics = ModelStatistics()
-    runner = LogitsStage(
-        engine,
-        names=names,
-        vocab_size=logits.vocab_size,
-        max_length=logits.max_length,
-        statistics=statistics,
-        close=engine.close,
-    )
-    load_s = time.monotonic() - started_s
-    return _served(entry, runner, statistics, load_s=load_s, options=options, placement=placement)
+    config: ModelConfig
+    path: Path          # the folder of the model
+    folder: Path        # the folder of the version
 
 
-def load_generation(
-    entry: ModelEntry,
-    stages: Chain,
-    entries: Mapping[str, ModelEntry],
-    *,
-    options: RepositoryOptions,
-    metrics: Metrics,
-) -> list[ModelVersion]:
-    """Load the three stages of an ensemble and start its engine.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSource:
+    """The stages of another text model, which drafts tokens for this one."""
 
-    Returns:
-        The ensemble, and the stages that its engine runs.
-
-    Raises:
-        RepositoryError: the ensemble or a stage has an error, is missing, or cannot be loaded.
-        MissingDependency: ONNX Runtime is not installed.
-    """
-    started_s = time.monotonic()
-    models = (entry, *stages.values())
-    accept(each for model in models for each in model_diagnostics(model, entries))
-    names = _logits_names(stages["logits"])
-    placement = logits_placement(stages["logits"], strict_placement=options.strict_placement)
-    ensemble = _ensemble(entry, stages, entries, placement=placement, options=options, metrics=metrics)
-    load_s = time.monotonic() - started_s
-    of_text, of_logits = ModelStatistics(), ModelStatistics()
-    generation = TextGeneration(ensemble, statistics=of_text, names=_text_names(entry, stages))
-    logits = LogitsStage(
-        ensemble.engine,
-        names=names,
-        vocab_size=ensemble.vocab_size,
-        max_length=ensemble.max_length,
-        statistics=of_logits,
-    )
-    return [
-        _served(entry, generation, of_text, load_s=load_s, options=options),
-        _served(stages["logits"], logits, of_logits, load_s=load_s, options=options, placement=placement),
-        _served(stages["decoder"], _Inside(ensemble), ModelStatistics(), load_s=load_s, options=options),
-    ]
+    name: str
+    tokenizer: StageSource
+    logits: StageSource
 
 
-async def _nothing(sequence: TokenSequence) -> None:
-    """The decoding loop of an engine that only answers with logits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModelSource:
+    """The stages of a text model, and the device of its logits stage."""
+
+    name: str
+    tokenizer: StageSource
+    logits: StageSource
+    decoder: StageSource
+    placement: Placement
+    draft: DraftSource | None = None
 
 
-def _text_names(entry: ModelEntry, stages: Chain) -> dict[str, str]:
-    """Return how the tokenizer and the decoder stage call the tensors of their ensemble, by its names."""
-    assert entry.config is not None  # or it would have an error
-    steps = {step.model_name: step for step in entry.config.ensemble_steps}
-    tokenizer, decoder = (steps[stages[stage].name] for stage in ("tokenizer", "decoder"))
-    maps = (decoder.input_map, tokenizer.input_map, decoder.output_map)
-    return {tensor: name for each in maps for name, tensor in each.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOptions:
+    """Bounds of the queue in front of an engine."""
 
+    max_requests: int           # besides the running ones
+    max_tokens: int | None      # of the waiting prompts; None: 4 times what the KV cache holds; 0: no bound
+    max_wait_s: float           # for the first step; 0: no bound
 
-def _logits_names(entry: ModelEntry) -> LogitsNames:
-    assert entry.config is not None  # or it would have an error
-    return LogitsNames.of(entry.config)
-
-
-class _Inside:
-    """A decoder stage, which is a loop inside of its ensemble's engine; a `ModelRuntime`."""
-
-    def __init__(self, ensemble: TextModel) -> None:
-        self._ensemble = ensemble
-
-    @property
-    def ready(self) -> bool:
-        return self._ensemble.engine.alive
-
-    @property
-    def num_waiting(self) -> int:
-        return 0
-
-    def submit(self, inference: Inference) -> None:
-        raise InferenceError(
-            f"model '{inference.model_name}' runs inside of the ensemble '{self._ensemble.name}'",
-            status=Status.UNSUPPORTED,
-            remedy=f"ask '{self._ensemble.name}'",
+    def limits(self, *, num_cache_tokens: int) -> QueueLimits:
+        """Return the limits in front of an engine whose KV cache holds so many tokens."""
+        max_tokens = self.max_tokens
+        if max_tokens is None:
+            max_tokens = _CACHES_IN_QUEUE * num_cache_tokens
+        return QueueLimits(
+            max_requests=self.max_requests,
+            max_tokens=max_tokens or None,
+            max_wait_s=self.max_wait_s or None,
         )
 
-    def close(self) -> None:
-        """Nothing is held."""
 
+def load_text_model(source: TextModelSource, *, queue: QueueOptions, metrics: Metrics) -> TextModel:
+    """Load the three stages of a text model and start its engine.
 
-def _ensemble(
-    entry: ModelEntry,
-    stages: Chain,
-    entries: Mapping[str, ModelEntry],
-    *,
-    placement: Placement,
-    options: RepositoryOptions,
-    metrics: Metrics,
-) -> TextModel:
+    Raises:
+        RepositoryError: a stage cannot be loaded, or the draft model has another vocabulary.
+        MissingDependency: the runtime of the logits stage is not installed.
+    """
     with ExitStack() as undo:
-        tokenizer = Tokenizer.from_folder(stages["tokenizer"].latest_version())
+        tokenizer = Tokenizer.from_folder(source.tokenizer.folder)
         undo.callback(tokenizer.close)      # an error refers to it, and is kept
-        decoder = stages["decoder"]
-        assert decoder.config is not None  # or it would have an error
-        file = decoder.latest_version() / decoder.config.default_model_filename
-        decoding = load_decoding(file, name=decoder.name)
-        logits = load_logits(stages["logits"], placement=placement)
-        _warm_up(logits, stages["logits"], placement=placement)
+        decoder = source.decoder
+        file = decoder.folder / decoder.config.default_model_filename
+        decoding = load_decoding(file, name=decoder.config.name)
+        logits = _load_warm(source.logits, placement=source.placement)
         engine = _start(
             logits,
+            name=source.name,
+            stage=source.logits.config,
             decode=decoding.decode,
-            entry=entry,
-            stage=stages["logits"],
-            options=options,
+            speculation=_load_speculation(source, logits, tokenizer),
+            queue=queue,
             metrics=metrics,
-            speculation=load_drafting(
-                stages["logits"], logits, entries, tokenizer=tokenizer, placement=placement
-            ),
         )
         undo.pop_all()
     return TextModel(
-        name=entry.name,
+        name=source.name,
         tokenizer=tokenizer,
         engine=engine,
         plugins=decoding.plugins,
-        max_length=logits.max_length,
-        max_num_seqs=logits.max_num_seqs,
-        vocab_size=logits.vocab_size,
+        limits=ModelLimits(
+            max_length=logits.max_length, max_num_seqs=logits.max_num_seqs, vocab_size=logits.vocab_size
+        ),
         kv_cache_bytes=logits.kv_cache_bytes,
         precision=logits.metadata.get("genserve.precision", "unknown"),
         loaded_s=time.time(),
     )
 
 
-def _warm_up(logits: LoadedLogits, entry: ModelEntry, *, placement: Placement) -> None:
-    """Run the samples of a logits stage's `model_warmup` through an engine, each time one of its own.
-
-    So neither the metrics nor the statistics count them, and no request goes on behind what they leave in the
-    KV cache.
+def load_logits_stage(
+    stage: StageSource,
+    *,
+    placement: Placement,
+    queue: QueueOptions,
+    metrics: Metrics,
+    statistics: ModelStatistics,
+) -> LogitsInference:
+    """Load a logits stage that is not part of a text model, with an engine of its own.
 
     Raises:
-        RepositoryError: a sample cannot be read, or was answered with an error.
+        RepositoryError: it cannot be loaded.
+        MissingDependency: its runtime is not installed.
     """
-    assert entry.config is not None  # or it would have an error
-    for batch in warmup_batches(entry.config, entry.path):
-        for _ in range(batch.count):
-            engine = EngineThread(
-                Engine(logits, decode=_nothing, prefix_cache=False),
-                name=f"warmup-{entry.name}",
-                max_num_seqs=logits.max_num_seqs,
-                limits=QueueLimits(max_requests=len(batch.requests)),
-                metrics=Metrics().for_model(entry.name),
-            )
-            statistics = ModelStatistics()
-            stage = LogitsStage(
-                engine,
-                names=_logits_names(entry),
-                vocab_size=logits.vocab_size,
-                max_length=logits.max_length,
-                statistics=statistics,
-                close=engine.close,
-            )
-            options = RepositoryOptions()  # of metrics that nobody reads
-            served = _served(entry, stage, statistics, load_s=0.0, options=options, placement=placement)
-            try:
-                run_warmups(partial(_submit, served), [replace(batch, count=1)])
-            finally:
-                served.close(timeout_s=0)
+    logits, config = _load_warm(stage, placement=placement), stage.config
+    engine = _start(
+        logits, name=config.name, stage=config, decode=_decode_nothing, queue=queue, metrics=metrics
+    )
+    return _inference(engine, logits, config, statistics)
 
 
-def _submit(served: ModelVersion, inferences: Sequence[Inference]) -> None:
-    for inference in inferences:
-        served.submit(inference)
+def _inference(
+    engine: EngineThread, logits: LoadedLogits, config: ModelConfig, statistics: ModelStatistics
+) -> LogitsInference:
+    return LogitsInference(
+        engine,
+        config,
+        vocab_size=logits.vocab_size,
+        max_length=logits.max_length,
+        statistics=statistics,
+        owns_engine=True,
+    )
+
+
+async def _decode_nothing(sequence: TokenSequence) -> None:
+    """The decoding loop of an engine that is only asked for logits."""
+
+
+def _load_warm(stage: StageSource, *, placement: Placement) -> LoadedLogits:
+    """Load a logits stage and run the samples of its `model_warmup` through an engine without a prefix cache.
+
+    So neither metrics nor statistics count them, and no request reuses the KV cache of a sample.
+
+    Raises:
+        RepositoryError: the stage cannot be loaded; a sample cannot be read, or was answered with an error.
+    """
+    logits = load_logits(stage.config, stage.folder, placement=placement)
+    batches = warmup_batches(stage.config, stage.path)
+    if not batches:
+        return logits
+    engine = EngineThread(
+        Engine(logits, decode=_decode_nothing, prefix_cache=False),
+        name=f"warmup-{stage.config.name}",
+        max_num_seqs=logits.max_num_seqs,
+        limits=QueueLimits(max_requests=max(len(batch.requests) for batch in batches)),
+        metrics=Metrics().for_model(stage.config.name),
+    )
+    inference = _inference(engine, logits, stage.config, ModelStatistics())
+    try:
+        run_warmups(inference.execute, batches)
+    finally:
+        inference.close()
+    return logits
 
 
 def _start(
     logits: LoadedLogits,
     *,
+    name: str,
+    stage: ModelConfig,
     decode: DecodeFunction,
-    entry: ModelEntry,
-    stage: ModelEntry,
-    options: RepositoryOptions,
+    queue: QueueOptions,
     metrics: Metrics,
     speculation: Speculation | None = None,
 ) -> EngineThread:
-    """Start the engine of a model, `entry`, whose logits stage is `stage`."""
-    assert stage.config is not None  # or it would have an error
-    prefix_cache = boolean_parameter(stage.config.parameters, "prefix_cache", default=True)
+    """Start the engine of the model `name`, whose logits stage has the config `stage`."""
+    prefix_cache = boolean_parameter(stage.parameters, "prefix_cache", default=True)
     return EngineThread(
         Engine(
             logits,
             decode=decode,
-            picker=sample_rows,
             prefix_cache=prefix_cache and logits.kv_cache_bytes > 0,
             speculation=speculation,
         ),
-        name=entry.name,
+        name=name,
         max_num_seqs=logits.max_num_seqs,
-        limits=_queue_limits(options, num_cache_tokens=logits.num_blocks * logits.block_size),
-        metrics=metrics.for_model(entry.name),
+        limits=queue.limits(num_cache_tokens=logits.num_blocks * logits.block_size),
+        metrics=metrics.for_model(name),
     )
 
 
-def _queue_limits(options: RepositoryOptions, *, num_cache_tokens: int) -> QueueLimits:
-    max_tokens = options.max_queue_tokens
-    if max_tokens is None:
-        max_tokens = _CACHES_IN_QUEUE * num_cache_tokens
-    return QueueLimits(
-        max_requests=options.max_queue,
-        max_tokens=max_tokens or None,
-        max_wait_s=options.max_queue_wait_s or None,
-    )
+def _load_speculation(
+    source: TextModelSource, logits: LoadedLogits, tokenizer: Tokenizer
+) -> Speculation | None:
+    """Load the draft model of a text model, if it has one."""
+    if source.draft is not None:
+        return Speculation(_draft_model(source.draft, logits, tokenizer))
+    looks_up = looks_up_prompts(source.logits.config, placement=source.placement)
+    return Speculation(PromptLookup()) if looks_up else None
 
 
-def _served(
-    entry: ModelEntry,
-    runner: ModelRuntime,
-    statistics: ModelStatistics,
-    *,
-    load_s: float,
-    options: RepositoryOptions,
-    placement: Placement = ON_CPU,
-) -> ModelVersion:
-    """Serve by the version of a model that its policy and its step name; an ensemble needs no folder."""
-    message = type(entry.parsed.message)()
-    message.CopyFrom(entry.parsed.message)
-    normalise(message, model_folder=entry.path, gpus=num_gpus() if placement.kind == "GPU" else 0)
-    config = model_config(message, name=entry.name)
-    return ModelVersion(
-        runner,
-        config=config,
-        version=int(entry.latest_version().name) if entry.versions else 1,
-        statistics=statistics,
-        labels=output_labels(config, entry.path),
-        load_s=load_s,
-        histogram_latencies=options.histogram_latencies,
-    )
+def looks_up_prompts(config: ModelConfig, *, placement: Placement) -> bool:
+    """Whether tokens are drafted by prompt lookup, by the parameter `speculation` of a logits stage.
+
+    Without the parameter they are if a forward of several tokens of a sequence costs little more than one of
+    a single token: that of an ONNX graph with a cache in place, on the CPU.
+    """
+    method = config.parameters.get("speculation")
+    if method is not None:
+        return method == "prompt_lookup"
+    in_place = cache_kind(config) is CacheKind.IN_PLACE
+    return config.backend == "onnxruntime" and in_place and placement.kind != "GPU"
+
+
+def _draft_model(draft: DraftSource, logits: LoadedLogits, tokenizer: Tokenizer) -> DraftModel:
+    """Load the logits stage of another text model, to draft on the CPU."""
+    if not tokenizer.has_vocabulary_of(Tokenizer.from_folder(draft.tokenizer.folder)):
+        raise RepositoryError(
+            f"draft_model {draft.name!r} has another vocabulary: its token ids mean other words",
+            remedy="take a smaller model of the same family, whose tokenizer.json is the same",
+        )
+    drafting = load_logits(draft.logits.config, draft.logits.folder)
+    return DraftModel(drafting, vocab_size=logits.vocab_size)

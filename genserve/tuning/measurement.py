@@ -13,8 +13,7 @@ import numpy as np
 
 from genserve.generation.logits_model import ForwardBatch, IndexArray, LogitsModel
 from genserve.repository.index import ModelEntry
-from genserve.textmodel.logits_placement import logits_placement
-from genserve.textmodel.logits_runtime import load_logits
+from genserve.repository.model_loader import load_stage_logits
 from genserve.tuning.search_space import SearchSpace, Setting, with_setting
 
 __all__ = ["Measurement", "Sample", "Samples", "take_samples"]
@@ -127,7 +126,7 @@ def _sample_session(
     """Open a session, and yield a sample of each setting that fits into its KV cache, at each context."""
     largest = Setting(graph=graph, threads=threads, batch_size=max(space.batch_sizes))
     entry = with_setting(stage, largest)
-    model = load_logits(entry, placement=logits_placement(entry))
+    model = load_stage_logits(entry)
     token_bytes = model.kv_cache_bytes // (model.num_blocks * model.block_size)
     contexts = sorted({min(context, model.max_length - 1) for context in space.contexts})
     table = _block_table(model, num_tokens=contexts[-1] + 1)

@@ -14,8 +14,8 @@ from genserve.config.model_config import ModelConfig, OldestStrategy
 from genserve.config.parse import inspect_message
 from genserve.errors import RepositoryError
 from genserve.repository.index import ModelEntry
+from genserve.repository.model_loader import stage_placement
 from genserve.textmodel.logits_config import read_parity
-from genserve.textmodel.logits_placement import logits_placement
 
 __all__ = [
     "SearchSpace",
@@ -166,7 +166,7 @@ def make_search_space(
             remedy="export the model again: `genserve export` writes a config with a batch size",
         )
     current = Setting.from_config(config)
-    on_gpu = logits_placement(stage).kind == "GPU"
+    on_gpu = stage_placement(stage).kind == "GPU"
     return SearchSpace(
         graphs=_graphs(stage, current.graph),
         threads=_ascending((*(threads or (() if on_gpu else thread_counts(num_cores()))), current.threads)),

@@ -13,10 +13,10 @@ from pathlib import Path
 from genserve.config.diagnostics import nearest
 from genserve.config.edit import ConfigChange, change_text
 from genserve.errors import ModelNotFound, RepositoryError
-from genserve.repository.ensemble_steps import generation_chains, stage_owners
+from genserve.repository.ensemble_steps import stage_owners, text_models
 from genserve.repository.index import ModelEntry, scan
 from genserve.repository.model_validation import accept, model_diagnostics
-from genserve.textmodel.logits_runtime import is_logits_stage
+from genserve.textmodel.logits_config import is_logits_stage
 from genserve.tuning.search_space import Setting, config_change, top1_agreement
 
 __all__ = ["ConfigEdit", "TunedModel", "find_model", "write_edits"]
@@ -124,9 +124,9 @@ def find_model(name: str, *, repository: Path) -> TunedModel:
     if name not in entries:
         remedy = nearest(name, known=entries)
         raise ModelNotFound(f"there is no model {name!r} in {repository}", remedy=remedy)
-    chains = generation_chains(entries)
+    chains = text_models(entries)
     owner = name if name in chains else stage_owners(chains).get(name)
-    if owner is None and not is_logits_stage(entries[name]):
+    if owner is None and not is_logits_stage(entries[name].config):
         accept(model_diagnostics(entries[name], entries))    # its errors may be why it is not recognised
         raise RepositoryError(
             f"model {name!r} is not a text model, so there is nothing to tune",

@@ -80,5 +80,5 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(installed, tmp_
         "try specifying runtime on the model configuration."
     )
     assert {"onnxruntime", "python", "doubling", "vllm"} <= set(
-        raised.value.remedy.removeprefix("backends here: ").split(", ")
+        raised.value.remedy.removeprefix("known backends: ").split(", ")
     )

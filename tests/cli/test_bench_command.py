@@ -16,7 +16,7 @@ def bench(*flags: str) -> Result:
 
 
 @pytest.mark.parametrize("api", ["chat", "generate"])
-def test_each_concurrency_has_a_row_of_figures(tiny_server: LiveServer, api: str) -> None:
+def test_each_concurrency_is_a_row_of_the_table(tiny_server: LiveServer, api: str) -> None:
     ran = bench("--url", tiny_server.url, "--api", api, "--concurrency", "1", "--concurrency", "3")
     rows = [line.split() for line in ran.stdout.splitlines()[1:]]
     assert [row[0] for row in rows] == ["1", "3"]
@@ -28,17 +28,17 @@ def test_each_concurrency_has_a_row_of_figures(tiny_server: LiveServer, api: str
         assert times_ms[2] <= times_ms[3]
 
 
-def test_a_model_that_the_server_does_not_have_is_told(tiny_server: LiveServer) -> None:
+def test_a_model_that_the_server_does_not_have_is_refused(tiny_server: LiveServer) -> None:
     with pytest.raises(ModelNotFound, match="name one of: tiny"):
         bench("nowhere", "--url", tiny_server.url)
 
 
-def test_without_a_server_there_is_nothing_to_measure() -> None:
+def test_without_a_server_it_raises_unreachable() -> None:
     with pytest.raises(Unreachable):
         bench("--url", "http://127.0.0.1:9")
 
 
-def test_an_address_that_is_no_plain_http_is_wrong_usage() -> None:
+def test_an_https_url_is_wrong_usage() -> None:
     ran = bench("--url", "https://127.0.0.1:8000")
     assert ran.exit_code == 2
     assert "is not http://HOST:PORT" in ran.stderr

@@ -23,13 +23,13 @@ def test_the_turns_come_in_order_after_the_system_prompt() -> None:
     ]
 
 
-def test_a_question_that_is_only_asked_is_not_remembered() -> None:
+def test_messages_with_a_question_do_not_change_the_conversation() -> None:
     conversation = Conversation()
     conversation.messages_with("Hi")
     assert conversation.messages() == []
 
 
-def test_undo_forgets_one_exchange_and_tells_it() -> None:
+def test_undo_removes_and_returns_the_last_exchange() -> None:
     conversation = Conversation()
     conversation.add("1", answer="one")
     conversation.add("2", answer="two")
@@ -63,7 +63,7 @@ def print_deltas(deltas: FakeDeltas) -> tuple[PrintedAnswer, list[str]]:
     return print_answer(lambda: Stream(deltas), write=written.append, clock=clock), written
 
 
-def test_each_piece_is_written_as_it_comes_and_kept() -> None:
+def test_an_answer_is_written_delta_by_delta() -> None:
     deltas = FakeDeltas("good day")
     answer, written = print_deltas(deltas)
     assert written == ["GOOD", " DAY", ""]
@@ -78,14 +78,14 @@ def test_each_piece_is_written_as_it_comes_and_kept() -> None:
     assert deltas.is_closed
 
 
-def test_ctrl_c_closes_the_stream_and_keeps_what_came() -> None:
+def test_ctrl_c_closes_the_stream_and_keeps_the_text_so_far() -> None:
     deltas = InterruptedDeltas("one two three")
     answer, _ = print_deltas(deltas)
     assert deltas.is_closed
     assert answer == PrintedAnswer(text="ONE TWO", num_tokens=2, first_token_s=1.0, last_token_s=2.0)
 
 
-def test_ctrl_c_before_the_server_answers_keeps_nothing() -> None:
+def test_ctrl_c_before_the_first_delta_gives_an_empty_answer() -> None:
     def interrupt() -> Stream:
         raise KeyboardInterrupt
 
@@ -93,13 +93,13 @@ def test_ctrl_c_before_the_server_answers_keeps_nothing() -> None:
     assert answer == PrintedAnswer(text="", num_tokens=0)
 
 
-def test_the_pace_counts_the_tokens_after_the_first() -> None:
+def test_the_rate_counts_the_tokens_after_the_first() -> None:
     answer = PrintedAnswer(text="", num_tokens=11, first_token_s=0.25, last_token_s=2.25)
     assert answer.tokens_per_s == 5.0
     assert answer.summary(max_length=None) == "11 tokens · first after 250 ms · 5.0 tokens/s · stopped"
 
 
-def test_one_token_has_no_pace_and_the_context_is_told_if_it_is_known() -> None:
+def test_a_summary_of_one_token_has_no_rate() -> None:
     answer = PrintedAnswer(
         text="",
         num_tokens=1,
@@ -112,7 +112,7 @@ def test_one_token_has_no_pace_and_the_context_is_told_if_it_is_known() -> None:
     assert answer.summary(max_length=None) == "1 tokens · first after 250 ms · context 10 · length"
 
 
-def test_a_question_is_sent_with_the_options_and_what_was_said_before() -> None:
+def test_a_question_is_sent_with_the_options_and_the_conversation() -> None:
     model = FakeModel()
     session = chat_with(model, system="Be brief.")
     session.ask("hi")
@@ -121,7 +121,7 @@ def test_a_question_is_sent_with_the_options_and_what_was_said_before() -> None:
     assert model.options[-1] == {"temperature": 0.5}
 
 
-def test_a_refused_question_is_not_remembered() -> None:
+def test_a_refused_question_is_not_part_of_the_conversation() -> None:
     session = chat_with(FakeModel())
     with pytest.raises(InvalidRequest):
         session.ask("refuse this")

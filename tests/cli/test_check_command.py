@@ -24,7 +24,7 @@ def run(*repositories: Path, flags: tuple[str, ...] = ()) -> Result:
     return CliRunner().invoke(app, ["check", *roots, *flags])
 
 
-def test_every_fault_is_listed_by_model_with_its_place_and_remedy_and_counted(tmp_path: Path) -> None:
+def test_every_diagnostic_is_listed_by_model_with_its_place_and_remedy(tmp_path: Path) -> None:
     b = add_model(tmp_path, "b", config="max_batch_size: -1\nruntime: \"a\"")
     add_model(tmp_path, "fine")
     a = add_model(tmp_path, "a", config='name: "x"')
@@ -36,8 +36,8 @@ def test_every_fault_is_listed_by_model_with_its_place_and_remedy_and_counted(tm
         "\n"
         "b\n"
         f"{b}:2:1: error: 'max_batch_size' must be non-negative value for b\n"
-        "  remedy: write 0 for a model that does not batch, or how many requests share a batch\n"
-        f"{b}:3:1: warning: runtime is not honoured: the backend's own runtime is used\n"
+        "  remedy: write 0 for a model that does not batch, or the largest batch size\n"
+        f"{b}:3:1: warning: runtime is ignored: the backend's own runtime is used\n"
         "  remedy: leave it out\n"
         "\n"
         "3 models: 2 errors, 1 warning\n"
@@ -51,13 +51,13 @@ def test_a_clean_repository_is_one_line(tmp_path: Path) -> None:
     assert (ran.stdout, ran.exit_code) == ("1 model: 0 errors, 0 warnings\n", 0)
 
 
-def test_warnings_fail_only_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_warnings_fail_with_strict_only(tmp_path: Path) -> None:
     add_model(tmp_path, "a", config='runtime: "a"')
     assert run(tmp_path).exit_code == 0
     assert run(tmp_path, flags=("--strict",)).exit_code == 1
 
 
-def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
+def test_json_has_an_object_for_each_diagnostic(tmp_path: Path) -> None:
     file = add_model(tmp_path, "a", config='runtime: "a"')
     (tmp_path / "a" / "1" / "model.py").unlink()
     ran = run(tmp_path, flags=("--json",))
@@ -68,7 +68,7 @@ def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
             "path": str(file),
             "line": 2,
             "column": 1,
-            "message": "runtime is not honoured: the backend's own runtime is used",
+            "message": "runtime is ignored: the backend's own runtime is used",
             "remedy": "leave it out",
         },
         {
@@ -78,20 +78,21 @@ def test_json_has_an_object_for_each_fault(tmp_path: Path) -> None:
             "line": None,
             "column": None,
             "message": "model.py is missing",
-            "remedy": "put it there; that of an exported model `genserve pull` or `genserve export` brings",
+            "remedy": "add the file; `genserve pull` and `genserve export` make those of exported "
+                      "models",
         },
     ]
     assert ran.exit_code == 1
 
 
-def test_a_repository_may_be_named_without_a_flag(tmp_path: Path) -> None:
+def test_a_repository_may_be_an_argument(tmp_path: Path) -> None:
     add_model(tmp_path / "one", "a")
     add_model(tmp_path / "two", "b")
     ran = CliRunner().invoke(app, ["check", str(tmp_path / "one"), str(tmp_path / "two")])
     assert ran.stdout == "2 models: 0 errors, 0 warnings\n"
 
 
-def test_other_configs_and_backends_of_ones_own_are_found_where_serve_finds_them(tmp_path: Path) -> None:
+def test_flags_for_configs_and_backends_are_those_of_serve(tmp_path: Path) -> None:
     (tmp_path / "backends" / "mine").mkdir(parents=True)
     (tmp_path / "backends" / "mine" / "model.py").touch()
     file = add_model(tmp_path / "r", "a")
@@ -109,7 +110,7 @@ def test_several_repositories_are_checked_as_one(tmp_path: Path) -> None:
     assert run(tmp_path / "one", tmp_path / "two").stdout == "2 models: 0 errors, 0 warnings\n"
 
 
-def test_what_files_say_does_not_drive_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_files_are_escaped(tmp_path: Path) -> None:
     add_model(tmp_path, "\x1b[2J", config='runtime: "a"')
     stdout = run(tmp_path).stdout
     assert "runtime" in stdout

@@ -13,37 +13,37 @@ from genserve.cli.console import ConsoleProgress, print_error, visible, write_te
 from genserve.errors import ModelNotFound
 
 
-def test_what_drives_a_terminal_is_spelled_out_and_the_rest_stays() -> None:
+def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
     assert visible("a\x1b[2Jb\x07\r\x9b31m\x7f") == r"a\x1b[2Jb\x07\x0d\x9b31m\x7f"
     assert visible("tab\tline\nÄ€漢🙂\u2028") == "tab\tline\nÄ€漢🙂\u2028"
 
 
 @given(st.text())
-def test_no_text_keeps_a_control_but_tab_and_line_feed(text: str) -> None:
+def test_no_control_character_remains_except_tab_and_line_feed(text: str) -> None:
     shown = visible(text).translate({ord("\t"): None, ord("\n"): None})
     assert not any(ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 for c in shown)
 
 
 @pytest.mark.parametrize(("is_terminal", "written"), [(True, r"\x1b[2J"), (False, "\x1b[2J")])
-def test_a_terminal_gets_visible_text_and_a_pipe_the_text_itself(is_terminal: bool, written: str) -> None:
+def test_text_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(is_terminal: bool, written: str) -> None:
     file = io.StringIO()
     write_text(Console(file=file, force_terminal=is_terminal), "\x1b[2J")
     assert file.getvalue() == written
 
 
-def test_an_error_is_printed_as_it_is_but_for_controls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_printed_with_control_characters_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(ModelNotFound("no [bold]model[/bold] \x1b[2J:smile:", remedy="look [here]"))
     assert capsys.readouterr().err == (
         "error[model_not_found]: no [bold]model[/bold] \\x1b[2J:smile:\n  remedy: look [here]\n"
     )
 
 
-def test_without_a_remedy_there_is_no_line_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_without_a_remedy_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(ModelNotFound("no model"))
     assert capsys.readouterr().err == "error[model_not_found]: no model\n"
 
 
-def test_progress_is_one_plain_line_per_stage_where_there_is_no_terminal(
+def test_progress_is_one_line_per_stage_without_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     progress = ConsoleProgress()

@@ -30,10 +30,10 @@ def report(repository: Path) -> ExportReport:
     )
 
 
-def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_has_the_parity_and_the_next_commands(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(report(Path("model_repository")), beside=None)
     assert capsys.readouterr().out.splitlines() == [
-        "mine: int8, 141.0 MB, made in 12 s: model_repository/mine",
+        "mine: int8, 141.0 MB, exported in 12 s: model_repository/mine",
         "parity with the source: largest logit difference 0.312, top-1 agreement 98.4%, perplexity x1.006, "
         "KL 0.0040",
         "next: genserve chat mine",
@@ -41,7 +41,7 @@ def test_a_report_has_the_parity_and_what_to_do_next(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_what_to_do_next_names_an_unusual_repository(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_commands_name_another_repository(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(report(Path("/elsewhere")), beside=None)
     assert "genserve serve --model-repository /elsewhere" in capsys.readouterr().out
 
@@ -66,23 +66,23 @@ def test_the_script_is_the_command(tmp_path: Path) -> None:
     assert ended.stderr.startswith("error[export_error]: '../evil' cannot be the name of a model")
 
 
-def test_an_export_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+def test_an_export_of_an_invalid_source_is_an_error(tmp_path: Path) -> None:
     where = ["--name", "../evil", "--model-repository", str(tmp_path)]
     result = CliRunner().invoke(app, ["export", "x", *where])
     assert isinstance(result.exception, ExportError)
 
 
-def test_a_graph_beside_another_is_chosen_by_tune(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_command_for_an_additional_graph_is_tune(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(report(Path("model_repository")), beside="int4")
     assert "next: genserve tune mine" in capsys.readouterr().out
 
 
-def test_a_name_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+def test_pulling_an_unknown_name_is_an_error(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pull", "nonsense", "--model-repository", str(tmp_path)])
     assert isinstance(result.exception, ExportError)
 
 
-def test_a_precision_that_nobody_knows_is_wrong_usage(tmp_path: Path) -> None:
+def test_an_unknown_precision_is_wrong_usage(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pull", "smollm2", "--precision", "int3"])
     assert result.exit_code == 2
     assert "int3" in result.stderr

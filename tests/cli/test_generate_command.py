@@ -28,18 +28,18 @@ def generate(*arguments: str, stdin: str = "", reply: Reply = ANSWER) -> tuple[R
     return result, server.received[-1].body
 
 
-def test_the_text_is_printed_as_it_is_when_it_goes_into_a_pipe() -> None:
+def test_the_text_is_printed_unchanged_into_a_pipe() -> None:
     result, _ = generate("Tea")
     assert result.stdout == " is\x1b[2J hot\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("-",)])
-def test_without_a_prompt_stdin_is_read_less_its_last_line_end(arguments: tuple[str, ...]) -> None:
+def test_without_a_prompt_stdin_is_read_without_its_last_line_end(arguments: tuple[str, ...]) -> None:
     _, body = generate(*arguments, stdin="Tea\nis\n\n")
     assert body["inputs"] == "Tea\nis\n"
 
 
-def test_what_is_piped_in_another_encoding_is_refused_at_its_place() -> None:
+def test_input_in_another_encoding_is_refused_with_its_position() -> None:
     result = CliRunner().invoke(app, ["generate"], input=b"caf\xe9")
     assert isinstance(result.exception, InvalidRequest)
     assert result.exception.message == "standard input is not UTF-8, at byte 3"
@@ -50,7 +50,7 @@ def test_line_ends_of_other_systems_are_read_as_line_feeds() -> None:
     assert body["inputs"] == "Tea\nis"
 
 
-def test_flags_go_into_the_request_and_the_only_model_is_named() -> None:
+def test_flags_become_fields_of_the_request() -> None:
     flags = "--max-tokens 2 --temperature 0.5 --stop a --stop b --seed 7"
     _, body = generate("Tea", *flags.split())
     assert body["model"] == "m"
@@ -75,12 +75,12 @@ def test_any_other_parameter_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
-        ("min_p", "--set min_p gives no value"),
+        ("min_p", "--set min_p has no value"),
         ("min_p=2", "min_p must be between"),
         ("minp=0.1", "no sampling parameter 'minp'"),
     ],
 )
-def test_what_cannot_be_set_is_refused_before_the_model_is_asked(assignment: str, words: str) -> None:
+def test_an_invalid_assignment_is_refused_before_the_request(assignment: str, words: str) -> None:
     with scripted(MODELS) as server:
         result = CliRunner().invoke(app, ["generate", "Tea", "--url", server.url, "--set", assignment])
         assert not server.received
@@ -110,7 +110,7 @@ def test_the_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
         assert CliRunner().invoke(app, ["generate", "Tea"]).exit_code == 0
 
 
-def test_a_model_that_the_server_has_not_is_refused_with_those_it_has() -> None:
+def test_an_unknown_model_is_refused_with_the_names_of_the_others() -> None:
     result, _ = generate("Tea", "--model", "x", reply=ANSWER)
     assert isinstance(result.exception, ModelNotFound)
     assert result.exception.remedy == "name one of: m"

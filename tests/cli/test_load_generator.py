@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from genserve.cli.load_generator import Load, percentile, random_prompts, run
+from genserve.cli.load_generator import Load, percentile, random_prompts, run_load
 from genserve.errors import InvalidRequest, Unreachable
 from tests.live import LiveServer
 
@@ -30,19 +30,19 @@ def load(server: LiveServer, **changes: object) -> Load:
 
 
 @pytest.mark.parametrize("api", ["generate", "chat"])
-def test_every_request_is_answered_and_counted_by_the_servers_own_figures(
+def test_every_request_is_answered_and_counted_as_the_server_reports(
     tiny_server: LiveServer, api: str
 ) -> None:
-    measured = run(load(tiny_server, api=api))
-    assert measured.new_tokens == [12] * 7
-    assert statistics.fmean(measured.prompt_tokens) > 6
-    assert 0 < len(measured.first_text_s) <= 7  # a random model may answer with special tokens alone
-    assert 0 < len(measured.gaps_s) <= 7 * 11
-    assert max(measured.first_text_s) <= measured.elapsed_s
+    result = run_load(load(tiny_server, api=api))
+    assert result.new_tokens == [12] * 7
+    assert statistics.fmean(result.prompt_tokens) > 6
+    assert 0 < len(result.first_text_s) <= 7  # a random model may answer with special tokens alone
+    assert 0 < len(result.gaps_s) <= 7 * 11
+    assert max(result.first_text_s) <= result.elapsed_s
 
 
 @pytest.mark.parametrize("keep_alive", [True, False])
-def test_connections_are_kept_or_made_anew_for_each_request(
+def test_keep_alive_decides_the_number_of_connections(
     tiny_server: LiveServer, keep_alive: bool
 ) -> None:
     made: list[object] = []
@@ -54,17 +54,17 @@ def test_connections_are_kept_or_made_anew_for_each_request(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "create_connection", counted)
-        measured = run(load(tiny_server, keep_alive=keep_alive))
-    assert measured.new_tokens == [12] * 7
+        result = run_load(load(tiny_server, keep_alive=keep_alive))
+    assert result.new_tokens == [12] * 7
     assert len(made) == (3 if keep_alive else 7)
 
 
-def test_a_refused_request_is_an_error_and_not_a_figure(tiny_server: LiveServer) -> None:
-    with pytest.raises(Unreachable, match="did not answer"):
-        run(load(tiny_server, model="nowhere"))
+def test_an_error_reply_ends_the_load(tiny_server: LiveServer) -> None:
+    with pytest.raises(Unreachable, match="answered with an error"):
+        run_load(load(tiny_server, model="nowhere"))
 
 
-def test_a_request_that_is_refused_for_the_moment_is_sent_again_when_the_server_says() -> None:
+def test_an_overloaded_request_is_retried_after_the_servers_time() -> None:
     refusal = b"HTTP/1.1 429 Too Many Requests\r\nretry-after-ms: 2\r\ncontent-length: 2\r\n\r\n{}"
     event = b'data: {"token": {"text": "tea"}, "details": {"generated_tokens": 3, "input_length": 5}}\n\n'
     answer = (
@@ -82,22 +82,22 @@ def test_a_request_that_is_refused_for_the_moment_is_sent_again_when_the_server_
         server = threading.Thread(target=serve)
         server.start()
         port = listener.getsockname()[1]
-        measured = run(Load(**OPTIONS | {"port": port, "concurrency": 1, "num_requests": 1}))
+        result = run_load(Load(**OPTIONS | {"port": port, "concurrency": 1, "num_requests": 1}))
         server.join()
     assert asked[0] == asked[1]
-    assert measured.new_tokens == [3]
-    assert len(measured.refused_s) == 1
+    assert result.new_tokens == [3]
+    assert len(result.refused_s) == 1
 
 
-def test_a_load_may_end_with_so_many_answers_whoever_still_waits(tiny_server: LiveServer) -> None:
-    measured = run(load(tiny_server, num_requests=10_000, num_answers=5))
-    assert 5 <= len(measured.new_tokens) <= 5 + 3
-    texts = len(measured.first_text_s) + len(measured.gaps_s)
-    assert 0 <= measured.unfinished_texts < texts
-    assert run(load(tiny_server)).unfinished_texts == 0
+def test_a_load_may_end_after_a_number_of_answers(tiny_server: LiveServer) -> None:
+    result = run_load(load(tiny_server, num_requests=10_000, num_answers=5))
+    assert 5 <= len(result.new_tokens) <= 5 + 3
+    texts = len(result.first_text_s) + len(result.gaps_s)
+    assert 0 <= result.unfinished_texts < texts
+    assert run_load(load(tiny_server)).unfinished_texts == 0
 
 
-def test_a_port_where_nobody_listens_is_an_error_with_what_to_do() -> None:
+def test_the_remedy_for_a_closed_port_is_to_start_a_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     nobody = Load(
@@ -112,30 +112,30 @@ def test_a_port_where_nobody_listens_is_an_error_with_what_to_do() -> None:
         seed=0,
     )
     with pytest.raises(Unreachable, match=rf"127\.0\.0\.1:{port}.*genserve serve"):
-        run(nobody)
+        run_load(nobody)
 
 
-def test_a_server_that_asks_for_a_key_is_given_it(tiny_repository: Path) -> None:
+def test_the_api_key_is_sent(tiny_repository: Path) -> None:
     with LiveServer(tiny_repository, api_key="secret") as server:
-        assert run(load(server, api_key="secret")).new_tokens == [12] * 7
+        assert run_load(load(server, api_key="secret")).new_tokens == [12] * 7
         with pytest.raises(Unreachable, match="401"):
-            run(load(server, api_key="wrong"))
+            run_load(load(server, api_key="wrong"))
         with pytest.raises(InvalidRequest):
-            run(load(server, api_key="secret\r\nX: y"))
+            run_load(load(server, api_key="secret\r\nX: y"))
 
 
-def test_more_fields_of_the_body_reach_the_server(tiny_server: LiveServer) -> None:
-    measured = run(load(tiny_server, api="chat", extra={"max_tokens": 5}))
-    assert measured.new_tokens == [5] * 7
+def test_extra_fields_reach_the_server(tiny_server: LiveServer) -> None:
+    result = run_load(load(tiny_server, api="chat", extra={"max_tokens": 5}))
+    assert result.new_tokens == [5] * 7
 
 
-def test_prompts_differ_from_each_other_and_from_those_of_another_seed() -> None:
+def test_prompts_differ_among_each_other_and_by_seed() -> None:
     prompts = random_prompts(5, words=12, seed=1) + random_prompts(5, words=12, seed=2)
     assert len(set(prompts)) == 10
     assert all(len(prompt.split()) == 12 for prompt in prompts)
 
 
-def test_shared_words_are_the_beginning_of_every_prompt_and_no_more() -> None:
+def test_every_prompt_begins_with_the_shared_words() -> None:
     prompts = [prompt.split() for prompt in random_prompts(5, words=20, shared_words=8, seed=1)]
     assert len({tuple(words[:8]) for words in prompts}) == 1
     assert len({tuple(words[8:]) for words in prompts}) == 5

@@ -52,7 +52,7 @@ def test_the_version_is_a_command_and_a_flag() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"{genserve.__version__}\n"
 
 
-def test_an_error_is_printed_with_its_code_and_remedy_and_ends_with_1(
+def test_an_error_is_printed_with_code_and_remedy_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["genserve", "models", "--model-repository", "/nowhere"])
@@ -65,13 +65,13 @@ def test_an_error_is_printed_with_its_code_and_remedy_and_ends_with_1(
     assert "genserve pull smollm2" in lines[1]
 
 
-def test_wrong_usage_ends_with_2() -> None:
+def test_wrong_usage_exits_with_2() -> None:
     ran = run("generate", "--max-tokens", "many")
     assert ran.returncode == 2
     assert "--max-tokens" in ran.stderr
 
 
-def test_ctrl_c_ends_with_130_and_lets_the_server_see_it() -> None:
+def test_ctrl_c_disconnects_and_exits_with_130() -> None:
     with scripted(MODELS, event_reply(stays_open=True)) as server:
         command = command_line("generate", "Tea", "--url", server.url)
         with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_with_130_and_lets_the_server_see_it() -> None:
     assert b"Traceback" not in stderr
 
 
-def test_no_server_ends_with_1_and_says_how_to_start_one() -> None:
+def test_without_a_server_it_exits_with_1_and_a_remedy() -> None:
     with scripted() as server:
         url = server.url
     ran = run("models", "--url", url)

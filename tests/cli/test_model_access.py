@@ -34,7 +34,7 @@ def write_config(folder: Path, text: str) -> None:
     (folder / "config.pbtxt").write_text(text)
 
 
-def test_only_ensembles_are_listed_each_with_the_size_of_its_stages(tmp_path: Path) -> None:
+def test_text_models_are_listed_with_the_size_of_their_stages(tmp_path: Path) -> None:
     add_model(tmp_path, "b")
     add_model(tmp_path, "a")
     (tmp_path / "broken").mkdir()
@@ -57,7 +57,7 @@ def test_a_stage_without_files_or_without_a_folder_is_missing(tmp_path: Path) ->
     assert local_models(tmp_path)[0].missing == ("a_tokenizer", "a_logits", "a_decoder")
 
 
-def test_the_only_model_is_chosen_and_else_the_default_one(tmp_path: Path) -> None:
+def test_the_only_model_or_the_default_one_is_chosen(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     assert choose_model(None, repository=tmp_path) == "a"
     add_model(tmp_path, "smollm2")
@@ -65,13 +65,13 @@ def test_the_only_model_is_chosen_and_else_the_default_one(tmp_path: Path) -> No
     assert choose_model("a", repository=tmp_path) == "a"
 
 
-def test_an_empty_repository_says_how_to_bring_a_model_into_it(tmp_path: Path) -> None:
+def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     with pytest.raises(RepositoryError) as caught:
         choose_model(None, repository=tmp_path)
     assert f"`genserve pull smollm2 --model-repository {tmp_path}`" in caught.value.remedy
 
 
-def test_the_default_model_without_weights_is_to_be_pulled(
+def test_the_remedy_for_the_default_model_without_weights_is_pull(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,18 +81,18 @@ def test_the_default_model_without_weights_is_to_be_pulled(
     assert caught.value.remedy == "`genserve pull smollm2`"
 
 
-def test_another_model_without_weights_is_to_be_exported(tmp_path: Path) -> None:
+def test_the_remedy_for_another_model_without_weights_is_export(tmp_path: Path) -> None:
     add_model(tmp_path, "a", weights=False)
     with pytest.raises(RepositoryError) as caught:
         choose_model("a", repository=tmp_path)
     assert "genserve export SOURCE --name a" in caught.value.remedy
 
 
-def test_an_unknown_model_is_answered_with_those_that_are_there(tmp_path: Path) -> None:
+def test_the_remedy_for_an_unknown_model_lists_the_models(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     with pytest.raises(RepositoryError) as caught:
         choose_model("x", repository=tmp_path)
-    assert caught.value.remedy.startswith("models there: a; or ")
+    assert caught.value.remedy.startswith("models: a; or ")
 
 
 def test_the_only_model_of_a_server_needs_no_name() -> None:
@@ -101,13 +101,13 @@ def test_the_only_model_of_a_server_needs_no_name() -> None:
         assert opened.name == "a"
 
 
-def test_one_of_several_models_of_a_server_needs_its_name() -> None:
+def test_with_several_models_on_a_server_a_name_is_required() -> None:
     reply = models_reply("a", "b")
     with scripted(reply, reply) as server:
         with open_model("b", repository=Path("unused"), url=server.url) as opened:
             assert opened.name == "b"
         with (
-            pytest.raises(ModelNotFound, match="several") as caught,
+            pytest.raises(ModelNotFound, match="2 models") as caught,
             open_model(None, repository=Path("unused"), url=server.url),
         ):
             pass

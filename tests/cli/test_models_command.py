@@ -11,7 +11,7 @@ from tests.cli.test_model_access import add_model
 from tests.client.scripted_server import models_reply, scripted
 
 
-def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) -> None:
+def test_the_models_of_a_repository_are_a_table(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     quality = {"top1_agreement": 0.9479, "perplexity_ratio": 1.0109, "divergence": 0.01526}
     parity = {"precision": "int8"} | quality
@@ -30,7 +30,7 @@ def test_a_repository_s_models_are_a_table_with_what_is_missing(tmp_path: Path) 
     ]
 
 
-def test_the_quality_is_that_of_the_graph_that_the_config_chooses(tmp_path: Path) -> None:
+def test_the_quality_is_that_of_the_configured_graph(tmp_path: Path) -> None:
     add_model(tmp_path, "a")
     config = tmp_path / "a_logits" / "config.pbtxt"
     config.write_text(config.read_text() + ' default_model_filename: "int4/model.onnx"')
@@ -42,12 +42,12 @@ def test_the_quality_is_that_of_the_graph_that_the_config_chooses(tmp_path: Path
     assert "70.0%" in CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)]).stdout
 
 
-def test_a_server_s_models_are_one_name_a_line() -> None:
+def test_the_models_of_a_server_are_one_per_line() -> None:
     with scripted(models_reply("a", "b")) as server:
         assert CliRunner().invoke(app, ["models", "--url", server.url]).stdout == "a\nb\n"
 
 
-def test_an_empty_repository_says_how_to_bring_a_model_into_it(tmp_path: Path) -> None:
+def test_the_remedy_for_an_empty_repository_is_pull(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["models", "--model-repository", str(tmp_path)])
-    assert "no generation model" in result.stdout
+    assert "no text model" in result.stdout
     assert f"genserve pull smollm2 --model-repository {tmp_path}" in result.stdout

@@ -29,7 +29,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         yield terminal
 
 
-def test_an_answer_is_printed_with_its_figures_and_ctrl_d_leaves(terminal: Terminal) -> None:
+def test_an_answer_is_printed_with_its_timing_and_ctrl_d_leaves(terminal: Terminal) -> None:
     say(terminal, "good day" + ENTER)
     terminal.expect("GOOD DAY")
     terminal.expect("3 tokens · first after ")
@@ -39,7 +39,7 @@ def test_an_answer_is_printed_with_its_figures_and_ctrl_d_leaves(terminal: Termi
     assert terminal.wait() == 0
 
 
-def test_ctrl_c_stops_the_answer_closes_its_stream_and_keeps_what_came(terminal: Terminal) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> None:
     say(terminal, "forever young" + ENTER)
     terminal.expect("FOREVER")
     terminal.type(CTRL_C)
@@ -54,7 +54,7 @@ def test_ctrl_c_stops_the_answer_closes_its_stream_and_keeps_what_came(terminal:
     assert terminal.wait() == 0
 
 
-def test_ctrl_c_at_an_empty_prompt_hints_and_at_a_full_one_only_drops_the_line(terminal: Terminal) -> None:
+def test_ctrl_c_drops_the_line_or_hints_how_to_leave(terminal: Terminal) -> None:
     say(terminal, "never mind")
     terminal.expect("never mind")
     terminal.type(CTRL_C)
@@ -79,14 +79,14 @@ def test_three_quotes_open_and_close_a_block(terminal: Terminal) -> None:
     terminal.expect(r"last asked: ['one\n\ntwo']")
 
 
-def test_what_is_pasted_with_line_ends_is_one_message(terminal: Terminal) -> None:
+def test_pasted_lines_are_one_message(terminal: Terminal) -> None:
     say(terminal, "\x1b[200~one\ntwo\x1b[201~" + ENTER)
     terminal.expect("ONE TWO")
     say(terminal, CTRL_D)
     terminal.expect(r"last asked: ['one\ntwo']")
 
 
-def test_a_refusal_is_printed_with_its_remedy_and_the_chat_goes_on(terminal: Terminal) -> None:
+def test_an_error_is_printed_and_the_chat_continues(terminal: Terminal) -> None:
     say(terminal, "refuse" + ENTER)
     terminal.expect("error[invalid_request]")
     terminal.expect(": ask something else")
@@ -100,13 +100,13 @@ def test_commands_are_completed_and_bye_leaves(terminal: Terminal) -> None:
     say(terminal, "/he" + TAB)
     terminal.expect("lp")
     terminal.type(ENTER)
-    terminal.expect("forget what was said")
+    terminal.expect("clear the conversation")
     say(terminal, "/bye" + ENTER)
     terminal.expect("streams closed: []")
     assert terminal.wait() == 0
 
 
-def test_questions_are_remembered_by_the_next_chat_and_by_nobody_else(tmp_path: Path) -> None:
+def test_the_history_is_kept_for_the_next_chat_and_is_private(tmp_path: Path) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as first:
         say(first, "remember me" + ENTER)
         first.expect("REMEMBER ME")
@@ -118,7 +118,7 @@ def test_questions_are_remembered_by_the_next_chat_and_by_nobody_else(tmp_path: 
     assert (tmp_path / "genserve" / "history").stat().st_mode & 0o077 == 0
 
 
-def test_a_history_that_cannot_be_written_any_more_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_history_that_becomes_unwritable_does_not_disturb_the_chat(tmp_path: Path) -> None:
     with Terminal("tests.cli.chat_on_terminal", home=tmp_path) as terminal:
         terminal.expect(PROMPT)
         history = tmp_path / "genserve" / "history"
@@ -130,7 +130,7 @@ def test_a_history_that_cannot_be_written_any_more_costs_nothing_else(tmp_path: 
         assert "Exception" not in terminal.expect("LOUD")
 
 
-def test_the_history_lies_where_the_system_keeps_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_in_the_state_folder_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
     assert history_path() == Path("/home/me/.local/state/genserve/history")

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 
 from genserve.cli.main import app
 from genserve.cli.serve_command import print_startup_banner
-from genserve.cli.tritonserver_flags import REFUSED
+from genserve.cli.tritonserver_flags import REFUSED_FLAGS
 from genserve.errors import GenserveError, RepositoryError
 from genserve.server import ModelInfo, ServerInfo, VersionInfo
 from genserve.settings import ServerSettings
 
 
-def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_and_metrics_flags_are_those_of_tritonserver(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         "--trace-config triton,file=/t.json --trace-config=level=TIMESTAMPS --trace-config rate=1 "
         "--metrics-config=counter_latencies=false --metrics-config histogram_latencies=true "
@@ -38,7 +38,7 @@ def test_flags_of_traces_and_metrics_are_those_of_tritonserver(monkeypatch: pyte
         ("--allow-gpu-metrics=true", "there are no nv_gpu_* metrics"),
     ],
 )
-def test_traces_and_metrics_that_there_are_not_are_refused_at_the_start(
+def test_invalid_trace_and_metrics_flags_are_refused_at_the_start(
     tmp_path: Path, flag: str, text: str
 ) -> None:
     result = CliRunner().invoke(app, ["serve", "--model-repository", str(tmp_path), flag])
@@ -46,7 +46,7 @@ def test_traces_and_metrics_that_there_are_not_are_refused_at_the_start(
     assert text in f"{result.exception} {result.output}"
 
 
-def test_without_a_repository_there_is_an_error() -> None:
+def test_a_missing_repository_is_an_error() -> None:
     result = CliRunner().invoke(app, ["serve", "--model-repository", "/nowhere"])
     assert isinstance(result.exception, RepositoryError)
 
@@ -74,7 +74,7 @@ def test_without_flags_the_settings_are_their_defaults(monkeypatch: pytest.Monke
     assert settings_of(monkeypatch) == ServerSettings()
 
 
-def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line_of_tritonserver_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         "--model-store=/models --model-control-mode=explicit --load-model=a --load-model=b "
         "--strict-readiness=false --exit-on-error=false --strict-model-config=true --grpc-port=9001 "
@@ -141,17 +141,17 @@ def test_a_command_line_of_tritonserver_is_understood(monkeypatch: pytest.Monkey
         "--log-format=x",
     ],
 )
-def test_a_flag_that_means_nothing_is_wrong_usage(flag: str) -> None:
+def test_an_invalid_value_of_a_flag_is_wrong_usage(flag: str) -> None:
     assert CliRunner().invoke(app, ["serve", flag]).exit_code == 2
 
 
-def test_what_may_wait_is_set_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_limit_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--max-queue=8", "--max-queue-tokens=0", "--max-queue-wait-s=2.5")
     wanted = ServerSettings(max_queue=8, max_queue_tokens=0, max_queue_wait_s=2.5)
     assert settings_of(monkeypatch, *words) == wanted
 
 
-def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_control_the_access(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (
         "--allowed-host=models.example --allowed-host=*.test --allowed-origin=https://app.example "
         "--allow-unauthenticated --allow-unauthenticated-metrics=true --allow-uploaded-code "
@@ -182,37 +182,37 @@ def test_who_may_ask_is_said_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--cache-directory=/opt/caches", "--cache-config=local,size=BYTES"),
     ],
 )
-def test_a_flag_that_only_tritonserver_has_is_refused_with_what_to_do(words: str, message: str) -> None:
+def test_an_unsupported_flag_of_tritonserver_is_refused_with_a_remedy(words: str, message: str) -> None:
     result = CliRunner().invoke(app, ["serve", *words.split()], terminal_width=1000)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_no_flag_of_genserve_is_refused_as_one_of_tritonserver() -> None:
+def test_no_supported_flag_is_refused() -> None:
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    assert not REFUSED.keys() & {name for option in command.params for name in option.opts}
+    assert not REFUSED_FLAGS.keys() & {name for option in command.params for name in option.opts}
 
 
-def test_a_setting_of_a_backend_that_means_nothing_ends_the_server(tmp_path: Path) -> None:
+def test_an_unknown_backend_setting_is_refused_at_the_start(tmp_path: Path) -> None:
     words = ["serve", "--model-repository", str(tmp_path), "--backend-config=onnxruntime,threads=4"]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, GenserveError)
     assert "default-max-batch-size" in result.exception.remedy
 
 
-def test_the_card_has_the_models_the_url_and_a_curl_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_has_the_models_the_url_and_a_curl_command(capsys: pytest.CaptureFixture[str]) -> None:
     model = ModelInfo(name="m", max_length=2048, max_num_seqs=32, kv_cache_bytes=3 * 2**29, precision="int8")
     broken = RepositoryError("model 'x' is broken", remedy="mend it")
     print_startup_banner(ServerInfo(url="http://127.0.0.1:1", models=(model,), errors=(broken,)))
     captured = capsys.readouterr()
-    assert "m: int8, 2048 tokens of context, 32 answers at once, KV cache up to 1,536 MiB" in captured.out
+    assert "m: int8, context length 2048, up to 32 sequences, KV cache up to 1,536 MiB" in captured.out
     assert "Ready at http://127.0.0.1:1" in captured.out
     body = '{"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": true}'
     assert f"-d '{body}'" in captured.out
     assert "error[repository_error]: model 'x' is broken" in captured.err
 
 
-def test_the_card_lists_every_version_and_the_ports(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_lists_every_version_and_the_ports(capsys: pytest.CaptureFixture[str]) -> None:
     versions = (
         VersionInfo(name="m", version=1, state="READY", reason=""),
         VersionInfo(name="x", version=2, state="UNAVAILABLE", reason="no weights"),

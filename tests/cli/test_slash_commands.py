@@ -44,7 +44,10 @@ def test_help_names_every_command(said) -> None:
 
 @pytest.mark.parametrize(
     ("line", "answer"),
-    [("/hlep", "there is no /hlep; did you mean /help?"), ("/xyzzy 1", "there is no /xyzzy; see /help")],
+    [
+        ("/hlep", "unknown command /hlep; did you mean /help?"),
+        ("/xyzzy 1", "unknown command /xyzzy; see /help"),
+    ],
 )
 def test_an_unknown_command_suggests_the_nearest(said, line: str, answer: str) -> None:
     assert said(line) == f"{answer}\n"
@@ -63,7 +66,7 @@ def test_an_unknown_command_suggests_the_nearest(said, line: str, answer: str) -
         ("stop a=b", "stop", "a=b"),
     ],
 )
-def test_set_changes_an_option_of_the_next_question(
+def test_set_changes_a_parameter_of_the_next_answer(
     session: ChatSession, model: FakeModel, said, typed: str, name: str, value: object
 ) -> None:
     said(f"/set {typed}")
@@ -81,7 +84,7 @@ def test_set_changes_an_option_of_the_next_question(
         ("stop 5", "stop must be text"),
     ],
 )
-def test_set_refuses_what_the_model_would_refuse_and_changes_nothing(
+def test_set_refuses_an_invalid_value_and_changes_nothing(
     session: ChatSession, said, typed: str, complaint: str
 ) -> None:
     before = dict(session.options)
@@ -91,9 +94,12 @@ def test_set_refuses_what_the_model_would_refuse_and_changes_nothing(
 
 @pytest.mark.parametrize(
     ("line", "name", "note"),
-    [("temperature 1", "temperature", "temperature = 0.5\n"), ("stop END", "stop", "stop is as usual\n")],
+    [
+        ("temperature 1", "temperature", "temperature = 0.5\n"),
+        ("stop END", "stop", "stop is at its default\n"),
+    ],
 )
-def test_set_without_a_value_is_as_at_the_start(
+def test_set_without_a_value_resets_the_parameter(
     session: ChatSession, said, line: str, name: str, note: str
 ) -> None:
     before = dict(session.options)
@@ -103,8 +109,8 @@ def test_set_without_a_value_is_as_at_the_start(
     assert session.options == before
 
 
-def test_set_alone_shows_what_was_set_and_the_names_of_the_rest(said) -> None:
-    assert said("/set").startswith("temperature = 0.5\nas usual: max_tokens, ")
+def test_set_alone_shows_the_changed_parameters_and_the_names_of_the_others(said) -> None:
+    assert said("/set").startswith("temperature = 0.5\nat their defaults: max_tokens, ")
 
 
 def test_system_sets_and_removes_the_system_prompt(session: ChatSession, said) -> None:
@@ -114,14 +120,14 @@ def test_system_sets_and_removes_the_system_prompt(session: ChatSession, said) -
     assert contents(session) == []
 
 
-def test_undo_and_clear_forget(session: ChatSession, said) -> None:
+def test_undo_and_clear_remove_exchanges(session: ChatSession, said) -> None:
     for question in ("one", "two", "three"):
         session.ask(question)
-    assert said("/undo") == "forgotten: three\n"
+    assert said("/undo") == "removed: three\n"
     assert contents(session) == ["one", "ONE", "two", "TWO"]
     said("/clear")
     assert contents(session) == []
-    assert said("/undo") == "there is nothing to undo\n"
+    assert said("/undo") == "nothing to undo\n"
 
 
 def test_retry_asks_the_last_question_again_without_its_answer(
@@ -134,7 +140,7 @@ def test_retry_asks_the_last_question_again_without_its_answer(
     assert contents(session) == ["one", "ONE", "two", "TWO"]
 
 
-def test_what_was_said_stays_where_a_retry_fails(session: ChatSession) -> None:
+def test_a_failed_retry_keeps_the_conversation(session: ChatSession) -> None:
     session.ask("one")
     session.options = SamplingOptions(temperature=-1)
     with pytest.raises(InvalidRequest):
@@ -142,11 +148,11 @@ def test_what_was_said_stays_where_a_retry_fails(session: ChatSession) -> None:
     assert contents(session) == ["one", "ONE"]
 
 
-def test_retry_with_nothing_said_says_so(said) -> None:
-    assert said("/retry") == "there is nothing to retry\n"
+def test_retry_in_an_empty_chat_does_nothing(said) -> None:
+    assert said("/retry") == "nothing to retry\n"
 
 
-def test_save_writes_messages_that_can_be_sent_again_and_never_over_a_file(
+def test_save_writes_the_messages_to_a_new_file_only(
     session: ChatSession, said, tmp_path: Path
 ) -> None:
     session.ask("grüß dich")
@@ -156,10 +162,10 @@ def test_save_writes_messages_that_can_be_sent_again_and_never_over_a_file(
         "messages": [{"role": "user", "content": "grüß dich"}, {"role": "assistant", "content": "GRÜSS DICH"}]
     }
     assert "not saved" in said(f"/save {path}")
-    assert said("/save") == "say where: /save FILE\n"
+    assert said("/save") == "usage: /save FILE\n"
 
 
-def test_a_chat_that_the_disk_has_no_room_for_leaves_no_half_file(
+def test_save_leaves_no_partial_file_on_a_full_disk(
     session: ChatSession, said, tmp_path: Path
 ) -> None:
     session.ask("a question that is longer than the disk is large")

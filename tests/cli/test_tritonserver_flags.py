@@ -6,12 +6,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from genserve.cli.tritonserver_flags import SwitchCommand
+from genserve.cli.tritonserver_flags import TritonserverCommand
 
 app = typer.Typer()
 
 
-@app.command(cls=SwitchCommand)
+@app.command(cls=TritonserverCommand)
 def show(
     strict: Annotated[bool, typer.Option("--strict/--no-strict", envvar="STRICT")] = True, name: str = ""
 ) -> None:
@@ -33,7 +33,7 @@ def show(
         (["--strict", "TRUE"], "True "),
     ],
 )
-def test_switches_are_written_in_either_way(words, shown):
+def test_both_spellings_of_switches_are_accepted(words, shown):
     assert CliRunner().invoke(app, words).output == f"{shown}\n"
 
 

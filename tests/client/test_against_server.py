@@ -173,24 +173,25 @@ def test_logprobs_of_a_chat_are_the_same_as_in_process(client: Any, llm: LLM) ->
 )
 def test_completions_are_the_same_as_in_process(client: Any, llm: LLM, options: SamplingOptions) -> None:
     ids = [llm.complete(text, max_tokens=1)[0].prompt_token_ids for text in ("Tea is", "The river had")]
-    told = options.get("logprobs", False)
+    wants_logprobs = options.get("logprobs", False)
     for prompts in ("Tea is", ["Tea is", "The river had"], ids):
         expected = llm.complete(prompts, n=2, **options)
         found = client.complete(prompts, n=2, **options)
         for one, same in zip(found, expected, strict=True):
             assert words(one) == words(same)
-            assert levels(one, logprobs=told) == pytest.approx(levels(same, logprobs=told), abs=1e-4)
+            logprobs = levels(same, logprobs=wants_logprobs)
+            assert levels(one, logprobs=wants_logprobs) == pytest.approx(logprobs, abs=1e-4)
         assert len(found) == 2 * (1 if isinstance(prompts, str) else 2)
         assert {one.prompt_token_ids for one in found} == set(ids[: len(found) // 2])
 
 
 def words(completion: Completion) -> Completion:
-    """All of it but the figures, whose last digits depend on who was in the batch."""
+    """Return a completion without its log-probabilities, whose last digits depend on the batch."""
     return replace(completion, logprobs=(), top_logprobs=(), prompt_logprobs=())
 
 
 def levels(completion: Completion, *, logprobs: bool) -> dict[tuple[Any, ...], float]:
-    """The figures by their places; best_of tells more than was asked for."""
+    """Return the numbers of a completion; with best_of, the reply has log-probabilities unasked."""
     own = enumerate(completion.logprobs if logprobs else ())
     scores = completion.prompt_logprobs
     tops = [*completion.top_logprobs, *(score.top for score in scores)]

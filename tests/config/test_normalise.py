@@ -46,7 +46,7 @@ def test_instances_are_placed_on_what_there_is(text, gpus, groups):
         ("instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", 0, [("KIND_CPU", 1, [])],
          "instance group m_0 of model m has kind KIND_GPU but no GPUs are available"),
         ("instance_group { name: \"g\" kind: KIND_GPU gpus: [ 0, 3 ] }", 2, [("KIND_GPU", 1, [0])],
-         "instance group g of model m specifies invalid or unsupported gpu id 3. GPUs that are there: 0, 1"),
+         "instance group g of model m specifies invalid or unsupported gpu id 3. Available GPUs: 0, 1"),
     ],
 )  # fmt: skip
 def test_gpus_that_are_missing_are_a_warning_or_if_that_is_asked_for_an_error(text, gpus, groups, told):

@@ -23,8 +23,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "buckets of a metric without them": (
         PYTHON + 'model_metrics { metric_control { metric_identifier { family: "nv_other" } } }',
-        ["2:54: warning: Metric family 'nv_other' in 'metric_identifier' is not a customizable metric; the "
-         "one that is: nv_inference_first_response_histogram_ms"],
+        ["2:54: warning: Metric family 'nv_other' in 'metric_identifier' is not a customizable metric; "
+         "the customizable one: nv_inference_first_response_histogram_ms"],
     ),
     "another name": (
         PYTHON + 'name: "other"',
@@ -33,11 +33,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "no backend": (
         "max_batch_size: 1",
-        ["1:1: error: Invalid model name: Could not determine backend for model 'm' with no "
-         "backend in model configuration. Expected model name of the form "
-         "'model.<backend_name>'.; add `backend: \"python\"`, \"onnxruntime\", \"pytorch\", "
-         '"tensorflow" or "tokenizer", or `platform: "ensemble"`; or put the model where it is '
-         "found, as 1/model.py or 1/model.onnx"],
+        ["1:1: error: Invalid model name: Could not determine backend for model 'm' with no backend in "
+         "model configuration. Expected model name of the form 'model.<backend_name>'.; add `backend: "
+         '"python"`, "onnxruntime", "pytorch", "tensorflow" or "tokenizer", or `platform: "ensemble"`; '
+         "or name the file of the model 1/model.py or 1/model.onnx"],
     ),
     "a misspelt backend": (
         'backend: "onnx_runtime"',
@@ -52,15 +51,15 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "a backend with an engine of its own": (
         '\n  backend: "tensorrt_llm"',
-        ["2:3: error: unable to find backend library for backend 'tensorrt_llm', try specifying runtime "
-         "on the model configuration.; the engine is another here: `genserve export CHECKPOINT` makes a "
-         "model of what it was made of"],
+        ["2:3: error: unable to find backend library for backend 'tensorrt_llm', try specifying "
+         "runtime on the model configuration.; genserve has its own engine: `genserve export "
+         "CHECKPOINT` makes a model for it"],
     ),
     "a platform where a backend belongs": (
         'backend: "pytorch_libtorch"',
-        ["1:1: error: unable to find backend library for backend 'pytorch_libtorch', try "
-         'specifying runtime on the model configuration.; write `backend: "pytorch"`, or '
-         '`platform: "pytorch_libtorch"`, in its place'],
+        ["1:1: error: unable to find backend library for backend 'pytorch_libtorch', try specifying "
+         'runtime on the model configuration.; write `backend: "pytorch"`, or `platform: '
+         '"pytorch_libtorch"`, instead'],
     ),
     "an ensemble where a backend belongs": (
         'backend: "ensemble"',
@@ -70,18 +69,17 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "what only Triton runs": (
         'platform: "tensorrt_plan"',
-        ["1:1: error: unexpected platform type 'tensorrt_plan' for m; a TensorRT plan runs in "
-         "Triton alone; export the model to ONNX, which `onnxruntime` runs"],
+        ["1:1: error: unexpected platform type 'tensorrt_plan' for m; only Triton runs a TensorRT "
+         "plan; export the model to ONNX for `onnxruntime`"],
     ),
     "a backend where a platform belongs": (
         'platform: "python"',
-        ["1:1: error: unexpected platform type 'python' for m; write `backend: \"python\"` in "
-         "its place"],
+        ["1:1: error: unexpected platform type 'python' for m; write `backend: \"python\"` instead"],
     ),
     "a misspelt platform": (
         'platform: "ensamble"',
-        ["1:1: error: unexpected platform type 'ensamble' for m; did you mean ensemble?; or "
-         "write `backend` in its place: tensorflow, onnxruntime, pytorch, python, tokenizer"],
+        ["1:1: error: unexpected platform type 'ensamble' for m; did you mean ensemble?; or write "
+         "`backend` instead: tensorflow, onnxruntime, pytorch, python, tokenizer"],
     ),
     "a backend with another's platform": (
         'backend: "pytorch" platform: "onnxruntime_onnx"',
@@ -100,15 +98,15 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     "a negative batch": (
         ONNX + "max_batch_size: -2",
-        ["2:1: error: 'max_batch_size' must be non-negative value for m; write 0 for a model "
-         "that does not batch, or how many requests share a batch"],
+        ["2:1: error: 'max_batch_size' must be non-negative value for m; write 0 for a model that does "
+         "not batch, or the largest batch size"],
     ),
     "no data type": (
         ONNX + 'input [ { name: "a" dims: 1 },\n { name: "b" data_type: TYPE_INVALID dims: 1 } ]',
-        ["2:9: error: model input 'a' must specify 'data_type' for m; write `data_type: "
-         "TYPE_INT64`, or another but TYPE_INVALID",
-         "3:14: error: model input 'b' must specify 'data_type' for m; write `data_type: "
-         "TYPE_INT64`, or another but TYPE_INVALID"],
+        ["2:9: error: model input 'a' must specify 'data_type' for m; write `data_type: TYPE_INT64`, "
+         "or another type",
+         "3:14: error: model input 'b' must specify 'data_type' for m; write `data_type: TYPE_INT64`, "
+         "or another type"],
     ),
     "dimensions that no tensor has": (
         ONNX + 'output { name: "y" data_type: TYPE_FP32 dims: [ -1, 0, -2 ] }',
@@ -132,13 +130,13 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "a reshape to other elements": (
         ONNX + 'max_batch_size: 1 input { name: "a" data_type: TYPE_FP32 dims: [ 2, -1 ]\n  reshape { '
         "shape: [ -1, 2 ] } }",
-        ["3:3: error: model input 'a' has different size for dims and reshape for m; dims and "
-         "reshape hold the same elements, with the same dimensions of any size in order"],
+        ["3:3: error: model input 'a' has different size for dims and reshape for m; give dims and "
+         "reshape the same number of elements, and -1 in the same order"],
     ),
     "a parameter that is no number": (
         ONNX + 'parameters { key: "max_sequence_length" value { string_value: "4k" } }',
-        ["2:1: error: failed to convert max_sequence_length '4k' to number above 0; write a "
-         "whole number, in quotes"],
+        ["2:1: error: failed to convert max_sequence_length '4k' to number above 0; write an integer, "
+         "in quotes"],
     ),
     "a parameter that is no amount of memory": (
         ONNX + 'parameters { key: "kv_cache_bytes" value { string_value: "2 apples" } }',
@@ -154,19 +152,19 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "a parameter of Triton's backend for PyTorch that has no meaning": (
         'backend: "pytorch" parameters { key: "ENABLE_NVFUSER" value { string_value: "true" } }\n'
         'parameters { key: "ENABLE_WEIGHT_SHARING" value { string_value: "true" } }',
-        ["1:20: warning: parameter 'ENABLE_NVFUSER' is not honoured: torch has no NVFuser any more; leave it "
+        ["1:20: warning: parameter 'ENABLE_NVFUSER' is ignored: torch no longer has NVFuser; leave it "
          "out"],
     ),
     "a misspelt parameter": (
         ONNX + 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }\nparameters { '
         'key: "max_seq_length" value { string_value: "9" } }',
-        ["3:1: warning: parameter 'max_seq_length' is not known, and has no effect; did you mean "
+        ["3:1: warning: parameter 'max_seq_length' is unknown, and has no effect; did you mean "
          "max_sequence_length?"],
     ),
     "an environment that is not unpacked": (
         PYTHON + 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "a.tar.gz" } }',
-        ["2:1: warning: parameter 'EXECUTION_ENV_PATH' is not honoured: the model runs with the "
-         "packages that genserve runs with; install what it needs there, with pip"],
+        ["2:1: warning: parameter 'EXECUTION_ENV_PATH' is ignored: the model runs in genserve's "
+         "environment; install its packages there, with pip"],
     ),
     "an unknown way to run": (
         PYTHON + 'parameters { key: "EXECUTION" value { string_value: "thread" } }',
@@ -178,22 +176,21 @@ CASES: dict[str, tuple[str, list[str]]] = {
         ["1:1: error: unable to find backend library for backend 'mine2.so', try specifying "
          "runtime on the model configuration.; known there: tensorflow, onnxruntime, pytorch, "
          "python, tokenizer",
-         "1:21: warning: parameter 'TRITON_BATCH_STRATEGY_PATH' is not honoured: requests are "
-         "batched by the rules of `dynamic_batching`; leave it out"],
+         "1:21: warning: parameter 'TRITON_BATCH_STRATEGY_PATH' is ignored: `dynamic_batching` decides "
+         "how requests are batched; leave it out"],
     ),
     "priorities without a default": (
         PYTHON + "dynamic_batching {\n  priority_levels: 2\n  default_priority_level: 3\n  "
         "priority_queue_policy { key: 3 value { } } }",
         ["4:3: error: default priority level must be in range [1, 2] for m; write "
-         "`default_priority_level: 2`, the lowest, for requests that name none",
-         "5:3: error: priority queue policy must have priority level in range [1, 2] for m; 1 is "
-         "the highest level; `priority_levels` says how many there are"],
+         "`default_priority_level: 2`, the lowest, for requests without a priority",
+         "5:3: error: priority queue policy must have priority level in range [1, 2] for m; "
+         "`priority_levels` is the number of levels; 1 is the highest"],
     ),
     "warmup that does not fit": (
         PYTHON + 'input { name: "a" data_type: TYPE_FP32 dims: 1 }\nmodel_warmup [ { name: "w" inputs {\n '
         ' key: "a" value { data_type: TYPE_INT8 dims: 2 zero_data: true } } } ]',
-        ["3:16: warning: warmup sample 'w' has no batch_size, and is passed over; add "
-         "`batch_size: 1`",
+        ["3:16: warning: warmup sample 'w' has no batch_size, and is skipped; add `batch_size: 1`",
          "3:28: error: inference input 'a' data-type is 'INT8', but model 'm' expects 'FP32'; "
          "write `data_type: TYPE_FP32`",
          "3:28: error: unexpected shape for input 'a' for model 'm'. Expected [1], got [2].; "
@@ -202,8 +199,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "accelerators that may be missing": (
         ONNX + "optimization { execution_accelerators {\n  gpu_execution_accelerator [ { name: "
         '"tensorrt" } ] } }',
-        ["3:31: warning: execution accelerator 'tensorrt' is used if it is installed, and may be "
-         "missing; the log of the load names what is missing; the model runs without it"],
+        ["3:31: warning: execution accelerator 'tensorrt' is used only if it is installed; if it is "
+         "missing, the load logs that and the model runs without it"],
     ),
     "what is not of the schema": (
         PYTHON + "dynamic_batchin { }",
@@ -214,9 +211,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
         'name: "x" backend: "python"\nmax_batch_size: -1\nruntime: "a"',
         ["1:1: error: unexpected directory name 'm' for model 'x', directory name must equal "
          "model name; give both the same name, or leave `name` out",
-         "2:1: error: 'max_batch_size' must be non-negative value for m; write 0 for a model "
-         "that does not batch, or how many requests share a batch",
-         "3:1: warning: runtime is not honoured: the backend's own runtime is used; leave it out"],
+         "2:1: error: 'max_batch_size' must be non-negative value for m; write 0 for a model that does "
+         "not batch, or the largest batch size",
+         "3:1: warning: runtime is ignored: the backend's own runtime is used; leave it out"],
     ),
 }
 

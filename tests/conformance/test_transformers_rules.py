@@ -28,11 +28,10 @@ from transformers import (
 )
 
 from genserve import LLM
-from genserve.backends.row_picker import sample_rows
 from genserve.export import SilentProgress, export_model
-from genserve.generation.batch_sampler import pick
 from genserve.generation.engine_request import TokenSequence
-from genserve.sampling.sampler import Asked
+from genserve.sampling.batch_sampler import sampling_metadata
+from genserve.sampling.sampler import LogprobsRequest, sample_rows
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
 from tests.fakes.sequences import sequence_of
 from tests.reference import greedy_ids, reference_logits, reference_model
@@ -152,15 +151,11 @@ STAGES: list[tuple[dict[str, Any], Any]] = [
 def distribution(row: torch.Tensor | np.ndarray, sequence: TokenSequence) -> np.ndarray:
     """What the sequence's next token is drawn from, of a row [1, V] wherever it lies."""
     shares = np.zeros(VOCAB_SIZE)
-
-    def picker(rows, **which):
-        everything = Asked(row=0, num_top=VOCAB_SIZE, processed=True)
-        picked = sample_rows(rows, **which | {"asking": [everything]})
-        for token_id, logprob in picked.logprobs[0].top:
-            shares[token_id] = np.exp(logprob)
-        return replace(picked, logprobs=())
-
-    pick(row, [sequence], picker=picker)
+    everything = LogprobsRequest(row=0, num_top=VOCAB_SIZE, processed=True)
+    metadata = sampling_metadata([sequence], num_tokens=VOCAB_SIZE)
+    [found] = sample_rows(row, replace(metadata, logprobs=[everything])).logprobs
+    for token_id, logprob in found.top:
+        shares[token_id] = np.exp(logprob)
     return shares
 
 

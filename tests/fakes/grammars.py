@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Steps:
-    """`StructuredOutputGrammar`: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
+    """A grammar: at step i one of `steps[i]`, and then the end; fails where a step allows nothing."""
 
     def __init__(self, *steps: Sequence[int]) -> None:
         self.failure = ""

@@ -1,31 +1,52 @@
-"""Sampling rows: parameters of many rows, neutral where nothing is said."""
+"""Sampling metadata of many rows, neutral where nothing is said."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from genserve.sampling.sampler import SamplingMetadata
-from genserve.sampling.staged_sampler import Truncation
+from genserve.sampling.sampler import GREEDY_RULE, LogprobsRequest, SamplingMetadata, sampling_rule
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.staged_sampler import stages_of
 
 
-def sampling_rows(num: int, **columns: Any) -> SamplingMetadata:
-    """A number for all rows, or an array of one for each, by name."""
-    truncations = [
-        Truncation(**{rule.name: _at(columns, rule.name, row, rule.default) for rule in fields(Truncation)})
+def metadata_of(
+    num: int,
+    *,
+    drawing: Sequence[int] | None = None,
+    logprobs: Sequence[LogprobsRequest] = (),
+    **columns: Any,
+) -> SamplingMetadata:
+    """Of `num` rows that draw: a parameter, `seed` or `step` of all, or an array of one for each."""
+    seed, step = columns.pop("seed", 7), columns.pop("step", np.arange(num))
+    params = [
+        SamplingParams(**{"temperature": 1.0} | {name: _at(value, row) for name, value in columns.items()})
         for row in range(num)
     ]
-    return SamplingMetadata(
-        temperature=np.array([_at(columns, "temperature", row, 1.0) for row in range(num)], dtype=np.float32),
-        truncations=tuple(truncations),
-        stages=(None,) * num,
-        seed=np.array([_at(columns, "seed", row, 7) for row in range(num)], dtype=np.uint64),
-        step=np.array([_at(columns, "step", row, row) for row in range(num)], dtype=np.uint64),
+    stages = [stages_of(one, spared_ids=()) for one in params]
+    return SamplingMetadata.of(
+        range(num) if drawing is None else drawing,
+        [GREEDY_RULE if s else sampling_rule(one) for one, s in zip(params, stages, strict=True)],
+        stages=stages,
+        seeds=[_at(seed, row) for row in range(num)],
+        steps=[_at(step, row) for row in range(num)],
+        logprobs=logprobs,
     )
 
 
-def _at(columns: dict[str, Any], name: str, row: int, default: Any) -> Any:
-    value = columns.get(name, default)
+def only(metadata: SamplingMetadata, index: int) -> SamplingMetadata:
+    """One of the rows that draw, by itself."""
+    return replace(
+        metadata,
+        drawing=[0],
+        rules=metadata.rules[index : index + 1],
+        stages=metadata.stages[index : index + 1],
+        chances=metadata.chances[index : index + 1],
+    )
+
+
+def _at(value: Any, row: int) -> Any:
     return value[row].item() if isinstance(value, np.ndarray) else value

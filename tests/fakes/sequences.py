@@ -11,7 +11,7 @@ from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.logits_model import FloatArray
 from genserve.generation.sequence_plugins import SequencePlugins
 from genserve.sampling.logits_edits import StructuredOutputGrammar
-from genserve.sampling.logits_processors import Breakers
+from genserve.sampling.logits_processors import DryBreakers
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.logits import VOCAB_SIZE
 
@@ -62,7 +62,7 @@ def sequence_of(
         vocab_size=vocab_size,
         bad_words=bad_words,
         deadline_s=deadline_s,
-        dry_breakers=Breakers(dry_breakers),
+        dry_breakers=DryBreakers(dry_breakers),
         plugins=plugins,
         xtc_spared_ids=xtc_spared_ids,
         grammar=grammar,

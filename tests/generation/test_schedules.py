@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from genserve.completion import TokenLogprob
-from genserve.generation.batch_sampler import pick
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import LogitsRequest, TokenSequence
 from genserve.generation.logits_model import FloatArray, ForwardBatch
 from genserve.generation.output_processor import DecodeFunction
 from genserve.generation.speculation import Speculation
-from genserve.sampling.sampler import likelihood, sample_rows
+from genserve.sampling.batch_sampler import sample
+from genserve.sampling.sampler import token_logprob
 from tests.fakes.drafts import Oracle
 from tests.fakes.logits import VOCAB_SIZE, PagedLogits, logits_after
 from tests.fakes.sequences import Clock, logits_request, sample_loop, sequence_of
@@ -41,7 +41,7 @@ def plain_answer(sequence: TokenSequence, *, decode: DecodeFunction, **params: A
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     plain = sequence_of(prompt, max_length=MAX_LENGTH, **params)
     while not plain.finished:
-        [picked] = pick(logits_after(plain.token_ids)[None].copy(), [plain], picker=sample_rows)
+        [picked] = sample(logits_after(plain.token_ids)[None].copy(), [plain])
         plain.append(picked.token_id)
         for token_id in (1, 2) if decode is in_threes else ():
             if not plain.finished:
@@ -200,7 +200,7 @@ class Schedule:
             if sequence.params.prompt_logprobs is not None:
                 scores = self.scores[sequence]
                 rows = [logits_after(prompt[:length]) for length in range(1, len(prompt))]
-                expected = [likelihood(row, i, num_top=1) for row, i in zip(rows, prompt[1:], strict=True)]
+                expected = [token_logprob(row, i, num_top=1) for row, i in zip(rows, prompt[1:], strict=True)]
                 assert list(scores) == expected
 
 

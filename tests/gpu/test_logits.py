@@ -16,9 +16,9 @@ from genserve.generation.logits_model import ForwardBatch, LogitsModel
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
-from tests.backends.cached_sequences import CachedSequences
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.export.tiny_models import TINY_MODELS, tiny_checkpoint
+from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
 TOLERANCE = 0.02  # of the largest logit: some units of float16 in two layers
 

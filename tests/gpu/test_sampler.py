@@ -6,23 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.backends.row_picker import sample_rows
-from genserve.generation.batch_sampler import pick
-from genserve.sampling import sampler, torch_sampler
-from tests.backends.test_torch_sampler import VOCAB_SIZE, asked, levels, on_a_border, random_rules
+from genserve.sampling.batch_sampler import sample
+from genserve.sampling.sampler import sample_rows
 from tests.fakes.grammars import Steps
 from tests.fakes.sequences import sequence_of
+from tests.sampling.test_torch_sampler import VOCAB_SIZE, asked, levels, on_a_border, random_rules
 
 
 def test_tokens_are_those_of_the_host_for_the_same_seeds(device):
     rng = np.random.default_rng(8)
     for spread in (0.5, 3.0, 12.0):
         logits = (rng.standard_normal((64, VOCAB_SIZE)) * spread).astype(np.float32)
-        which = {"drawing": range(64), "rules": random_rules(64, rng=rng), "asking": asked(*range(64))}
-        host = sampler.sample_rows(logits, **which)
-        picked = torch_sampler.sample_rows(torch.from_numpy(logits).to(device), **which)
+        rules = random_rules(64, rng=rng, logprobs=asked(*range(64)))
+        host = sample_rows(logits, rules)
+        picked = sample_rows(torch.from_numpy(logits).to(device), rules)
         same = host.token_ids == picked.token_ids
-        assert all(on_a_border(logits[row], which["rules"], row) for row in np.flatnonzero(~same))
+        assert all(on_a_border(logits[row], rules, row) for row in np.flatnonzero(~same))
         assert same.sum() >= 62
         np.testing.assert_allclose(levels(host)[same], levels(picked)[same], atol=1e-4)
 
@@ -30,9 +29,8 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(device):
 def test_rows_that_are_not_finite_are_told(device):
     logits = np.zeros((4, 100), dtype=np.float32)
     logits[1, 5], logits[2, 0], logits[3] = np.nan, np.inf, -np.inf
-    rules = random_rules(4, rng=np.random.default_rng(2))
-    rows = torch.from_numpy(logits).to(device)
-    picked = torch_sampler.sample_rows(rows, drawing=range(4), rules=rules, asking=asked(*range(4)))
+    rules = random_rules(4, rng=np.random.default_rng(2), logprobs=asked(*range(4)))
+    picked = sample_rows(torch.from_numpy(logits).to(device), rules)
     assert picked.finite.tolist() == [True, False, False, False]
 
 
@@ -53,8 +51,8 @@ def test_rows_with_stages_of_their_own_are_drawn_as_on_the_host(device):
         common = {"vocab_size": VOCAB_SIZE, "temperature": 1.0, "xtc_spared_ids": [2]}
         return [sequence_of([1, 5, 1, 5, 1], seed=i, **common, **STAGED[i % 5]) for i in range(60)]
 
-    host = pick(logits.copy(), sequences(), picker=sample_rows)
-    picked = pick(torch.from_numpy(logits).to(device), sequences(), picker=sample_rows)
+    host = sample(logits.copy(), sequences())
+    picked = sample(torch.from_numpy(logits).to(device), sequences())
     assert sum(a.token_id == b.token_id for a, b in zip(host, picked, strict=True)) >= 59
     for a, b in zip(host, picked, strict=True):
         assert a.token_id != b.token_id or a.surprise_bits == pytest.approx(b.surprise_bits, abs=1e-4)
@@ -68,7 +66,7 @@ def test_what_a_grammar_forbids_is_masked_where_the_logits_lie(device):
     def sequences():
         return [sequence_of([1], vocab_size=VOCAB_SIZE, grammar=Steps(step)) for step in allowed]
 
-    host = pick(logits.copy(), sequences(), picker=sample_rows)
-    picked = pick(torch.from_numpy(logits).to(device), sequences(), picker=sample_rows)
+    host = sample(logits.copy(), sequences())
+    picked = sample(torch.from_numpy(logits).to(device), sequences())
     assert [a.token_id for a in picked] == [a.token_id for a in host]
     assert all(a.token_id in step for a, step in zip(picked, allowed, strict=True))

@@ -15,8 +15,8 @@ from tests.checkpoints import tiny_tokenizer
 SHIPPED = Path(__file__).parents[2] / "model_repository"
 POLICY = 'backend: "python" version_policy: {{ {} }}'
 NO_VERSION = "at least one version must be available under the version policy of model 'm'"
-ADD = "add a folder for the first version, named '1'; `genserve pull` or `genserve export` brings it"
-BRING = "put it there; that of an exported model `genserve pull` or `genserve export` brings"
+ADD = "add a folder '1' for the first version; `genserve pull` and `genserve export` make it"
+BRING = "add the file; `genserve pull` and `genserve export` make those of exported models"
 
 
 def shipped_with_files(root: Path) -> Path:
@@ -74,12 +74,12 @@ def test_an_exported_model_is_clean(tiny_repository):
         ('backend: "python"', ("x/model.py",),
          [f"m: error: {NO_VERSION}; {ADD}"]),
         ('backend: "python"', ("v1/model.py",),
-         ["m/v1: warning: the folder 'v1' is not a version, and is passed over; rename it to '1': digits "
-          "that do not begin with 0",
+         ["m/v1: warning: the folder 'v1' is not a version, and is ignored; rename it to '1': a number "
+          "without leading zeros",
           f"m: error: {NO_VERSION}; {ADD}"]),
         ('backend: "python"', ("1/model.py", "02/model.py", "configs/a"),
-         ["m/02: warning: the folder '02' is not a version, and is passed over; rename it to '2': digits "
-          "that do not begin with 0"]),
+         ["m/02: warning: the folder '02' is not a version, and is ignored; rename it to '2': a number "
+          "without leading zeros"]),
         ('backend: "python"', ("1/model.py", "2/other.py"), [f"m/2: error: model.py is missing; {BRING}"]),
         ('backend: "onnxruntime"', ("1/model.pt",), [f"m/1: error: model.onnx is missing; {BRING}"]),
         ('backend: "onnxruntime" default_model_filename: "g.onnx"', ("1/model.onnx",),
@@ -93,8 +93,8 @@ def test_an_exported_model_is_clean(tiny_repository):
         (POLICY.format("all { }"), ("1/other.py", "2/model.py"),
          [f"m/1: error: model.py is missing; {BRING}"]),
         (POLICY.format("latest { }"), ("1/model.py", "2/model.py"),
-         [f"m/config.pbtxt:1:19: error: {NO_VERSION}; there are 1, 2; `version_policy {{ all {{ }} }}` "
-          "serves them all"]),
+         [f"m/config.pbtxt:1:19: error: {NO_VERSION}; available versions: 1, 2; "
+          "`version_policy { all { } }` serves them all"]),
         (POLICY.format("specific { versions: 2 }"), ("1/model.py", "2/model.py"), []),
         (POLICY.format("latest { num_versions: 2 }"), ("1/model.py",), []),
         ("name: 5", ("1/model.py",), ["m/config.pbtxt:1:7: error: Expected string but found: '5'; "]),
@@ -141,7 +141,8 @@ def test_a_model_of_two_repositories_is_refused(tmp_path):
 
 
 ELSEWHERE = (
-    "the file '{name}' is not in the folder of model 'm'; put the file into {folder}, and name it from there"
+    "the file '{name}' is not in the folder of model 'm'; put the file into {folder}, and write its "
+    "path from there"
 )
 
 
@@ -176,7 +177,7 @@ def test_a_name_that_no_file_can_have_is_an_error_of_its_model_alone(tmp_path, n
     (tmp_path / "n" / "1").mkdir(parents=True)
     (tmp_path / "n" / "1" / "model.py").write_text("class TritonPythonModel: pass")
     [line] = told(tmp_path)
-    assert line.startswith("m/config.pbtxt:1:19: error: no file can be called '")
+    assert line.startswith("m/config.pbtxt:1:19: error: '")
 
 
 def test_a_model_file_outside_of_its_folder_is_not_read(tmp_path):
@@ -191,6 +192,6 @@ def test_a_link_that_leads_out_of_the_repository_is_a_warning(tmp_path):
     for name in ("a", "b"):
         (tmp_path / "r" / "m" / "1" / name).symlink_to("/etc")
     assert told(tmp_path / "r") == [
-        "m/1/a: warning: the link leads out of the model repository, and so do 1 more; it is followed, "
-        "unless the server is started with --strict-repository-paths"
+        "m/1/a: warning: the link leads out of the model repository, and 1 more do; the server "
+        "follows it, unless started with --strict-repository-paths"
     ]

@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 
-from genserve.repository.ensemble_steps import generation_stages, is_decoupled
+from genserve.repository.ensemble_steps import is_decoupled, text_stages
 from genserve.repository.index import scan
 from tests.repository.test_check import SHIPPED
 
 
 def test_the_stages_of_a_model_that_generates_text_are_found_by_their_backends(tmp_path):
     entries = scan([shutil.copytree(SHIPPED, tmp_path / "r")])
-    stages = generation_stages(entries["smollm2"], entries)
+    stages = text_stages(entries["smollm2"], entries)
     assert stages is not None
     assert {stage: entry.name for stage, entry in stages.items()} == {
         "tokenizer": "smollm2_tokenizer",
@@ -37,7 +37,7 @@ def test_other_ensembles_are_no_chain_of_stages(tmp_path, file, old, new):
     assert old in text
     (root / file).write_text(text.replace(old, new, 1))
     entries = scan([root])
-    assert generation_stages(entries["smollm2"], entries) is None
+    assert text_stages(entries["smollm2"], entries) is None
 
 
 def add(root, name, config):

@@ -111,7 +111,7 @@ def test_a_model_given_in_place_of_its_repository_is_told_from_one(tmp_path):
     (tmp_path / "m" / "config.pbtxt").write_text("")
     with pytest.raises(RepositoryError, match="m is a model, not a repository") as caught:
         scan([tmp_path / "m"])
-    assert caught.value.remedy == f"give the folder that it lies in: {tmp_path}"
+    assert caught.value.remedy == f"give the folder that contains it: {tmp_path}"
     assert list(scan([tmp_path])) == ["m"]
 
 

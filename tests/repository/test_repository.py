@@ -132,7 +132,7 @@ def test_what_a_loaded_model_says_in_vain_is_logged_once(copy, caplog):
     repository.close()
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "config.pbtxt:" in warning.getMessage()
-    assert "runtime is not honoured: the backend's own" in warning.getMessage()
+    assert "runtime is ignored: the backend's own" in warning.getMessage()
 
 
 def test_a_model_that_would_be_served_wrongly_is_refused(copy):

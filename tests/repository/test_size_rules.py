@@ -65,7 +65,7 @@ def test_a_size_that_nothing_has_room_for_is_refused_with_numbers(tmp_path, conf
     write_model(tmp_path, "m", config=config)
     [diagnostic] = errors(tmp_path, "m")
     assert words in diagnostic.message
-    assert diagnostic.place
+    assert diagnostic.position
     assert diagnostic.remedy
     assert diagnostic.message in load_error(tmp_path, "m")
 

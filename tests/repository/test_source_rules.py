@@ -8,7 +8,7 @@ from genserve.repository.model_validation import repository_diagnostics
 
 def faults_of(path, source):
     path.write_bytes(source)
-    return [(diagnostic.place, diagnostic.message) for diagnostic in source_diagnostics(path)]
+    return [(diagnostic.position, diagnostic.message) for diagnostic in source_diagnostics(path)]
 
 
 @pytest.mark.parametrize(

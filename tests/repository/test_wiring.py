@@ -21,9 +21,9 @@ def step(backend_stage: str) -> str:
           "smollm2_logit; did you mean smollm2_logits?"]),
         (f"{step('logits')}\n      model_version: -1", f"{step('logits')}\n      model_version: 2",
          ["37:7: error: ensemble 'smollm2' depends on 'smollm2_logits' whose required version 2 is not "
-          "loaded.; write `model_version: -1` for the latest; served are 1"]),
+          "loaded.; write `model_version: -1` for the latest; served versions: 1"]),
         ('      input_map { key: "logits" value: "logits" }\n', "",
-         ["39:7: error: ensemble tensor 'logits' is unused in ensemble 'smollm2'; take it out of the "
+         ["39:7: error: ensemble tensor 'logits' is unused in ensemble 'smollm2'; remove it from the "
           "`output_map`, or add it to the ensemble's `output`",
           "41:5: error: in ensemble smollm2, input logits in model smollm2_decoder is not mapped to any "
           'ensemble tensors; add `input_map { key: "logits" value: ... }`']),
@@ -36,11 +36,12 @@ def step(backend_stage: str) -> str:
         ('value: "text_output"', 'value: "text"',
          ["26:12: error: ensemble output 'text_output' for ensemble smollm2' is not used; did you mean "
           "text_input?",
-          "62:7: error: ensemble tensor 'text' is unused in ensemble 'smollm2'; take it out of the "
+          "62:7: error: ensemble tensor 'text' is unused in ensemble 'smollm2'; remove it from the "
           "`output_map`, or add it to the ensemble's `output`"]),
         ("ensemble_scheduling {", "ensemble_scheduling { max_inflight_requests: 4",
-         ["27:23: warning: max_inflight_requests is not honoured: one engine runs the stages, and nothing "
-          "waits between them; leave it out; --max-queue bounds how many requests wait for the engine"]),
+         ["27:23: warning: max_inflight_requests is ignored: one engine runs the stages, and requests "
+          "do not wait between them; leave it out; --max-queue limits the requests that wait for the "
+          "engine"]),
         ("max_batch_size: 32", "max_batch_size: 64",
          ["30:7: error: ensemble smollm2 allows maximum batch size 64, but it contains model "
           "smollm2_tokenizer which only allows maximum batch size to be 32; write `max_batch_size: 32` in "
@@ -52,9 +53,9 @@ def step(backend_stage: str) -> str:
           "smollm2_decoder which only allows maximum batch size to be 32; write `max_batch_size: 32` in the "
           "ensemble, or more in the model"]),
         ('name: "top_p" data_type: TYPE_FP32 dims: [ 1 ]', 'name: "top_p" data_type: TYPE_FP16 dims: [ 2 ]',
-         ["48:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 is "
-          "inferred from model smollm2 while TYPE_FP32 is inferred from model smollm2_decoder; both configs "
-          "must say the same of it; -1 fits any size"]),
+         ["48:7: error: in ensemble smollm2, ensemble tensor top_p: inconsistent data type: TYPE_FP16 "
+          "is inferred from model smollm2 while TYPE_FP32 is inferred from model smollm2_decoder; both "
+          "configs must agree; -1 fits any size"]),
     ],
 )  # fmt: skip
 def test_an_ensemble_that_does_not_hold_together_is_told_where(tmp_path, old, new, golden):

@@ -7,7 +7,7 @@ import json
 import httpx2
 import pytest
 
-from genserve.cli.load_generator import Load, run
+from genserve.cli.load_generator import Load, run_load
 from genserve.client.client import Client
 from genserve.prompt import Chat, Message
 from genserve.sampling.sampling_params import sampling_params
@@ -108,8 +108,8 @@ def test_reasoning_stays_in_the_content_with_separate_reasoning_false(http):
     "options", [{"structured_outputs": {"json_object": True}}, {"output_parser": {"name": "hide"}}]
 )
 def test_structured_and_parsed_answers_have_no_reasoning(thinker, options):
-    assert thinker.model.reasoned_text(sampling_params({}), begun=True) is not None
-    assert thinker.model.reasoned_text(sampling_params(options), begun=True) is None
+    assert thinker.model.reasoning_parser(sampling_params({}), begun=True) is not None
+    assert thinker.model.reasoning_parser(sampling_params(options), begun=True) is None
 
 
 def test_the_python_client_has_the_whole_text(thinker):
@@ -123,7 +123,7 @@ def test_the_load_client_counts_reasoning(thinker):
         host="127.0.0.1", port=thinker.port, model="tiny", api="chat", concurrency=1, num_requests=1,
         new_tokens=6, prompt_words=1, seed=0,
     )
-    assert len(run(load).first_text_s) == 1
+    assert len(run_load(load).first_text_s) == 1
 
 
 def test_the_reasoning_of_an_earlier_answer_reaches_the_template(http, thinker):

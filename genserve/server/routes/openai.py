@@ -233,7 +233,7 @@ def _choice(
 def _reasoned(submitted: SubmittedRequest, body: ChatBody) -> ReasoningParser | None:
     if body.separate_reasoning is False:
         return None
-    return submitted.model.reasoned_text(submitted.params, begun=submitted.begins_thought)
+    return submitted.model.reasoning_parser(submitted.params, begun=submitted.begins_thought)
 
 
 def _message_parts(reasoned: ReasoningParser | None, part: Delta | Completion) -> list[tuple[str, str]]:

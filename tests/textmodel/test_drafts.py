@@ -14,10 +14,8 @@ from genserve.errors import GenserveError
 from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
-from genserve.text.tokenizer import Tokenizer
-from genserve.textmodel.text_model_loader import load_drafting
+from genserve.textmodel.text_model_loader import looks_up_prompts
 from tests.checkpoints import tiny_tokenizer
-from tests.fakes.logits import PagedLogits
 
 PROMPTS = ("the tea that the eater ate at the ", "one two three one two three one two ", "a")
 
@@ -116,7 +114,6 @@ def test_a_draft_model_with_other_words_is_refused(tiny_repository, tmp_path):
         ({}, "GPU", False),
         ({"speculation": "prompt_lookup"}, "GPU", True),
         ({"speculation": "none"}, "CPU", False),
-        ({"speculation": "none", "draft_model": "tiny"}, "CPU", False),
     ],
 )
 def test_prompts_are_looked_up_on_the_cpu_unless_the_config_says_otherwise(
@@ -142,10 +139,6 @@ def test_other_runtimes_draft_only_if_they_are_asked_to(tiny_repository, tmp_pat
 
 
 def has_drafts(root: Path, *, kind: str) -> bool:
-    entries = scan([root])
-    tokenizer = Tokenizer.from_folder(root / "tiny_tokenizer" / "1")
-    placement = Placement(name="there", kind=kind)
-    found = load_drafting(
-        entries["tiny_logits"], PagedLogits(), entries, tokenizer=tokenizer, placement=placement
-    )
-    return found is not None
+    config = scan([root])["tiny_logits"].config
+    assert config is not None
+    return looks_up_prompts(config, placement=Placement(name="there", kind=kind))

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.sampling import sampler, torch_sampler
-from genserve.sampling.sampler import Asked, SamplingMetadata, uniforms
-from tests.fakes.rows import sampling_rows
+from genserve.sampling.sampler import LogprobsRequest, SamplerOutput, SamplingMetadata, sample_rows
+from genserve.sampling.torch_sampler import sample_on_device
+from tests.fakes.rows import metadata_of
 
 VOCAB_SIZE = 20_000
 
 
-def random_rules(num: int, *, rng: np.random.Generator) -> SamplingMetadata:
-    return sampling_rows(
+def random_rules(num: int, *, rng: np.random.Generator, **which) -> SamplingMetadata:
+    return metadata_of(
         num,
+        **which,
         temperature=rng.choice([1e-5, 0.1, 0.7, 1.0, 1.5], num).astype(np.float32),
         top_k=rng.choice([0, 1, 20, 500, VOCAB_SIZE, 10 * VOCAB_SIZE], num),
         top_p=rng.choice([1e-6, 0.3, 0.9, 0.999, 1.0], num).astype(np.float32),
@@ -27,31 +28,28 @@ def random_rules(num: int, *, rng: np.random.Generator) -> SamplingMetadata:
 def on_a_border(row: np.ndarray, rules: SamplingMetadata, index: int) -> bool:
     """Whether the draw, or the cut of top-p, lies where the rounding of a float32 decides."""
     ordered = np.sort(row.astype(np.float64))[::-1]
-    weights = np.exp((ordered - ordered[0]) / float(rules.temperature[index]))
-    k, top_p = rules.truncations[index].top_k or len(row), rules.truncations[index].top_p
+    weights = np.exp((ordered - ordered[0]) / float(rules.rules["temperature"][index]))
+    k, top_p = int(rules.rules["top_k"][index]) or len(row), float(rules.rules["top_p"][index])
     shares = np.cumsum(weights) / weights[:k].sum()
     cut = np.abs(shares[:k] - top_p).min() < 1e-6
     kept = row >= ordered[min(int(np.searchsorted(shares[:k], top_p)), k - 1, len(row) - 1)]
-    unsorted = np.exp((row[kept].astype(np.float64) - ordered[0]) / float(rules.temperature[index]))
+    unsorted = np.exp((row[kept].astype(np.float64) - ordered[0]) / float(rules.rules["temperature"][index]))
     drawn = np.cumsum(unsorted) / unsorted.sum()
-    uniform = uniforms(rules.seed, rules.step)[index]
+    uniform = rules.rules["uniform"][index]
     return bool(cut or np.abs(drawn - uniform).min() < 1e-6)
 
 
-def asked(*rows: int, **what) -> list[Asked]:
-    return [Asked(row=row, **what) for row in rows]
+def asked(*rows: int, **what) -> list[LogprobsRequest]:
+    return [LogprobsRequest(row=row, **what) for row in rows]
 
 
-def levels(picked: sampler.SamplerOutput) -> np.ndarray:
+def levels(picked: SamplerOutput) -> np.ndarray:
     return np.array([one.logprob for one in picked.logprobs])
 
 
-def both(logits: np.ndarray, **which) -> tuple[sampler.SamplerOutput, sampler.SamplerOutput]:
+def both(logits: np.ndarray, metadata: SamplingMetadata) -> tuple[SamplerOutput, SamplerOutput]:
     before = logits.copy()
-    answers = (
-        sampler.sample_rows(logits, **which),
-        torch_sampler.sample_rows(torch.from_numpy(logits), **which),
-    )
+    answers = sample_rows(logits, metadata), sample_on_device(torch.from_numpy(logits), metadata)
     np.testing.assert_array_equal(logits, before)
     return answers
 
@@ -63,8 +61,8 @@ def test_tokens_are_those_of_the_host_for_the_same_seeds(spread):
         logits = (rng.standard_normal((40, VOCAB_SIZE)) * spread).astype(np.float32)
         logits[::2, 7] += 10  # one that is far above many others, which weigh as much together
         drawing = sorted(rng.choice(40, 30, replace=False).tolist())
-        rules = random_rules(30, rng=rng)
-        host, device = both(logits, drawing=drawing, rules=rules, asking=asked(0, 3, 39))
+        rules = random_rules(30, rng=rng, drawing=drawing, logprobs=asked(0, 3, 39))
+        host, device = both(logits, rules)
         for row in np.flatnonzero(host.token_ids != device.token_ids):
             assert on_a_border(logits[row], rules, drawing.index(row))
         same = (host.token_ids == device.token_ids)[[0, 3, 39]]
@@ -80,8 +78,8 @@ def test_thousands_of_small_rows_are_picked_alike():
     logits = rng.integers(-4, 4, (num, 50)).astype(np.float32)
     logits[rng.random((num, 50)) < 0.2] = -np.inf
     logits[:, 7] = 0.0
-    rules = random_rules(num, rng=rng)
-    host, device = both(logits, drawing=range(num), rules=rules, asking=asked(*range(num)))
+    rules = random_rules(num, rng=rng, logprobs=asked(*range(num)))
+    host, device = both(logits, rules)
     differ = np.flatnonzero(host.token_ids != device.token_ids)
     assert all(on_a_border(logits[row], rules, row) for row in differ)
     assert len(differ) < 5
@@ -93,8 +91,8 @@ def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
     rng = np.random.default_rng(2)
     logits = rng.standard_normal((6, 300)).astype(np.float32)
     logits[1, 5], logits[2, 0], logits[4] = np.nan, np.inf, -np.inf
-    rules = random_rules(5, rng=rng)
-    host, device = both(logits, drawing=[0, 1, 2, 4, 5], rules=rules, asking=asked(*range(6)))
+    rules = random_rules(5, rng=rng, drawing=[0, 1, 2, 4, 5], logprobs=asked(*range(6)))
+    host, device = both(logits, rules)
     assert host.finite.tolist() == device.finite.tolist() == [True, False, False, True, False, True]
     assert host.token_ids[device.finite].tolist() == device.token_ids[device.finite].tolist()
     assert ((device.token_ids >= 0) & (device.token_ids < 300)).all()
@@ -103,15 +101,13 @@ def test_rows_that_are_not_finite_are_told_and_disturb_no_other():
 
 def test_the_likeliest_tokens_are_those_that_can_be_however_unlikely():
     logits = np.array([[0.0, -20_000.0, -np.inf]], dtype=np.float32)
-    none = random_rules(0, rng=np.random.default_rng(0))
-    for picked in both(logits, drawing=[], rules=none, asking=asked(0, num_top=3)):
+    for picked in both(logits, metadata_of(0, logprobs=asked(0, num_top=3))):
         assert picked.logprobs[0].top == ((0, 0.0), (1, -9999.0))
 
 
 def test_greedy_rows_need_no_rules_and_ties_go_to_the_lowest_id():
     logits = np.array([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]], dtype=np.float32)
-    none = random_rules(0, rng=np.random.default_rng(0))
-    host, device = both(logits, drawing=[], rules=none, asking=[])
+    host, device = both(logits, metadata_of(0))
     assert host.token_ids.tolist() == device.token_ids.tolist() == [1, 0]
     assert device.logprobs == ()
 
@@ -141,7 +137,7 @@ def test_each_rule_keeps_what_the_host_keeps(rules):
     logits = (rng.standard_normal((num, 60)) * 2).astype(np.float32)
     logits[rng.random((num, 60)) < 0.1] = -np.inf
     columns = {name: rng.choice(values, num) for name, values in rules.items()}
-    rows = sampling_rows(num, temperature=rng.choice([0.5, 1.0, 2.0], num), **columns)
-    host, device = both(logits, drawing=range(num), rules=rows, asking=[])
+    rows = metadata_of(num, temperature=rng.choice([0.5, 1.0, 2.0], num), **columns)
+    host, device = both(logits, rows)
     assert (host.token_ids != device.token_ids).sum() <= 3  # on a border, to the last digits of a float32
     assert np.isfinite(logits[np.arange(num), device.token_ids]).all()

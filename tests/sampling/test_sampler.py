@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,19 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.sampling.sampler import SamplingMetadata, draw, sample_rows, uniforms
-from tests.fakes.rows import sampling_rows
+from genserve.sampling.param_table import acting
+from genserve.sampling.sampler import SamplingMetadata, sample_rows, uniforms
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.staged_sampler import Stages
+from tests.fakes.rows import metadata_of, only
 
 VOCAB_SIZE = 40_000  # more blocks than most top-k, so that they are at work
 
 
-def rows_of(num: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=7, first_step=0) -> SamplingMetadata:
-    steps = np.arange(first_step, first_step + num)
-    return sampling_rows(num, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, step=steps)
+def rows_of(num: int, *, first_step=0, **params) -> SamplingMetadata:
+    return metadata_of(num, step=np.arange(first_step, first_step + num), **params)
 
 
 def sample(logits: np.ndarray, rows: SamplingMetadata) -> np.ndarray:
-    return sample_rows(logits, drawing=range(len(logits)), rules=rows, asking=()).token_ids
+    return sample_rows(logits, rows).token_ids
 
 
 def reference(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -64,7 +68,7 @@ def test_an_unfiltered_draw_inverts_the_whole_distribution():
     cumulative = np.cumsum(weights) / weights.sum()
     rows = rows_of(500)
     drawn = sample(np.tile(logits, (500, 1)), rows)
-    expected = np.searchsorted(cumulative, uniforms(rows.seed, rows.step), side="right")
+    expected = np.searchsorted(cumulative, rows.rules["uniform"], side="right")
     # float32 weights may move a number that lies on a border to the neighbour.
     assert (np.abs(drawn - expected) <= 1).all()
     assert (drawn == expected).mean() > 0.99
@@ -72,7 +76,7 @@ def test_an_unfiltered_draw_inverts_the_whole_distribution():
 
 def test_a_row_does_not_depend_on_its_neighbours():
     logits = np.random.default_rng(1).standard_normal((5, VOCAB_SIZE)).astype(np.float32)
-    rows = sampling_rows(
+    rows = metadata_of(
         5,
         temperature=np.array([1.0, 0.5, 2.0, 0.7, 1.0], dtype=np.float32),
         top_k=np.array([0, 10, 0, 50, 0]),
@@ -86,31 +90,30 @@ def test_a_row_does_not_depend_on_its_neighbours():
     )
     together = sample(logits, rows)
     for i in range(5):
-        alone = SamplingMetadata(**{name: getattr(rows, name)[i : i + 1] for name in SamplingMetadata.__slots__})
-        assert sample(logits[i : i + 1], alone)[0] == together[i]
+        assert sample(logits[i : i + 1], only(rows, i))[0] == together[i]
 
 
 @settings(deadline=None, max_examples=200)
 @given(size=st.integers(1, 3000), spread=st.sampled_from([0.5, 3.0, 12.0]), seed=st.integers(0, 2**32))
-def test_a_row_that_is_taken_alone_has_the_token_that_it_has_among_others(size, spread, seed):
-    """By rules that the kernels know, a row is drawn with all others; a stage more, and it is taken alone."""
+def test_a_row_that_goes_through_stages_has_the_token_of_the_kernels(size, spread, seed):
     rng = np.random.default_rng(seed)
     num = 20
     logits = (rng.standard_normal((num, size)) * spread).astype(np.float32)
-    if seed % 2:
-        logits = np.round(logits)
     logits[::2, 1::2] = -np.inf
-    rows = sampling_rows(
-        num,
-        temperature=rng.choice([1e-5, 0.5, 1.0, 2.0], num).astype(np.float32),
-        top_k=rng.choice([0, 1, 20, 5000], num),
-        top_p=rng.choice([0.3, 0.9, 1.0], num),
-        min_p=rng.choice([0.0, 0.05, 1.0], num),
-        seed=rng.integers(0, 2**63, num),
+    columns = {
+        "temperature": rng.choice([1e-5, 0.5, 1.0, 2.0], num),
+        "top_k": rng.choice([0, 1, 20, 5000], num),
+        "top_p": rng.choice([0.3, 0.9, 1.0], num),
+        "min_p": rng.choice([0.0, 0.05, 1.0], num),
+    }
+    rows = metadata_of(num, **columns, seed=rng.integers(0, 2**63, num))
+    params = [SamplingParams(**{name: c[i].item() for name, c in columns.items()}) for i in range(num)]
+    staged = replace(
+        rows,
+        stages=[Stages(order=tuple(n for n in columns if any(acting(p, [n]))), params=p) for p in params],
+        chances=[0.5] * num,
     )
-    together, uniform = sample(logits, rows), uniforms(rows.seed, rows.step)
-    alone = [draw(row, rows, index=i, uniform=uniform[i]).token_id for i, row in enumerate(logits)]
-    assert together.tolist() == alone
+    assert sample(logits, rows).tolist() == sample(logits, staged).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-38])
@@ -126,7 +129,7 @@ def test_a_tiny_top_p_keeps_the_best_token():
 
 def test_greedy_ties_go_to_the_lowest_id():
     logits = np.array([[0.0, 2.0, 2.0]], dtype=np.float32)
-    assert sample_rows(logits, drawing=[], rules=rows_of(0), asking=()).token_ids.tolist() == [1]
+    assert sample_rows(logits, rows_of(0)).token_ids.tolist() == [1]
 
 
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_steps():
@@ -164,7 +167,7 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rule
     good = sample(logits, rows_of(4, **rules))
     logits[1, place] = value
     logits[2] = -np.inf
-    picked = sample_rows(logits, drawing=range(4), rules=rows_of(4, **rules), asking=())
+    picked = sample_rows(logits, rows_of(4, **rules))
     assert picked.finite.tolist() == [True, False, False, True]
     assert picked.token_ids[[0, 3]].tolist() == good[[0, 3]].tolist()
 
@@ -172,6 +175,6 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_as_they_are(rule
 def test_of_a_mixed_batch_some_rows_draw_and_the_others_take_the_best():
     logits = np.random.default_rng(1).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     drawn = sample(logits[[1, 2]], rows_of(2))
-    mixed = sample_rows(logits, drawing=[1, 2], rules=rows_of(2), asking=()).token_ids
+    mixed = sample_rows(logits, metadata_of(2, drawing=[1, 2])).token_ids
     best = logits.argmax(axis=1)
     assert mixed.tolist() == [best[0], *drawn, best[3]]

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.backends import row_picker
 from genserve.completion import FinishReason
 from genserve.errors import InvalidRequest, ModelFailed
-from genserve.generation.batch_sampler import pick
 from genserve.generation.engine import Engine
 from genserve.generation.speculation import Speculation
+from genserve.sampling.batch_sampler import sample
 from genserve.sampling.logits_edits import grammar_bitmask
 from tests.fakes.drafts import Foreseen
 from tests.fakes.grammars import Steps
@@ -190,8 +189,8 @@ def test_torch_masks_as_numpy_does(temperature):
             for row, step in enumerate(steps)
         ]
 
-    of_numpy = pick(logits.copy(), sequences(), picker=row_picker.sample_rows)
-    of_torch = pick(torch.from_numpy(logits.copy()), sequences(), picker=row_picker.sample_rows)
+    of_numpy = sample(logits.copy(), sequences())
+    of_torch = sample(torch.from_numpy(logits.copy()), sequences())
     assert [p.token_id for p in of_torch] == [p.token_id for p in of_numpy]
     for picked, step in zip(of_torch, steps, strict=True):
         assert step is None or picked.token_id in step

@@ -13,7 +13,7 @@ import torch
 from genserve.repository.repository import Repository
 from genserve.textmodel import logits_runtime
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
-from tests.repository.test_stages import BLS_LOOP, LOOP_CONFIG, asked, of, text
+from tests.textmodel.test_text_inference import BLS_LOOP, LOOP_CONFIG, asked, of, text
 
 OWN_LOOP = """
 class TritonPythonModel:

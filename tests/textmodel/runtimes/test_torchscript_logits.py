@@ -15,10 +15,10 @@ from genserve.export.export_options import Form
 from genserve.generation.logits_model import ForwardBatch
 from genserve.textmodel.runtimes.device_memory import DeviceMemory
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
-from tests.backends.cached_sequences import CachedSequences
 from tests.backends.networks import two_outputs_torchscript
 from tests.checkpoints import tiny_llama_checkpoint
 from tests.export.graphs import write_graph
+from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,12 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.backends.row_picker import sample_rows
-from genserve.generation.batch_sampler import pick
 from genserve.generation.engine import Engine
 from genserve.generation.engine_request import TokenSequence
 from genserve.generation.speculation import Speculation
+from genserve.sampling.batch_sampler import sample, sampling_metadata
 from genserve.sampling.param_table import STAGES
-from genserve.sampling.sampler import SamplingMetadata
+from genserve.sampling.sampler import SamplingMetadata, sample_rows
 from genserve.sampling.sampling_params import SamplingParams
 from tests.fakes.drafts import Foreseen
 from tests.fakes.logits import PagedLogits
@@ -104,23 +103,18 @@ def test_frequencies_pass_a_chi_square_test_against_the_exact_distribution(metho
     options, expected = METHODS[method]
     sequence = sequence_of([0], vocab_size=ROW.size, **{"temperature": 1.0, **options})
     # The rules of one sequence, at so many steps.
-    found = {}
-
-    def picker(rows, *, rules, **which):
-        many = SamplingMetadata(
-            temperature=np.repeat(rules.temperature, NUM_DRAWS),
-            truncations=rules.truncations * NUM_DRAWS,
-            stages=rules.stages * NUM_DRAWS,
-            seed=np.full(NUM_DRAWS, 11, dtype=np.uint64),
-            step=np.arange(NUM_DRAWS, dtype=np.uint64),
-        )
-        found["ids"] = sample_rows(
-            place(np.tile(ROW, (NUM_DRAWS, 1))), drawing=range(NUM_DRAWS), rules=many, asking=[]
-        ).token_ids
-        return sample_rows(rows, rules=rules, **which)
-
-    pick(place(ROW[None]), [sequence], picker=picker)
-    counts = np.bincount(found["ids"], minlength=ROW.size)
+    one = sampling_metadata([sequence], num_tokens=ROW.size)
+    state = sequence.sampling
+    many = SamplingMetadata.of(
+        range(NUM_DRAWS),
+        [state.rule] * NUM_DRAWS,
+        stages=[state.stages] * NUM_DRAWS,
+        seeds=[11] * NUM_DRAWS,
+        steps=range(NUM_DRAWS),
+    )
+    assert one.stages == [state.stages]
+    drawn = sample_rows(place(np.tile(ROW, (NUM_DRAWS, 1))), many).token_ids
+    counts = np.bincount(drawn, minlength=ROW.size)
     likely = expected > 0
     assert counts[~likely].sum() == 0
     assert likely.sum() > 1
@@ -199,8 +193,8 @@ def begun(*, prompt, answer, **options):
 def test_a_row_has_its_token_whatever_its_neighbours_and_its_place(place, rows, data):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
     order = data.draw(st.permutations(range(len(rows))))
-    alone = [pick(place(logits[[i]]), [begun(**row)], picker=sample_rows)[0] for i, row in enumerate(rows)]
-    together = pick(place(logits[order]), [begun(**rows[i]) for i in order], picker=sample_rows)
+    alone = [sample(place(logits[[i]]), [begun(**row)])[0] for i, row in enumerate(rows)]
+    together = sample(place(logits[order]), [begun(**rows[i]) for i in order])
     for found, i in zip(together, order, strict=True):
         assert found.token_id == alone[i].token_id
         assert found.finite == alone[i].finite
@@ -214,7 +208,7 @@ def test_a_row_has_its_token_whatever_its_neighbours_and_its_place(place, rows, 
 def test_the_host_and_a_device_draw_from_the_same_tokens(rows):
     logits = np.random.default_rng(len(rows)).standard_normal((len(rows), 60)).astype(np.float32) * 2
     [host, device] = [
-        pick(place(logits.copy()), [begun(**row) for row in rows], picker=sample_rows) for place in PLACES
+        sample(place(logits.copy()), [begun(**row) for row in rows]) for place in PLACES
     ]
     assert [p.token_id for p in host] == [p.token_id for p in device]
     assert [p.surprise_bits for p in host] == [pytest.approx(p.surprise_bits, abs=1e-4) for p in device]

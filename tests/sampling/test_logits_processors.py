@@ -13,9 +13,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from genserve.backends.row_picker import sample_rows
 from genserve.completion import FinishReason
-from genserve.generation.batch_sampler import pick
+from genserve.sampling.batch_sampler import sample
 from tests.fakes.sequences import sequence_of
 from tests.llama_cpp import recorded
 
@@ -42,16 +41,10 @@ def sequence(prompt=PROMPT, *, bad_words=(), **params):
 
 
 def edited(logits, sequences, *, place):
-    """The logits from which the tokens are picked, seen through a picker of the reader's own."""
-    seen = {}
-
-    def picker(rows, **which):
-        picked = sample_rows(rows, **which)
-        seen["rows"] = np.asarray(rows)
-        return picked
-
-    pick(place(logits), sequences, picker=picker)
-    return seen["rows"]
+    """The logits from which the tokens are sampled."""
+    rows = place(logits)
+    sample(rows, sequences)
+    return np.asarray(rows)
 
 
 def lowered_by_count(history, scores, *, frequency, presence):
@@ -180,7 +173,7 @@ def test_log_probabilities_are_those_of_the_model_whatever_is_edited(place):
     logits = np.random.default_rng(3).standard_normal((2, VOCAB_SIZE)).astype(np.float32)
     best = logits.argmax(axis=1)
     sequences = [sequence(logprobs=True, suppress_tokens=(int(best[0]),)), sequence(logprobs=True)]
-    picks = pick(place(logits), sequences, picker=sample_rows)
+    picks = sample(place(logits), sequences)
     assert picks[0].token_id == logits[0].argsort()[-2]
     assert picks[1].token_id == best[1]
     raw = torch.log_softmax(torch.from_numpy(logits), dim=1)
@@ -199,13 +192,13 @@ def test_rows_of_minus_infinity_and_nan_stay_what_they_are(place):
 
 def test_a_row_without_a_token_left_is_told_as_not_finite():
     nothing = sequence([5], allowed_token_ids=(9,), bad_words=[[9]])
-    [picked] = pick(np.zeros((1, VOCAB_SIZE), dtype=np.float32), [nothing], picker=sample_rows)
+    [picked] = sample(np.zeros((1, VOCAB_SIZE), dtype=np.float32), [nothing])
     assert not picked.finite
 
 
 def test_rules_that_ask_for_nothing_cost_nothing():
-    assert sequence().logit_rules is None
-    assert sequence(temperature=1.0, stop_token_ids=(3,)).logit_rules is None
+    assert sequence().sampling.processors is None
+    assert sequence(temperature=1.0, stop_token_ids=(3,)).sampling.processors is None
 
 
 def test_an_end_that_the_vocabulary_has_not_is_not_banned():

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genserve.backends.row_picker import sample_rows
 from genserve.errors import InvalidRequest, ModelFailed, RepositoryError
-from genserve.generation.batch_sampler import pick
 from genserve.generation.engine import Engine
 from genserve.generation.sequence_plugins import PluginContext, SequencePlugins
 from genserve.generation.speculation import Speculation
 from genserve.llm import LLM
+from genserve.sampling.batch_sampler import sample
 from genserve.sampling.sampling_params import SamplingParams
 from genserve.textmodel.decoder_plugins import ParsedText
 from genserve.textmodel.decoder_stage import load_decoding
@@ -339,7 +338,7 @@ def test_the_hook_says_whether_the_rules_of_the_request_come_before_or_after(pla
         sequence_of([1], vocab_size=VOCAB_SIZE, suppress_tokens=(8,), plugins=SequencePlugins(processors=[p]))
         for p in (("only 7", forbid_all_but_7), ("8", raise_8))
     ]
-    picks = pick(rows, [*sequences, sequence_of([1], vocab_size=VOCAB_SIZE)], picker=sample_rows)
+    picks = sample(rows, [*sequences, sequence_of([1], vocab_size=VOCAB_SIZE)])
     assert [picked.token_id for picked in picks] == [7, 8, 0]
 
 

@@ -20,11 +20,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from genserve.sampling import staged_sampler as host_stages
-from genserve.sampling import torch_sampler
 from genserve.sampling.param_table import STAGES
 from genserve.sampling.sampling_params import SamplingParams
-from genserve.sampling.staged_sampler import Stages, stages_of
+from genserve.sampling.staged_sampler import NUMPY_OPS, Stages, apply_stages, stages_of
+from genserve.sampling.torch_sampler import TORCH_OPS
 from tests.llama_cpp import recorded
 
 VOCAB_SIZE = 300
@@ -51,13 +50,11 @@ VALUES = {
 
 
 def host(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
-    left = np.full_like(row, -np.inf)
-    ids, left[ids] = host_stages.left_by(row, stages, chance=chance)
-    return left
+    return apply_stages(row[None], [stages], chances=[chance], ops=NUMPY_OPS)[0]
 
 
 def device(row: np.ndarray, stages: Stages, chance: float) -> np.ndarray:
-    return torch_sampler.left_by(torch.from_numpy(row[None]), stages, chance=chance)[0].numpy()
+    return apply_stages(torch.from_numpy(row[None]), [stages], chances=[chance], ops=TORCH_OPS)[0].numpy()
 
 
 PLACES = [host, device]
@@ -192,9 +189,64 @@ def test_a_learned_cut_may_become_as_wide_or_as_narrow_as_it_likes(place):
         assert np.isfinite(place(row, start.after(1e9), 0.0)).sum() == 1
 
 
-def test_the_usual_order_needs_no_stages():
-    usual = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, top_n_sigma=2.0)
-    assert stages_of(usual, spared_ids=()) is None
-    said = {"temperature": 0.7, "top_k": 5, "min_p": 0.1}
-    assert stages_of(SamplingParams(**said, samplers=tuple(STAGES)), spared_ids=()) is None
-    assert stages_of(SamplingParams(**said, samplers=tuple(reversed(STAGES))), spared_ids=()) is not None
+def test_what_the_kernels_draw_needs_no_stages():
+    usual = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    assert stages_of(SamplingParams(**usual), spared_ids=()) is None
+    assert stages_of(SamplingParams(**usual, typical_p=0.9), spared_ids=()).order[-1] == "typical_p"
+    assert stages_of(SamplingParams(**usual, samplers=tuple(STAGES)), spared_ids=()) is None
+    assert stages_of(SamplingParams(**usual, samplers=tuple(reversed(STAGES))), spared_ids=()) is not None
+
+
+# In the order of transformers, which is ours.
+RULES = [
+    {"min_p": 0.02},
+    {"min_p": 1.0},
+    {"top_p": 0.9},
+    {"top_p": 0.995},
+    {"typical_p": 0.3},
+    {"typical_p": 0.95},
+    {"epsilon_cutoff": 3e-3},
+    {"epsilon_cutoff": 0.9},
+    {"eta_cutoff": 2e-3},
+    {"eta_cutoff": 0.5},
+    {"top_k": 40, "typical_p": 0.8},
+    {"top_p": 0.9, "min_p": 0.05, "eta_cutoff": 0.01},
+    {"top_k": 60, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.02},
+]
+
+
+def in_turn(row: np.ndarray, rules: dict) -> np.ndarray:
+    warpers = LogitsProcessorList([WARPERS[name](value) for name, value in rules.items()])
+    return softmax(warpers(None, torch.from_numpy(row[None].astype(np.float64)))[0].numpy())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_rows_of_any_size_leave_what_transformers_leaves(rules, place):
+    rng = np.random.default_rng(6)
+    for spread in (0.3, 1.0, 4.0):
+        for size in (30, 1000, 20_000):
+            row = random_row(rng, size=size, spread=spread)
+            row[-1] = np.finfo(np.float32).min  # some graphs mask with it
+            left = left_by(row, place=place, samplers=tuple(rules), **rules)
+            np.testing.assert_allclose(left, in_turn(row, rules), atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
+def test_top_n_sigma_keeps_what_the_paper_keeps_whatever_the_temperature(sigma, place):
+    row = (np.random.default_rng(7).standard_normal(1000) * 3).astype(np.float32)
+    expected = np.flatnonzero(row >= row.max() - sigma * row.std())
+    masked = np.append(row, np.float32([-np.inf, np.finfo(np.float32).min]))  # do not count
+    for temperature in (0.5, 1.0, 2.0):
+        for each in (row, masked):
+            left = left_by(each, place=place, top_n_sigma=sigma, temperature=temperature)
+            assert np.flatnonzero(left).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_left_by_top_n_sigma_is_what_top_p_is_a_share_of(place):
+    row = (np.random.default_rng(8).standard_normal(1000) * 2).astype(np.float32)
+    narrowed = np.where(row >= row.max() - row.std(), row, -np.inf).astype(np.float32)
+    left = left_by(row, place=place, top_n_sigma=1.0, top_p=0.7)
+    np.testing.assert_allclose(left, in_turn(narrowed, {"top_p": 0.7}), atol=1e-5)

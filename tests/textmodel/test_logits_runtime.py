@@ -16,7 +16,7 @@ import pytest
 from genserve.export import SilentProgress, export_model
 from genserve.repository.index import scan
 from genserve.repository.model_validation import repository_diagnostics
-from genserve.textmodel.logits_runtime import is_logits_stage
+from genserve.textmodel.logits_config import is_logits_stage
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.checkpoints import tiny_tokenizer
 from tests.live import LiveServer
@@ -112,7 +112,7 @@ def test_an_iterative_model_is_a_logits_stage_if_its_states_are_keys_and_values(
                      use_same_buffer_for_input_output: {same_buffer} }} ]
         }}
     """)
-    assert is_logits_stage(scan([tmp_path])["m"]) is is_one
+    assert is_logits_stage(scan([tmp_path])["m"].config) is is_one
 
 
 def test_a_traced_model_answers_as_transformers_does(
@@ -123,7 +123,7 @@ def test_a_traced_model_answers_as_transformers_does(
     caplog.set_level(logging.WARNING)
     with LiveServer(traced_repository) as server, ThreadPoolExecutor() as pool:
         answers = list(pool.map(partial(generated_ids, server.url), prompts))
-    assert "traced_logits has a KV cache that is copied at each step" in caplog.text
+    assert "traced_logits copies its KV cache at each step" in caplog.text
     model, tokenizer = reference_model(stablelm_checkpoint), tiny_tokenizer(vocab_size=320)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == greedy_ids(model, tokenizer.encode(prompt).ids, num_tokens=20)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from genserve.backends.pytorch import open_module
-from genserve.backends.row_picker import sample_rows
 from genserve.export.export_options import Form
 from genserve.generation.beam_search import BeamSearch
 from genserve.generation.engine import Engine
@@ -21,12 +20,12 @@ from genserve.textmodel.runtimes.kv_cache_memory import HostMemory, LogitsMemory
 from genserve.textmodel.runtimes.onnx_logits import OnnxLogits
 from genserve.textmodel.runtimes.torchscript_logits import TorchLogits
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
-from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.chains import WHOLE_CONFIG, whole_torchscript
 from tests.export.graphs import conversion_of, write_conversion, write_graph
 from tests.fakes.sequences import Clock, IdText, logits_request, sample_loop, sequence_of
 from tests.reference import greedy_ids, reference_model
+from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
 TOLERANCE = 1e-4
 MAX_LENGTH = 128
@@ -175,7 +174,7 @@ def test_a_sequence_is_filled_to_its_end(logits, reference):
 def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, speculation):
     """Ragged prompts that come and go, beside a request for logits that branches off one of them."""
     engine = Engine(
-        logits, decode=sample_loop, clock=Clock(), picker=sample_rows, speculation=speculation
+        logits, decode=sample_loop, clock=Clock(), speculation=speculation
     )
     sizes = {"max_length": MAX_LENGTH, "vocab_size": logits.vocab_size}
     prompts = [random_ids(20 + i, n) for i, n in enumerate((3, 30, 11, 1, 18))]
@@ -199,7 +198,7 @@ def test_the_engine_s_greedy_tokens_are_those_of_generate(logits, reference, spe
 
 def test_beam_searches_beside_each_other_are_those_of_generate(logits, reference):
     """Their blocks are copied while others go on."""
-    engine = Engine(logits, decode=sample_loop, clock=Clock(), picker=sample_rows)
+    engine = Engine(logits, decode=sample_loop, clock=Clock())
     answers = {}
     for number, length in enumerate((3, 30)):
         prompt = random_ids(40 + number, length)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from genserve.sampling.logits_processors import MAX_LENGTH, MAX_PENALTY, Breakers, Repetition
+from genserve.sampling.logits_processors import MAX_LENGTH, MAX_PENALTY, DryBreakers, DryPenalty
 from genserve.sampling.sampling_params import SamplingParams
 
 VOCAB_SIZE = 6
 
 
 def penalties(token_ids, *, breakers=(), **params):
-    repetition = Repetition(SamplingParams(**{"dry_multiplier": 0.8, **params}), breakers=Breakers(breakers))
-    ids, amounts = repetition.penalties(token_ids)
+    sampling = SamplingParams(**{"dry_multiplier": 0.8, **params})
+    ids, amounts = DryPenalty(sampling, breakers=DryBreakers(breakers)).penalties(token_ids)
     return dict(zip(ids.tolist(), amounts.tolist(), strict=True))
 
 
@@ -44,7 +44,7 @@ def defined(token_ids, *, multiplier, base, allowed, window, breakers):
 def test_as_tokens_come_the_penalties_are_those_of_the_definition(breakers, allowed, window):
     rng = np.random.default_rng(3)
     params = SamplingParams(dry_multiplier=0.8, dry_allowed_length=allowed, dry_penalty_last_n=window)
-    repetition = Repetition(params, breakers=Breakers(breakers))
+    repetition = DryPenalty(params, breakers=DryBreakers(breakers))
     token_ids = rng.integers(0, VOCAB_SIZE, 30).tolist()
     num_found = 0
     for _ in range(120):

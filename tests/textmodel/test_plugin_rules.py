@@ -49,7 +49,7 @@ def test_a_fault_is_found_at_its_place_and_would_not_load(tmp_path, code, plugin
     path = write(tmp_path, code, plugins)
     [diagnostic] = plugin_diagnostics(path)
     assert words in diagnostic.message
-    assert diagnostic.place == (place or "1:5")
+    assert diagnostic.position == (place or "1:5")
     with pytest.raises(RepositoryError):
         load_decoding(path, name="stage")
 

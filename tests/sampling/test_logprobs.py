@@ -5,9 +5,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from genserve.backends.row_picker import sample_rows
-from genserve.generation.batch_sampler import pick
-from genserve.sampling.sampler import LOWEST, likelihood
+from genserve.sampling.batch_sampler import sample
+from genserve.sampling.sampler import LOWEST_LOGPROB, token_logprob
 from tests.fakes.sequences import sequence_of
 
 
@@ -20,7 +19,7 @@ def row():
 def test_the_figures_are_those_of_torchs_log_softmax(row, num_top):
     expected = torch.log_softmax(torch.from_numpy(row).double(), dim=0)
     for logits in (row, torch.from_numpy(row)):
-        found = likelihood(logits, 123, num_top=num_top)
+        found = token_logprob(logits, 123, num_top=num_top)
         assert found.logprob == pytest.approx(expected[123].item(), abs=1e-4)
         best = expected.topk(num_top)
         assert [token_id for token_id, _ in found.top] == best.indices.tolist()
@@ -28,21 +27,21 @@ def test_the_figures_are_those_of_torchs_log_softmax(row, num_top):
 
 
 def test_a_token_has_the_same_figure_alone_and_among_the_best(row):
-    [(best, level)] = likelihood(row, 0, num_top=1).top
-    assert likelihood(row, best, num_top=0).logprob == level
+    [(best, level)] = token_logprob(row, 0, num_top=1).top
+    assert token_logprob(row, best, num_top=0).logprob == level
 
 
 def test_of_a_token_that_cannot_be_there_is_a_number_too():
     row = np.array([0.0, -np.inf], dtype=np.float32)
-    assert likelihood(row, 1, num_top=2).logprob == LOWEST
-    assert likelihood(row, 1, num_top=2).top == ((0, 0.0),)
-    assert likelihood(row, 0, named=(1, 0)).top == ((0, 0.0), (1, LOWEST))
+    assert token_logprob(row, 1, num_top=2).logprob == LOWEST_LOGPROB
+    assert token_logprob(row, 1, num_top=2).top == ((0, 0.0),)
+    assert token_logprob(row, 0, token_ids=(1, 0)).top == ((0, 0.0), (1, LOWEST_LOGPROB))
 
 
 def test_of_equal_ones_the_lowest_ids_are_the_best():
     row = np.zeros(5000, dtype=np.float32)
     row[[40, 4000, 17]] = 1.0
-    found = likelihood(row, 0, num_top=6)
+    found = token_logprob(row, 0, num_top=6)
     assert [token_id for token_id, _ in found.top] == [17, 40, 4000, 0, 1, 2]
 
 
@@ -62,7 +61,7 @@ def test_processed_figures_are_those_of_transformers_own_rules(place):
     warped = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(20)(None, warped))
     biased = rows[1:2] - 50.0 * (torch.arange(500) == 9)
     expected = torch.cat([warped, biased, rows[2:] / 2.0]).log_softmax(dim=1)
-    picks = pick(place(logits.copy()), sequences, picker=sample_rows)
+    picks = sample(place(logits.copy()), sequences)
     for row, picked in zip(expected, picks, strict=True):
         assert picked.logprob.logprob == pytest.approx(row[picked.token_id].item(), abs=1e-5)
         for token_id, level in picked.logprob.top:
@@ -85,17 +84,17 @@ def test_the_models_own_figures_are_told_of_a_row_whatever_others_ask_for(place)
         {"logprobs": True, "logprob_token_ids": (7, 8), "repetition_penalty": 2.0},
     ]
     sequences = [sequence_of([1, 2], vocab_size=500, **one) for one in params]
-    together = pick(place(logits.copy()), sequences, picker=sample_rows)
+    together = sample(place(logits.copy()), sequences)
     assert together[1].logprob is None
     for row, sequence, picked in zip(logits, sequences, together, strict=True):
-        assert pick(place(row[None].copy()), [sequence], picker=sample_rows) == [picked]
+        assert sample(place(row[None].copy()), [sequence]) == [picked]
     for index in (0, 3):
         found = together[index].logprob
-        raw = likelihood(
+        raw = token_logprob(
             logits[index],
             together[index].token_id,
             num_top=sequences[index].params.top_logprobs,
-            named=sequences[index].params.logprob_token_ids,
+            token_ids=sequences[index].params.logprob_token_ids,
         )
         assert found.logprob == pytest.approx(raw.logprob, abs=1e-5)
         assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in raw.top]

@@ -128,7 +128,7 @@ def test_bad_words_are_spelled_once_for_all_choices_of_a_request(ensemble, monke
     sequences = ensemble.prepare_choices([7, 8], SamplingParams(bad_words=("you",)), num_choices=3)
     assert encoded == ["you", " you"]
     for sequence in sequences:
-        banned = sequence.logit_rules.edits([*sequence.token_ids, *encode("you")[:-1]], row=0).banned
+        banned = sequence.sampling.edits([*sequence.token_ids, *encode("you")[:-1]], row=0).banned
         assert encode("you")[-1] in banned.token_ids
 
 

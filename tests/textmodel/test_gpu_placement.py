@@ -10,10 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from genserve.config.model_config import InstanceGroup
 from genserve.errors import RepositoryError
-from genserve.repository.index import scan
-from genserve.textmodel import logits_placement as module
-from genserve.textmodel.logits_placement import logits_placement
+from genserve.repository import config_resolution
+from genserve.repository.config_resolution import resolve_model
+from genserve.repository.index import ModelEntry, scan
+from genserve.repository.options import RepositoryOptions
+from genserve.textmodel import logits_runtime
 
 STATES, HALF = "sequence_batching", ("TYPE_FP32", "TYPE_FP16")
 
@@ -39,6 +42,8 @@ def stage(tiny_repository: Path, tmp_path: Path):
             parity.write_text(parity.read_text().replace('"fp32"', f'"{precision}"'))
         after = after.replace("use_same_buffer_for_input_output: true", "") if grows else after
         config.write_text(before + states + after + text)
+        if backend == "pytorch":    # its content is not looked at
+            shutil.copy(config.parent / "1" / "model.onnx", config.parent / "1" / "model.pt")
         return scan([tmp_path / "models"])["tiny_logits"]
 
     return entry
@@ -50,14 +55,23 @@ def machine(monkeypatch):
 
     def set_up(*, gpus: int, providers: tuple[str, ...] = (), cuda: bool = False) -> None:
         runtime = SimpleNamespace(get_available_providers=lambda: [*providers, "CPUExecutionProvider"])
-        monkeypatch.setattr(module, "num_gpus", lambda: gpus)
-        monkeypatch.setattr(module, "onnxruntime_module", lambda: runtime)
+        monkeypatch.setattr(config_resolution, "num_gpus", lambda: gpus)
+        monkeypatch.setattr(logits_runtime, "onnxruntime_module", lambda: runtime)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
 
     return set_up
 
 
 CUDA = ("CUDAExecutionProvider",)
+
+
+def placed(entry: ModelEntry, *, strict_placement: bool = False) -> InstanceGroup:
+    """The first instance group of the resolved config; its warnings are logged as a load does."""
+    options = RepositoryOptions(strict_placement=strict_placement)
+    model = resolve_model(entry, {entry.name: entry}, options=options)
+    for warning in model.warnings:
+        logging.getLogger(__name__).warning("%s", warning.message)
+    return model.config.instance_groups[0]
 
 
 @pytest.mark.parametrize(
@@ -70,24 +84,24 @@ CUDA = ("CUDAExecutionProvider",)
 )
 def test_a_float16_cache_goes_to_the_gpu_that_the_config_names(stage, machine, group, device):
     machine(gpus=2, providers=CUDA, cuda=True)
-    placement = logits_placement(stage(group, fp16=True), strict_placement=True)
-    assert (placement.kind, placement.device_id) == ("GPU", device)
+    group = placed(stage(group, fp16=True), strict_placement=True)
+    assert (group.kind, group.gpus[0]) == ("KIND_GPU", device)
 
 
 def test_a_torchscript_cache_goes_there_in_any_precision(stage, machine):
     machine(gpus=1, cuda=True)
-    assert logits_placement(stage(backend="pytorch"), strict_placement=True).kind == "GPU"
+    assert placed(stage(backend="pytorch"), strict_placement=True).kind == "KIND_GPU"
 
 
 def test_a_graph_whose_cache_grows_goes_there_in_any_precision(stage, machine):
     machine(gpus=1, providers=CUDA)
-    assert logits_placement(stage(grows=True), strict_placement=True).kind == "GPU"
+    assert placed(stage(grows=True), strict_placement=True).kind == "KIND_GPU"
 
 
 def test_a_config_for_the_cpu_stays_there(stage, machine):
     machine(gpus=1, providers=CUDA, cuda=True)
-    placement = logits_placement(stage("instance_group { kind: KIND_CPU }", fp16=True))
-    assert placement.kind == "CPU"
+    group = placed(stage("instance_group { kind: KIND_CPU }", fp16=True))
+    assert group.kind == "KIND_CPU"
 
 
 @pytest.mark.parametrize(
@@ -95,10 +109,10 @@ def test_a_config_for_the_cpu_stays_there(stage, machine):
     [
         ({"fp16": False}, CUDA, "in fp32 with a KV cache of TYPE_FP32, and CUDA has"),
         ({"fp16": True, "precision": "int8"}, CUDA, "in int8 with a KV cache of TYPE_FP16, and CUDA has"),
-        ({"fp16": True}, (), "ONNX Runtime is the one for CPUs"),
+        ({"fp16": True}, (), "ONNX Runtime is the build for CPUs"),
         ({"fp16": True}, CUDA, "finds no CUDA"),
         ({"backend": "pytorch"}, (), "finds no CUDA"),
-        ({"grows": True}, (), "ONNX Runtime is the one for CPUs"),
+        ({"grows": True}, (), "ONNX Runtime is the build for CPUs"),
     ],
 )
 def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
@@ -107,17 +121,17 @@ def test_what_no_gpu_can_run_here_runs_on_the_cpu_and_says_why(
     machine(gpus=1, providers=providers)
     entry = stage("instance_group { kind: KIND_GPU }", **logits)
     with caplog.at_level(logging.INFO):
-        assert logits_placement(entry).kind == "CPU"
+        assert placed(entry).kind == "KIND_CPU"
     [record] = (r for r in caplog.records if words in r.getMessage())
     assert record.levelname == "WARNING"
     with pytest.raises(RepositoryError, match=words):
-        logits_placement(entry, strict_placement=True)
+        placed(entry, strict_placement=True)
 
 
 def test_nobody_is_warned_of_a_gpu_that_was_not_asked_for(stage, machine, caplog):
     machine(gpus=1, providers=CUDA, cuda=True)
     with caplog.at_level(logging.WARNING):
-        assert logits_placement(stage(), strict_placement=True).kind == "CPU"
+        assert placed(stage(), strict_placement=True).kind == "KIND_CPU"
     assert not caplog.records
 
 
@@ -125,7 +139,7 @@ def test_without_a_gpu_the_config_that_wants_one_is_told(stage, machine, caplog)
     machine(gpus=0)
     entry = stage("instance_group { kind: KIND_GPU }", fp16=True)
     with caplog.at_level(logging.WARNING):
-        assert logits_placement(entry).kind == "CPU"
+        assert placed(entry).kind == "KIND_CPU"
     assert "no GPUs are available" in caplog.text
     with pytest.raises(RepositoryError, match="no GPUs are available"):
-        logits_placement(entry, strict_placement=True)
+        placed(entry, strict_placement=True)

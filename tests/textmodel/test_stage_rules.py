@@ -14,7 +14,7 @@ from genserve.repository.model_validation import repository_diagnostics
 from genserve.repository.repository import Repository
 from tests.chains import WHOLE_CONFIG, add_chain, whole_torchscript
 from tests.live import LiveServer
-from tests.repository.test_stages import asked, text
+from tests.textmodel.test_text_inference import asked, text
 
 STAGES = ("tiny", "tiny_tokenizer", "tiny_logits", "tiny_decoder")
 
@@ -37,7 +37,7 @@ def change(models: Path, stage: str, old: str, new: str) -> None:
 
 def told(models: Path, stage: str) -> list[str]:
     diagnostics = repository_diagnostics([models])[stage]
-    assert all(diagnostic.place for diagnostic in diagnostics)
+    assert all(diagnostic.position for diagnostic in diagnostics)
     return [f"{diagnostic.severity.value}: {diagnostic.message}" for diagnostic in diagnostics]
 
 
@@ -85,7 +85,7 @@ def test_a_field_that_the_engine_has_no_use_for_is_named(models, stage, config, 
     add(models, stage, config)
     role = f"{stage.partition('_')[2]} stage" if "_" in stage else "text model"
     found = [line.partition(" in a ")[0] for line in told(models, stage)]
-    assert found == [f"warning: {field} is not honoured" for field in fields]
+    assert found == [f"warning: {field} is ignored" for field in fields]
     assert all(f"in a {role}: " in line for line in told(models, stage))
 
 
@@ -102,7 +102,7 @@ def test_a_field_that_the_engine_has_no_use_for_is_named(models, stage, config, 
 def test_a_strategy_of_sequences_that_the_engine_does_not_follow_is_named(models, new, field):
     change(models, "tiny_logits", "oldest { max_candidate_sequences: 32 }", new)
     [line] = told(models, "tiny_logits")
-    assert line.startswith(f"warning: {field} is not honoured in a logits stage: ")
+    assert line.startswith(f"warning: {field} is ignored in a logits stage: ")
 
 
 CONTROL = "control_input { name: 'START' control { int32_false_true: [ 0, 1 ] } }"
@@ -125,7 +125,7 @@ def test_what_would_give_the_graph_something_else_is_an_error(models, old, new):
     [line] = told(models, "tiny_logits")
     assert line.startswith("error: ")
     assert "the engine gives the graph token ids" in line
-    assert "is not honoured in a logits stage" in load_error(models)
+    assert "is ignored in a logits stage" in load_error(models)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_versions_that_the_engine_does_not_run_are_named(models):
     shutil.copytree(models / "tiny_logits" / "1", models / "tiny_logits" / "2")
     add(models, "tiny_logits", "version_policy { all { } }")
     assert told(models, "tiny_logits") == [
-        "warning: version_policy is not honoured in a logits stage: the engine runs one version, 2"
+        "warning: version_policy is ignored in a logits stage: the engine runs one version, 2"
     ]
 
 
@@ -252,8 +252,8 @@ def test_tensors_that_no_decoding_loop_reads_or_gives_are_named(models):
     change(models, "tiny_decoder", "input [", f"input [ {extra},")
     change(models, "tiny_decoder", "output [", 'output [ { name: "score" data_type: TYPE_FP32 dims: [ 1 ] },')
     assert told(models, "tiny_decoder") == [
-        "warning: input 'score' is not honoured in a decoder stage: a request cannot set it",
-        "warning: output 'score' is not honoured in a decoder stage: it gives text_output alone",
+        "warning: input 'score' is ignored in a decoder stage: a request cannot set it",
+        "warning: output 'score' is ignored in a decoder stage: it gives text_output alone",
     ]
 
 

@@ -10,9 +10,9 @@ from genserve.errors import RepositoryError
 from genserve.tensor import Tensor
 from genserve.textmodel.logits_config import LogitsNames
 from genserve.textmodel.runtimes.uncached_logits import UncachedLogits
-from tests.backends.cached_sequences import CachedSequences
 from tests.backends.inferences import ON_CPU, config_of
 from tests.backends.networks import bloom_onnx
+from tests.textmodel.runtimes.cached_sequences import CachedSequences
 
 CONFIG = """
 backend: "onnxruntime"
@@ -110,7 +110,8 @@ def test_ids_mask_and_logits_are_found_by_name_or_place(inputs, outputs, found):
     ],
 )
 def test_a_model_of_other_tensors_is_refused_by_their_names(inputs, outputs):
-    with pytest.raises(RepositoryError, match=f"takes {', '.join(inputs)} and gives {', '.join(outputs)}"):
+    words = f"inputs are {', '.join(inputs)}, its outputs {', '.join(outputs)}"
+    with pytest.raises(RepositoryError, match=words):
         LogitsNames.of(config_with(inputs, outputs))
 
 

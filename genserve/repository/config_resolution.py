@@ -1,0 +1,226 @@
+"""Config resolution: completes, validates and normalises configs, in this order for every model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from genserve.backends.registry import find_backend
+from genserve.config.backends import deduce_backend, known_backends
+from genserve.config.config_json import read_config_json
+from genserve.config.diagnostics import Diagnostic, Severity, first_error
+from genserve.config.model_config import ModelConfig
+from genserve.config.normalise import normalise, num_gpus
+from genserve.config.parse import ParsedConfig, inspect_message
+from genserve.config.schema import model_config, new_model_config
+from genserve.config.supported_fields import Role
+from genserve.repository.ensemble_rules import ensemble_diagnostics
+from genserve.repository.ensemble_steps import is_decoupled, role_of, text_stages
+from genserve.repository.index import ModelEntry, served_versions
+from genserve.repository.model_validation import model_diagnostics
+from genserve.repository.options import RepositoryOptions
+from genserve.textmodel.logits_runtime import gpu_obstacle
+
+__all__ = ["ResolvedModel", "check_usable", "resolve_model", "with_config"]
+
+logger = logging.getLogger(__name__)
+
+_LOGITS = (Role.LOGITS, Role.LOGITS_WITHOUT_CACHE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A model whose config has no errors, is complete and is normalised.
+
+    Attributes:
+        config: of the model.
+        path: its folder.
+        versions: those to serve, ascending; for a model that runs in a text engine, the one that it runs.
+        role: its role in a text model; None: it has none.
+        stages: of a text model, by role: "tokenizer", "logits", "decoder".
+        draft: the text model that drafts tokens for this logits stage, as `stages`; empty: none does.
+        warnings: the diagnostics that are not errors, those of the stages included.
+    """
+
+    config: ModelConfig
+    path: Path
+    versions: tuple[int, ...]
+    role: Role | None = None
+    stages: Mapping[str, ResolvedModel] = field(default_factory=dict)
+    draft: Mapping[str, ResolvedModel] = field(default_factory=dict)
+    warnings: tuple[Diagnostic, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.config.name
+
+    @property
+    def runs_in_engine(self) -> bool:
+        """Whether a text engine runs the model, and not instances of a backend or an ensemble's graph."""
+        return self.role not in (None, Role.TOKENIZER)
+
+
+def with_config(entry: ModelEntry, config_json: str, *, options: RepositoryOptions) -> ModelEntry:
+    """Return a model with the config of a load request in place of its folder's.
+
+    Raises:
+        RepositoryError: it is not JSON, or not of the schema.
+    """
+    message = read_config_json(config_json, name=entry.name)
+    return replace(entry, parsed=_validated(message, entry, options=options))
+
+
+def check_usable(entry: ModelEntry, entries: Mapping[str, ModelEntry]) -> None:
+    """Refuse a config with errors that no file of the model can cure.
+
+    Args:
+        entry: the model.
+        entries: all models of the repository, by name.
+
+    Raises:
+        RepositoryError: its first error.
+    """
+    diagnostics = (*entry.parsed.diagnostics, *ensemble_diagnostics(entry, entries))
+    error = first_error(diagnostic for diagnostic in diagnostics if not diagnostic.at_load)
+    if error is not None:
+        raise error
+
+
+def resolve_model(
+    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions
+) -> ResolvedModel:
+    """Complete, validate and normalise the config of a model, and those of its stages if it is a text model.
+
+    Args:
+        entry: the model.
+        entries: all models of the repository, by name.
+        options: of the repository.
+
+    Raises:
+        RepositoryError: the config of the model or a stage has an error, contradicts the model's file, or
+            leaves no version to serve.
+        MissingDependency: a library is not installed that decides whether the model runs on a GPU.
+    """
+    resolved = _resolve(entry, entries, options=options)
+    if resolved.role is not Role.ENSEMBLE:
+        return resolved
+    stages = {
+        name: _resolve(stage, entries, options=options)
+        for name, stage in (text_stages(entry, entries) or {}).items()
+    }
+    draft_name = _draft_name(stages["logits"].config)
+    draft = text_stages(entries[draft_name], entries) if draft_name else None
+    drafts = {name: _resolve(stage, entries, options=options) for name, stage in (draft or {}).items()}
+    stages["logits"] = replace(stages["logits"], draft=drafts)
+    warnings = [warning for stage in (*stages.values(), *drafts.values()) for warning in stage.warnings]
+    return replace(resolved, stages=stages, warnings=(*resolved.warnings, *warnings))
+
+
+def _draft_name(config: ModelConfig) -> str:
+    """Return the text model that drafts for a logits stage; empty: none."""
+    if config.parameters.get("speculation") == "none":
+        return ""
+    return config.parameters.get("draft_model", "")
+
+
+def _resolve(
+    entry: ModelEntry, entries: Mapping[str, ModelEntry], *, options: RepositoryOptions
+) -> ResolvedModel:
+    if entry.config is None:
+        raise first_error(entry.parsed.diagnostics) or AssertionError(entry.name)
+    # The parsed config's own are found again below, unless completing it has cured them.
+    found = [one for one in model_diagnostics(entry, entries) if one not in entry.parsed.diagnostics]
+    _raise_first(found)
+    role = role_of(entry, entry.config, entries)
+    message = new_model_config()
+    message.CopyFrom(entry.parsed.message)
+    message.name = message.name or entry.name
+    deduce_backend(message, entry.path)
+    versions = _versions(entry, model_config(message, name=entry.name), role)
+    _complete(message, entry, version=versions[-1], options=options)
+    found += _validated(message, entry, options=options, completed=True).diagnostics
+    _raise_first(found)
+    if message.platform == "ensemble":
+        own = role is Role.ENSEMBLE and message.model_transaction_policy.decoupled
+        message.model_transaction_policy.decoupled = own or is_decoupled(entry, entries)
+    found += _normalise(message, entry, role, version=versions[-1], options=options)
+    _raise_first(found)
+    return ResolvedModel(
+        config=model_config(message, name=entry.name),
+        path=entry.path,
+        versions=versions,
+        role=role,
+        warnings=tuple(found),
+    )
+
+
+def _raise_first(diagnostics: list[Diagnostic]) -> None:
+    error = first_error(diagnostics)
+    if error is not None:
+        raise error
+
+
+def _versions(entry: ModelEntry, config: ModelConfig, role: Role | None) -> tuple[int, ...]:
+    if entry.is_ensemble and not entry.versions:
+        return (1,)     # an ensemble needs no folders
+    if role in (None, Role.TOKENIZER) and entry.wanted_version == -1:
+        return served_versions(config, entry.versions)
+    return (int(entry.latest_version().name),)
+
+
+def _complete(message: Any, entry: ModelEntry, *, version: int, options: RepositoryOptions) -> None:
+    """Let the backend fill in what the model's file says."""
+    if message.platform == "ensemble" or options.strict_config:
+        return
+    backend = find_backend(message.backend, backend_directory=options.backend_directory)
+    backend.auto_complete(
+        message,
+        path=entry.path,
+        version=version,
+        default_max_batch_size=options.default_max_batch_size,
+    )
+
+
+def _normalise(
+    message: Any, entry: ModelEntry, role: Role | None, *, version: int, options: RepositoryOptions
+) -> list[Diagnostic]:
+    """Normalise a config, which chooses its devices; return the groups that do not run where they ask to."""
+    if role is Role.DECODER:    # its loop runs on the CPU; the rules of stages report another `kind`
+        normalise(message, model_folder=entry.path, gpus=0)
+        return []
+    written = new_model_config()
+    written.CopyFrom(message)
+    found = normalise(
+        message, model_folder=entry.path, gpus=num_gpus(), strict_placement=options.strict_placement
+    )
+    group = message.instance_group[0] if message.instance_group else None
+    if role not in _LOGITS or group is None or group.kind != group.KIND_GPU:
+        return [*found]
+    obstacle = gpu_obstacle(model_config(message, name=entry.name), entry.path / str(version))
+    if obstacle is None:
+        return [*found]
+    message.CopyFrom(written)
+    normalise(message, model_folder=entry.path, gpus=0)
+    text = f"model {entry.name} cannot run on a GPU: {obstacle.reason}; it runs on the CPU"
+    if not any(group.kind == group.KIND_GPU for group in written.instance_group):
+        logger.info("%s (%s)", text, obstacle.remedy)
+        return [*found]
+    severity = Severity.ERROR if options.strict_placement else Severity.WARNING
+    return [*found, entry.parsed.diagnostic(severity, "instance_group", text, remedy=obstacle.remedy)]
+
+
+def _validated(
+    message: Any, entry: ModelEntry, *, options: RepositoryOptions, completed: bool = False
+) -> ParsedConfig:
+    return inspect_message(
+        message,
+        path=entry.parsed.path,
+        folder=entry.path,
+        backends=known_backends([options.backend_directory] if options.backend_directory else ()),
+        source_map=entry.parsed.source.source_map if completed else None,
+        completed=completed,
+    )

@@ -1,0 +1,314 @@
+"""Model loader: from the folder of a model to the versions that answer its requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.backends.backend import Backend, ModelSource, Placement
+from genserve.backends.registry import find_backend
+from genserve.backends.warmup import run_warmups, warmup_batches
+from genserve.config.model_config import EnsembleStep, InstanceGroup, ModelConfig
+from genserve.config.supported_fields import Role
+from genserve.errors import RepositoryError
+from genserve.generation_metrics import Metrics
+from genserve.inference import InferenceServer
+from genserve.inference_statistics import ModelStatistics
+from genserve.repository.config_resolution import ResolvedModel, resolve_model
+from genserve.repository.ensemble import Ensemble
+from genserve.repository.index import ModelEntry
+from genserve.repository.instances import Instances, group_placements
+from genserve.repository.model_versions import ModelRuntime, ModelTable, ModelVersion
+from genserve.repository.options import RepositoryOptions
+from genserve.repository.response_cache import ResponseCache
+from genserve.repository.upload import Upload
+from genserve.schedulers.queue_scheduler import make_scheduler
+from genserve.schedulers.rate_limiter import RateLimiter, ResourcePermit
+from genserve.textmodel.decoder_stage import DecoderInference
+from genserve.textmodel.logits_inference import LogitsInference
+from genserve.textmodel.logits_runtime import LoadedLogits, load_logits
+from genserve.textmodel.text_inference import TextInference
+from genserve.textmodel.text_model import TextModel
+from genserve.textmodel.text_model_loader import (
+    DraftSource,
+    QueueOptions,
+    StageSource,
+    TextModelSource,
+    load_logits_stage,
+    load_text_model,
+)
+
+__all__ = ["ModelLoader", "VersionFailed", "load_stage_logits", "stage_placement"]
+
+logger = logging.getLogger(__name__)
+
+
+class VersionFailed(Exception):
+    """A version cannot be loaded, and therefore none of the model's; `others` are these."""
+
+    def __init__(self, error: Exception, *, version: int, others: Sequence[int] = ()) -> None:
+        super().__init__(version)
+        self.error = error
+        self.version = version
+        self.others = others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """A runtime that answers for a model, before it is put into the table of versions."""
+
+    model: ResolvedModel
+    runtime: ModelRuntime
+    statistics: ModelStatistics
+    text_model: TextModel | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoader:
+    """Loads the versions of models, which share these objects."""
+
+    server: InferenceServer
+    versions: ModelTable
+    options: RepositoryOptions
+    metrics: Metrics
+    cache: ResponseCache | None
+    rate_limiter: RateLimiter | None
+
+    def load(
+        self, entry: ModelEntry, entries: Mapping[str, ModelEntry], *, upload: Upload | None = None
+    ) -> list[ModelVersion]:
+        """Load the versions of a model, warmed up and ready, and two of the stages of a text model.
+
+        Args:
+            entry: the model.
+            entries: all models of the repository, by name.
+            upload: the folder of the model's files, if they came with the load request.
+
+        Raises:
+            VersionFailed: one version cannot be loaded; the others are closed again.
+            RepositoryError: the config of the model or a stage has an error.
+            MissingDependency: see `resolve_model`.
+        """
+        model = resolve_model(entry, entries, options=self.options)
+        for warning in model.warnings:
+            logger.warning("%s: %s (%s)", warning.where, warning.message, warning.remedy)
+        loaded: list[ModelVersion] = []
+        for version in model.versions:
+            try:
+                loaded += self._load(model, version, upload=upload)
+            except BaseException as error:
+                for other in loaded:
+                    other.close(timeout_s=0)
+                if not isinstance(error, Exception):
+                    raise
+                others = [other for other in model.versions if other != version]
+                raise VersionFailed(error, version=version, others=others) from error
+        return loaded
+
+    def _load(self, model: ResolvedModel, version: int, *, upload: Upload | None) -> list[ModelVersion]:
+        started_s = time.monotonic()
+        runtimes = self._start(model, version)
+        return [
+            ModelVersion(
+                started.runtime,
+                config=started.model.config,
+                version=version if started.model is model else started.model.versions[-1],
+                statistics=started.statistics,
+                cache=None if started.model.runs_in_engine else self._cache_of(started.model.config),
+                labels=_output_labels(started.model.config, started.model.path),
+                upload=upload,
+                load_s=time.monotonic() - started_s,
+                histogram_latencies=self.options.histogram_latencies,
+                text_model=started.text_model,
+            )
+            for started in runtimes
+        ]
+
+    def _cache_of(self, config: ModelConfig) -> ResponseCache | None:
+        return self.cache if config.response_cache else None
+
+    def _start(self, model: ResolvedModel, version: int) -> list[_Started]:
+        """Start the runtimes that a model needs, by who runs it."""
+        if model.role is Role.ENSEMBLE:
+            return self._text_model(model)
+        statistics = ModelStatistics()
+        if model.runs_in_engine:
+            runtime: ModelRuntime = load_logits_stage(
+                _source(model),
+                placement=_first_placement(model.config),
+                queue=self._queue,
+                metrics=self.metrics,
+                statistics=statistics,
+            )
+        elif model.config.ensemble_steps:
+            runtime = Ensemble(
+                model.config, server=self.server, config_of=self._config_of, statistics=statistics
+            )
+        else:
+            runtime = self._instances(model, version, statistics)
+        return [_Started(model=model, runtime=runtime, statistics=statistics)]
+
+    def _text_model(self, model: ResolvedModel) -> list[_Started]:
+        """Start the engine of a text model, which answers for the ensemble and for two of its stages."""
+        stages = model.stages
+        logits, decoder = stages["logits"], stages["decoder"]
+        source = TextModelSource(
+            name=model.name,
+            tokenizer=_source(stages["tokenizer"]),
+            logits=_source(logits),
+            decoder=_source(decoder),
+            placement=_first_placement(logits.config),
+            draft=_draft(logits),
+        )
+        text_model = load_text_model(source, queue=self._queue, metrics=self.metrics)
+        of_text, of_logits = ModelStatistics(), ModelStatistics()
+        of_stage = LogitsInference(
+            text_model.engine,
+            logits.config,
+            vocab_size=text_model.vocab_size,
+            max_length=text_model.max_length,
+            statistics=of_logits,
+            owns_engine=False,
+        )
+        return [
+            _Started(
+                model=model,
+                runtime=TextInference(text_model, model.config, statistics=of_text),
+                statistics=of_text,
+                text_model=text_model,
+            ),
+            _Started(model=logits, runtime=of_stage, statistics=of_logits),
+            _Started(
+                model=decoder,
+                runtime=DecoderInference(text_model.engine, text_model=model.name),
+                statistics=ModelStatistics(),
+            ),
+        ]
+
+    @property
+    def _queue(self) -> QueueOptions:
+        return QueueOptions(
+            max_requests=self.options.max_queue,
+            max_tokens=self.options.max_queue_tokens,
+            max_wait_s=self.options.max_queue_wait_s,
+        )
+
+    def _config_of(self, step: EnsembleStep) -> ModelConfig:
+        return self.versions.find(step.model_name, step.model_version).config
+
+    def _instances(self, model: ResolvedModel, version: int, statistics: ModelStatistics) -> Instances:
+        config = model.config
+        backend = find_backend(config.backend, backend_directory=self.options.backend_directory)
+        source = ModelSource(
+            config=config,
+            version=version,
+            path=model.path,
+            folder=model.path / str(version),
+            server=self.server,
+            metrics=self.metrics,
+        )
+        shared = backend.load(source)
+        warmups = warmup_batches(config, model.path)
+
+        def start(placement: Placement) -> Backend:
+            instance = backend(source, shared, placement)
+            try:
+                run_warmups(instance.execute, warmups)
+            except BaseException:
+                instance.close()
+                raise
+            return instance
+
+        groups_and_places = [
+            (group, place) for group in config.instance_groups for place in group_placements(group)
+        ]
+        permits = self._permits(groups_and_places)
+        try:
+            scheduler = make_scheduler(
+                config, num_instances=len(groups_and_places), path=model.path, permits=permits
+            )
+        except RepositoryError:
+            _withdraw(permits)
+            raise
+        return Instances(
+            start,
+            placements=[placement for _, placement in groups_and_places],
+            scheduler=scheduler,
+            statistics=statistics,
+            exit_timeout_s=self.options.exit_timeout_s,
+            permits=permits,
+        )
+
+    def _permits(self, places: Iterable[tuple[InstanceGroup, Placement]]) -> list[ResourcePermit]:
+        """Register the instances with the rate limiter, if there is one: all of them, or none."""
+        permits: list[ResourcePermit] = []
+        if self.rate_limiter is None:
+            return permits
+        try:
+            for group, place in places:
+                permits.append(self.rate_limiter.register(group.rate_limiter, device_id=place.device_id))
+        except RepositoryError:
+            _withdraw(permits)
+            raise
+        return permits
+
+
+def _withdraw(permits: Iterable[ResourcePermit]) -> None:
+    for permit in permits:
+        permit.withdraw()
+
+
+def _source(model: ResolvedModel) -> StageSource:
+    folder = model.path / str(model.versions[-1])
+    return StageSource(config=model.config, path=model.path, folder=folder)
+
+
+def _draft(logits: ResolvedModel) -> DraftSource | None:
+    if not logits.draft:
+        return None
+    return DraftSource(
+        name=logits.config.parameters["draft_model"],
+        tokenizer=_source(logits.draft["tokenizer"]),
+        logits=_source(logits.draft["logits"]),
+    )
+
+
+def stage_placement(entry: ModelEntry) -> Placement:
+    """Return where a logits stage would run in a server. Raises what `resolve_model` raises."""
+    return _first_placement(_resolve_alone(entry).config)
+
+
+def load_stage_logits(entry: ModelEntry) -> LoadedLogits:
+    """Load the logits of a stage where a server would, without an engine.
+
+    Raises:
+        RepositoryError: its config has an error, or its file cannot be loaded.
+        MissingDependency: its runtime is not installed.
+    """
+    source = _source(_resolve_alone(entry))
+    return load_logits(source.config, source.folder, placement=_first_placement(source.config))
+
+
+def _resolve_alone(entry: ModelEntry) -> ResolvedModel:
+    return resolve_model(entry, {entry.name: entry}, options=RepositoryOptions())
+
+
+def _first_placement(config: ModelConfig) -> Placement:
+    """Return where the engine of a logits stage runs: on the first device of its first group."""
+    return next(group_placements(config.instance_groups[0]))
+
+
+def _output_labels(config: ModelConfig, path: Path) -> dict[str, Sequence[str]]:
+    """Read the label files of a model's outputs: one label per line, its number is the class."""
+    labels: dict[str, Sequence[str]] = {}
+    for spec in config.outputs:
+        if spec.label_filename:
+            try:
+                labels[spec.name] = (path / spec.label_filename).read_text(encoding="utf-8").splitlines()
+            except OSError as error:
+                file = path / spec.label_filename
+                logger.warning("%s cannot be read, and classes have no labels: %s", file, error.strerror)
+    return labels

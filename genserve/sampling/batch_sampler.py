@@ -1,0 +1,242 @@
+"""Batch sampler: the next token of every sequence of a step, in one pass over their rows of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from genserve.completion import TokenLogprob
+from genserve.sampling.logits_edits import (
+    NO_EDITS,
+    LogitsArray,
+    LogitsEdits,
+    RowEdit,
+    StructuredOutputGrammar,
+    grammar_bitmask,
+    join_edits,
+)
+from genserve.sampling.logits_processors import (
+    NO_BREAKERS,
+    BuiltinLogitsProcessors,
+    DryBreakers,
+    builtin_logits_processors,
+)
+from genserve.sampling.sampler import (
+    GREEDY_RULE,
+    LogprobsRequest,
+    SamplingMetadata,
+    SamplingRule,
+    sample_rows,
+    sampling_rule,
+)
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.sampling.staged_sampler import COLDEST, Stages, stages_of
+
+__all__ = ["SampledToken", "SamplingState", "sample", "sampling_metadata"]
+
+
+class PluginProcessors(Protocol):
+    """The logits processors of the repository that one sequence has."""
+
+    @property
+    def processes(self) -> bool:
+        """Whether there is one."""
+
+    def edits(self, hook: str, token_ids: Sequence[int], *, row: int) -> tuple[RowEdit, ...]:
+        """Return the edits of row `row`, the logits after these tokens; `hook` is "pre" or "post_penalty"."""
+
+
+class SamplingState:
+    """The rules by which one sequence is sampled, and their state. Belongs to the engine's thread.
+
+    Attributes:
+        params: the sampling parameters of the request.
+        seed: the request's, or one drawn for it.
+        grammar: the form of the answer and its state; None: any text will do.
+        processors: the edits that the request makes to its logits; None: none.
+        fresh_processors: returns them as they are before the first token.
+        rule: of a draw by `sample_logits`.
+        stages: of a draw that `sample_logits` cannot make; they survive a preemption.
+        draws: whether tokens are drawn; else the best one is taken.
+        plain: nothing but the draw decides its tokens, and no log-probability is reported.
+    """
+
+    __slots__ = (
+        "draws",
+        "fresh_processors",
+        "grammar",
+        "num_prompt_tokens",
+        "params",
+        "plain",
+        "plugins",
+        "processors",
+        "rule",
+        "seed",
+        "stages",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        num_prompt_tokens: int,
+        ending_ids: frozenset[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        dry_breakers: DryBreakers = NO_BREAKERS,
+        spared_ids: Sequence[int] = (),
+        plugins: PluginProcessors | None = None,
+        grammar: StructuredOutputGrammar | None = None,
+    ) -> None:
+        """Begin before the first token.
+
+        Args:
+            params: of the request.
+            seed: of the sequence, below 2^64.
+            num_prompt_tokens: the tokens behind them are the answer.
+            ending_ids: the token ids that end the answer, in the vocabulary.
+            bad_words: `params.bad_words` as token ids, in each spelling.
+            dry_breakers: `params.dry_sequence_breakers`.
+            spared_ids: the token ids that XTC spares, in the vocabulary.
+            plugins: of the sequence.
+            grammar: of `params.structured_outputs`.
+        """
+        self.params = params
+        self.seed = seed
+        self.num_prompt_tokens = num_prompt_tokens
+        self.grammar = grammar
+        self.plugins = plugins if plugins is not None and plugins.processes else None
+        self.fresh_processors: Callable[[], BuiltinLogitsProcessors | None] = partial(
+            builtin_logits_processors,
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            ending_ids=ending_ids,
+            bad_words=bad_words,
+            dry_breakers=dry_breakers,
+        )
+        self.processors = self.fresh_processors()
+        self.stages: Stages | None = stages_of(params, spared_ids=tuple(spared_ids))
+        self.rule: SamplingRule = sampling_rule(params) if self.stages is None else GREEDY_RULE
+        self.draws = params.temperature > COLDEST
+        adaptive = self.stages is not None and self.stages.adaptive
+        self.plain = not (params.logprobs or grammar or self.processors or self.plugins or adaptive)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a rule of the request, or a plug-in, edits the logits."""
+        return self.processors is not None or self.plugins is not None
+
+    def edits(self, token_ids: Sequence[int], *, row: int) -> LogitsEdits:
+        """Return the edits of row `row`, the logits after these tokens."""
+        edits = NO_EDITS if self.processors is None else self.processors.edits(token_ids, row=row)
+        if self.plugins is None:
+            return edits
+        return replace(
+            edits,
+            before=self.plugins.edits("pre", token_ids, row=row),
+            after=self.plugins.edits("post_penalty", token_ids, row=row),
+        )
+
+    def learn(self, surprise_bits: float | None) -> None:
+        """Adapt the next draw to the surprise of the token sampled; None: nothing adapts."""
+        if surprise_bits is not None and self.stages is not None:
+            self.stages = self.stages.after(surprise_bits)
+
+
+class SampledSequence(Protocol):
+    """A sequence that samples its next token."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Prompt and answer."""
+
+    @property
+    def sampling(self) -> SamplingState:
+        """How it is sampled."""
+
+
+class SampledToken(NamedTuple):
+    """The token sampled for one row."""
+
+    token_id: int
+    logprob: TokenLogprob | None    # None if the request does not ask for it
+    finite: bool                    # False: a NaN, or the rules leave no finite logit; the token is void
+    surprise_bits: float | None     # of the token among those it was drawn from, if the stages adapt to it
+
+
+def sample(logits: LogitsArray, sequences: Sequence[SampledSequence]) -> list[SampledToken]:
+    """Sample one token for each sequence by its parameters.
+
+    Args:
+        logits: [R, V] float32, of numpy or of torch; modified by the edits of the sequences.
+        sequences: R of them.
+    """
+    metadata = sampling_metadata(sequences, num_tokens=logits.shape[1])
+    output = sample_rows(logits, metadata)
+    rows = zip(output.token_ids.tolist(), output.finite.tolist(), strict=True)
+    if not metadata.logprobs:
+        return [SampledToken(token_id, None, finite, None) for token_id, finite in rows]
+    reported: dict[int, TokenLogprob] = {}
+    surprises: dict[int, float] = {}
+    for request, found in zip(metadata.logprobs, output.logprobs, strict=True):
+        if request.surprise:
+            surprises[request.row] = -(found.logprob or 0.0) / math.log(2)
+        else:
+            reported[request.row] = found
+    return [
+        SampledToken(token_id, reported.get(row), finite, surprises.get(row))
+        for row, (token_id, finite) in enumerate(rows)
+    ]
+
+
+def sampling_metadata(sequences: Sequence[SampledSequence], *, num_tokens: int) -> SamplingMetadata:
+    """Return how the rows of these sequences are sampled, V of which is `num_tokens`."""
+    states = [sequence.sampling for sequence in sequences]
+    plain = all(state.plain for state in states)
+    edits = None if plain else _edits(sequences, num_tokens=num_tokens)
+    forced = edits.bitmask.forced if edits is not None and edits.bitmask is not None else ()
+    drawing = [row for row, state in enumerate(states) if state.draws and row not in forced]
+    if plain and not drawing:
+        return _GREEDY
+    drawn = [states[row] for row in drawing]
+    return SamplingMetadata.of(
+        drawing,
+        [state.rule for state in drawn],
+        stages=[state.stages for state in drawn],
+        seeds=[state.seed for state in drawn],
+        steps=[len(sequences[row].token_ids) - states[row].num_prompt_tokens for row in drawing],
+        logprobs=() if plain else _logprobs_requests(states, drawing),
+        edits=edits,
+    )
+
+
+def _logprobs_requests(states: Sequence[SamplingState], drawing: Sequence[int]) -> list[LogprobsRequest]:
+    requests = [
+        LogprobsRequest(
+            row=row,
+            num_top=state.params.top_logprobs,
+            token_ids=state.params.logprob_token_ids,
+            processed=state.params.logprobs_mode == "processed",
+        )
+        for row, state in enumerate(states)
+        if state.params.logprobs
+    ]
+    for row in drawing:
+        stages = states[row].stages
+        if stages is not None and stages.adaptive:
+            requests.append(LogprobsRequest(row=row, processed=True, surprise=True))
+    return requests
+
+
+def _edits(sequences: Sequence[SampledSequence], *, num_tokens: int) -> LogitsEdits | None:
+    bitmask = grammar_bitmask([s.sampling.grammar for s in sequences], num_tokens=num_tokens)
+    edits = [
+        s.sampling.edits(s.token_ids, row=row) for row, s in enumerate(sequences) if s.sampling.edits_logits
+    ]
+    return join_edits(edits, bitmask=bitmask) if edits or bitmask is not None else None
+
+
+_GREEDY = SamplingMetadata.of((), (), stages=(), seeds=(), steps=())

@@ -1,0 +1,315 @@
+"""Input processor: validates a prompt and its sampling parameters, and turns them into token sequences."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from genserve.errors import ContextLengthExceeded, InvalidRequest, ModelFailed
+from genserve.generation.beam_search import BeamSearch
+from genserve.generation.engine_request import TokenSequence
+from genserve.generation.engine_thread import EngineThread
+from genserve.generation.sequence_plugins import LogitsProcessor, PluginContext, ThinkingBudget
+from genserve.prompt import Chat, Prompt
+from genserve.sampling.logits_processors import DryBreakers
+from genserve.sampling.sampling_params import SamplingParams
+from genserve.text.grammar_compiler import GrammarCompiler
+from genserve.text.reasoning_parser import THINKING_TAGS, ReasoningParser
+from genserve.text.stop_regex import StopRegex
+from genserve.text.stop_strings import StopChecker, StopFinder, StopStrings
+from genserve.text.tokenizer import Spellings, Tokenizer
+from genserve.textmodel.decoder_plugins import Plugins
+
+__all__ = ["InputProcessor", "ModelLimits", "ReasoningTokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """Sizes that bound the requests of a text model."""
+
+    max_length: int         # tokens of prompt and answer together
+    max_num_seqs: int       # sequences that run concurrently; more wait
+    vocab_size: int         # length of a row of logits
+
+
+class ReasoningTokens:
+    """The tags around the reasoning of a model's answers; many models have none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Look up the tags in the vocabulary."""
+        self._tokenizer = tokenizer
+        self._start_id, self._end_id = map(tokenizer.token_id, THINKING_TAGS)
+
+    def parser(self, params: SamplingParams, *, begun: bool) -> ReasoningParser | None:
+        """Return a parser that splits an answer into reasoning and content; None: all of it is content.
+
+        All of it is content if the vocabulary lacks the tags or decodes them to no text, if the answer has
+        a required structure, and if a parser of the request reads it.
+
+        Args:
+            params: of the request.
+            begun: whether the prompt begins the reasoning, see `TokenSequence.begins_thought`.
+        """
+        if self._start_id is None or self._end_id is None or self._tokenizer.is_silent(self._end_id):
+            return None
+        if params.structured_outputs is not None or params.output_parser is not None:
+            return None
+        return ReasoningParser(begun=begun)
+
+    def budget(self, context: PluginContext, *, begun: bool) -> list[tuple[str, LogitsProcessor]]:
+        """Return the named processor that enforces the request's budget for reasoning; empty: it has none.
+
+        Raises:
+            InvalidRequest: the request has a budget and the vocabulary lacks the tags.
+        """
+        name = "thinking_token_budget"
+        num_tokens = context.params.thinking_token_budget
+        if num_tokens is None:
+            return []
+        if self._start_id is None or self._end_id is None:
+            tags = " and ".join(THINKING_TAGS)
+            raise InvalidRequest(f"{name} needs a model with the tokens {tags}", field=name)
+        budget = ThinkingBudget(
+            num_tokens=num_tokens,
+            start_id=self._start_id,
+            end_id=self._end_id,
+            num_prompt_tokens=len(context.prompt_token_ids),
+            begun=begun,
+        )
+        return [(name, budget)]
+
+    def is_open_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tokens end within reasoning: after its start tag come no other tag or special token."""
+        if self._start_id is None:
+            return False
+        for token_id in reversed(token_ids):
+            if token_id == self._start_id:
+                return True
+            if token_id == self._end_id or self._tokenizer.is_silent(token_id):
+                return False
+        return False
+
+
+class InputProcessor:
+    """Makes the token sequences of requests to one text model. Safe from any thread.
+
+    Attributes:
+        reasoning: the tags around the reasoning of answers.
+    """
+
+    def __init__(
+        self, *, name: str, tokenizer: Tokenizer, engine: EngineThread, plugins: Plugins, limits: ModelLimits
+    ) -> None:
+        """Process the requests of the model `name`."""
+        self.reasoning = ReasoningTokens(tokenizer)
+        self._name = name
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._plugins = plugins
+        self._limits = limits
+        self._grammars = GrammarCompiler(tokenizer, vocab_size=limits.vocab_size)
+        self._spellings_within = Spellings(tokenizer)
+
+    def process(
+        self, prompt: Prompt, params: SamplingParams, *, num_choices: int, arrived_s: float | None = None
+    ) -> list[TokenSequence]:
+        """Return one token sequence for each choice; see `TextModel.prepare_choices`."""
+        width = self._beam_width(params, num_choices=num_choices)
+        max_length = self._engine.max_tokens_per_sequence(width) if width > 1 else self._limits.max_length
+        field, whole = self._encode(prompt)
+        token_ids = _truncated(whole, params, max_length=max_length, bos_id=self._tokenizer.bos_id)
+        is_cut = len(token_ids) < len(whole) and params.truncation_side == "right"
+        begun = self._begins_reasoning(prompt, token_ids, is_cut=is_cut)
+        self._check_lengths(len(token_ids), params, max_length=max_length, field=field)
+        self._check_ids(params)
+        text = self._stop_checker(params)
+        begin = partial(
+            TokenSequence,
+            token_ids,
+            params=params,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            max_length=max_length,
+            vocab_size=self._limits.vocab_size,
+            bad_words=[ids for word in params.bad_words for ids in self._spellings(word)],
+            dry_breakers=self._dry_breakers(params),
+            deadline_s=self._deadline_s(params, arrived_s),
+            xtc_spared_ids=self._xtc_spared_ids(params),
+            begins_thought=begun,
+        )
+        contexts = [self._context(token_ids, params, choice) for choice in range(num_choices)]
+        outputs = params.structured_outputs
+        sequences = [
+            begin(
+                seed=context.seed,
+                text=self._plugins.parsed(text.fork(), context),
+                plugins=self._plugins.for_sequence(context, ours=self.reasoning.budget(context, begun=begun)),
+                grammar=self._grammars.begin(outputs) if outputs else None,
+            )
+            for context in contexts
+        ]
+        if width > 1:
+            BeamSearch(sequences, width=width, text=text)
+        return sequences
+
+    def _beam_width(self, params: SamplingParams, *, num_choices: int) -> int:
+        """Return the number of beams of a request; 1: it has no beam search."""
+        if not params.use_beam_search:
+            return 1
+        width = params.beam_width or num_choices
+        if num_choices > width:
+            raise InvalidRequest(f"n is {num_choices}, and beam_width {width}", field="n")
+        if width % params.num_beam_groups:
+            raise InvalidRequest(
+                f"num_beam_groups is {params.num_beam_groups}, which does not divide {width} beams",
+                field="num_beam_groups",
+            )
+        max_num_seqs = self._limits.max_num_seqs
+        if width > max_num_seqs:
+            raise InvalidRequest(
+                f"the request has {width} beams; {self._name} runs {max_num_seqs} sequences concurrently",
+                field="beam_width" if params.beam_width else "n",
+                remedy=f"ask for {max_num_seqs} at the most, or raise max_batch_size in the logits stage's "
+                "config.pbtxt",
+            )
+        return width
+
+    def _deadline_s(self, params: SamplingParams, arrived_s: float | None) -> float | None:
+        if params.max_time_ms is None:
+            return None
+        return (self._engine.now_s if arrived_s is None else arrived_s) + params.max_time_ms / 1000
+
+    def _context(self, token_ids: Sequence[int], params: SamplingParams, choice: int) -> PluginContext:
+        seed = secrets.randbits(64) if params.seed is None else (params.seed + choice) % 2**64
+        return PluginContext(
+            tokenizer=self._tokenizer,
+            vocab_size=self._limits.vocab_size,
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            seed=seed,
+        )
+
+    def _stop_checker(self, params: SamplingParams) -> StopChecker:
+        """Return the text of an answer before its first token; its forks share what is slow to build."""
+        finders: list[StopFinder] = [StopStrings(params.stop)] if params.stop else []
+        finders += map(StopRegex, params.stop_regex)
+        return StopChecker(
+            self._tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
+            finders,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def _encode(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+        """Return the name of the request's field with the prompt, and the token ids."""
+        if isinstance(prompt, str):
+            return "prompt", self._tokenizer.encode(prompt)
+        if isinstance(prompt, Chat):
+            return "messages", self._encode_chat(self._tokenizer.encode_chat, prompt)
+        for index, token_id in enumerate(prompt):
+            if not 0 <= token_id < self._limits.vocab_size:
+                field = f"prompt[{index}]"
+                raise InvalidRequest(
+                    f"{field} is {token_id}; the vocabulary has the ids 0 to {self._limits.vocab_size - 1}",
+                    field=field,
+                )
+        return "prompt", prompt
+
+    def _encode_chat(self, encode: Callable[[Chat], list[int]], chat: Chat) -> list[int]:
+        try:
+            return encode(chat)
+        except ModelFailed as error:
+            raise ModelFailed(f"model {self._name!r}: {error.message}", remedy=error.remedy) from error
+        finally:
+            if not self._engine.alive:  # the model was closed before: nobody else ends this process
+                self._tokenizer.close()
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Return the ids of a word at the beginning of a text, and after another word."""
+        spelled = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+        return [ids for ids in spelled if ids and max(ids) < self._limits.vocab_size]
+
+    def _dry_breakers(self, params: SamplingParams) -> DryBreakers:
+        texts = params.dry_sequence_breakers if params.dry_multiplier else ()
+        return DryBreakers(ids for text in texts for ids in self._spellings_within.of(text))
+
+    def _xtc_spared_ids(self, params: SamplingParams) -> list[int]:
+        if not params.xtc_probability:
+            return []
+        return [*self._tokenizer.eos_token_ids, *self._tokenizer.encode("\n", add_special_tokens=False)[-1:]]
+
+    def _begins_reasoning(self, prompt: Prompt, token_ids: Sequence[int], *, is_cut: bool) -> bool:
+        """Whether the answer to a prompt begins within reasoning.
+
+        In a chat, reasoning can only be begun by the template's text after the messages, or by the message
+        that is continued; never by a message of somebody else.
+
+        Args:
+            prompt: of the request.
+            token_ids: of the prompt, as the engine gets them.
+            is_cut: whether the end of the prompt was truncated.
+        """
+        if not self.reasoning.is_open_after(token_ids):
+            return False
+        if not isinstance(prompt, Chat):
+            return True
+        if is_cut:
+            return False
+        try:
+            suffix = self._encode_chat(self._tokenizer.encode_behind_messages, prompt)
+        except InvalidRequest:  # the template accepts the messages, but not with marks in them
+            return False
+        return self.reasoning.is_open_after(suffix)
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        vocab_size = self._limits.vocab_size
+        for name, named_ids in params.token_ids().items():
+            if any(token_id >= vocab_size for token_id in named_ids):
+                raise InvalidRequest(f"{name} must be below the vocabulary's size, {vocab_size}", field=name)
+        if params.min_tokens and params.allowed_token_ids:
+            ending = {*params.stop_token_ids}
+            ending.update(() if params.ignore_eos else self._tokenizer.eos_token_ids)
+            if ending.union(params.suppress_tokens) >= {*params.allowed_token_ids}:
+                raise InvalidRequest("min_tokens leaves no allowed token", field="min_tokens")
+
+    def _check_lengths(
+        self, num_prompt_tokens: int, params: SamplingParams, *, max_length: int, field: str
+    ) -> None:
+        if num_prompt_tokens == 0:
+            raise InvalidRequest(f"{field} is empty", field=field, remedy="give at least one token of text")
+        per_beam = "" if max_length == self._limits.max_length else " for each of its beams"
+        if num_prompt_tokens >= max_length:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens; "
+                f"the context of {self._name} is {max_length}{per_beam}, answer included",
+                field=field,
+                remedy="shorten the prompt, or raise max_sequence_length or, if the KV cache holds no more, "
+                "kv_cache_bytes in the logits stage's config.pbtxt",
+            )
+        room = max_length - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"max_tokens is {params.max_tokens}; the prompt's {num_prompt_tokens} tokens leave {room} "
+                f"of the context of {max_length}{per_beam}",
+                field="max_tokens",
+                remedy=f"ask for {room} tokens at the most, or shorten the prompt",
+            )
+
+
+def _truncated(
+    token_ids: Sequence[int], params: SamplingParams, *, max_length: int, bos_id: int | None
+) -> Sequence[int]:
+    """Truncate a prompt as the request asks; the token that begins every text stays."""
+    limit = params.truncate_prompt_tokens
+    if limit == -1:
+        limit = max(1, max_length - (params.max_tokens or 1))
+    if limit is None or len(token_ids) <= limit:
+        return token_ids
+    if params.truncation_side == "right":
+        return token_ids[:limit]
+    begin = [token_ids[0]] if token_ids[0] == bos_id else []
+    return [*begin, *token_ids[len(token_ids) - limit + len(begin) :]]
